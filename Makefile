@@ -1,0 +1,71 @@
+# Every target makes the environment that it needs: Python 3.11 or 3.12 and a package index suffice.
+#   make demo       the main job on the bundled model: a table, and pictures in demo_output/
+#   make test       the default tests           make test-slow  those that take minutes
+#   make lint       format, lint and types      make env        the environment alone
+# Variables: VENV (where the environment is), PYTHON (what makes it), TORCH (which torch), JOBS (test processes),
+# ARGS (more arguments for the command that is run).
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.PHONY: help env demo test test-slow lint types format clean
+
+VENV ?= .venv
+# The build that is small on a machine without CUDA; with a GPU, give the one for its driver: TORCH='torch>=2.11'.
+TORCH ?= torch==2.13.0
+JOBS ?= 2
+ARGS ?=
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.semkv-test
+DEV_STAMP := $(VENV)/.semkv-dev
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+TYPED := .mypy_cache/tree
+SUPPORTED := import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
+PYTHON ?= $(shell for name in python3.12 python3.11 python3; do \
+	if $$name -c '$(SUPPORTED)' >/dev/null 2>&1; then echo $$name; break; fi; done)
+# One thread a process: the tests run JOBS processes, and tiny models are slower on more threads.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest
+
+help:
+	@sed -n '2,6s/^# \{0,3\}//p' Makefile
+
+$(STAMP): setup.cfg pyproject.toml
+	@if [ -z "$(PYTHON)" ]; then echo "No Python 3.11 or 3.12 with venv was found: install one, or give PYTHON=..." >&2; exit 1; fi
+	[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet "setuptools>=77" wheel
+	$(PIP) install --quiet "$(TORCH)"
+	$(PIP) install --quiet --no-build-isolation --editable ".[test]"
+	@touch $@
+
+$(DEV_STAMP): $(STAMP)
+	$(PIP) install --quiet --no-build-isolation --editable ".[dev]"
+	@touch $@
+
+env: $(STAMP)
+
+demo: $(STAMP)
+	$(BIN)/semkv demo $(ARGS)
+
+test: $(STAMP)
+	$(PYTEST) -n $(JOBS) -m "not slow" --durations=15 $(ARGS)
+
+test-slow: $(STAMP)
+	$(PYTEST) -n $(JOBS) -m slow --timeout=3600 --durations=15 $(ARGS)
+
+lint: $(DEV_STAMP) types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# The folders of the package stand beside each other in the tree and inside each other once installed; a type checker
+# needs the installed shape, so it gets one made of links.
+types: $(DEV_STAMP)
+	@rm -rf $(TYPED) && mkdir -p $(TYPED)/semkv
+	@ln -s $(CURDIR)/semkv_compile/* $(CURDIR)/passes $(CURDIR)/kernels $(CURDIR)/profiles $(TYPED)/semkv/
+	MYPYPATH=$(TYPED) $(BIN)/mypy -p semkv
+
+format: $(DEV_STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist demo_output .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,100 @@
+"""What the accuracy benchmarks share: the bundled model, a grid that resumes, results as JSON, tables as Markdown."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from semkv import bundled
+from semkv.api import compile as compile_model
+from semkv.cli.common import progress_bar, quiet_libraries
+from semkv.config import CompileConfig
+from semkv.evaluation import Grid, Report, evaluate
+from semkv.evaluation.environment import describe, now
+from semkv.evaluation.identity import subject_identity
+from semkv.evaluation.report import build_report
+from semkv.evaluation.store import RowStore
+from semkv.profiles.schema import Profile
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+DOCS = ROOT / "docs" / "results"
+FAMILIES = ("single", "multi", "confusable", "dense")
+LENGTH = 4096
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """Options that every benchmark has."""
+    options = argparse.ArgumentParser(description=description)
+    options.add_argument("--samples", type=int, help="questions per family and cell, instead of the published number")
+    options.add_argument("--length", type=int, default=LENGTH, help="tokens of context")
+    options.add_argument("--families", default=",".join(FAMILIES), help="measure these; others are read from the rows")
+    options.add_argument(
+        "--rows", type=Path, default=ROOT / "runs", help="folder of the rows that a later run goes on from"
+    )
+    options.add_argument("--profile", type=Path, help="folder of a profile instead of the committed one")
+    options.add_argument("--report-only", action="store_true", help="measure nothing: report what the rows hold so far")
+    options.add_argument("--threads", type=int, default=1, help="threads of this process")
+    return options
+
+
+class Bench:
+    """The bundled model compiled once, with its grids' rows in one file per benchmark."""
+
+    def __init__(self, name: str, arguments: argparse.Namespace):
+        quiet_libraries()
+        torch.set_num_threads(arguments.threads)
+        self.name, self.arguments = name, arguments
+        self.model, self.tokenizer = bundled.load()
+        self.profile: Any = Profile.load(arguments.profile) if arguments.profile else bundled.profile()
+        # The weights are stored in float16; so is the KV, or summaries would look cheaper than they are in practice.
+        config = CompileConfig(kv_dtype="float16")
+        self.compiled = compile_model(self.model, self.profile, method="sekv", budget=0.1, config=config)
+        self.identity = subject_identity(self.model, self.profile, None, self.compiled.placement.budget.dtype)
+
+    def run(self, grid: Grid, title: str) -> Report:
+        """Measure what the chosen families lack, then report on everything that the rows hold of the grid."""
+        chosen = tuple(family for family in grid.families if family in self.arguments.families.split(","))
+        rows = self.arguments.rows / f"{self.name}.rows.jsonl"
+        if self.arguments.report_only:
+            here = describe(now())
+            return build_report(grid, self.identity, RowStore(rows), here, title=title, model="bundled")
+        with progress_bar(title) as progress:
+            report = evaluate(
+                self.compiled,
+                self.tokenizer,
+                grid.model_copy(update={"families": chosen}),
+                identity=self.identity,
+                model="bundled",
+                title=title,
+                rows=rows,
+                progress=progress,
+            )
+        if not report.complete:
+            raise SystemExit("stopped before it was complete; run the same command to go on")
+        return build_report(
+            grid, self.identity, RowStore(rows), report.environment, title=title, model="bundled", notes=report.notes
+        )
+
+
+def write_results(name: str, report: Report) -> None:
+    """`benchmarks/results/NAME.json`."""
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    (RESULTS / f"{name}.json").write_text(report.model_dump_json(indent=1) + "\n", encoding="utf-8")
+
+
+def write_document(name: str, *parts: str) -> Path:
+    """`docs/results/NAME.md` from paragraphs and tables."""
+    DOCS.mkdir(parents=True, exist_ok=True)
+    path = DOCS / f"{name}.md"
+    path.write_text("\n\n".join(part.strip() for part in parts) + "\n", encoding="utf-8")
+    return path
+
+
+def table(columns: list[str], lines: list[list[str]]) -> str:
+    """A Markdown table, its first column left-aligned."""
+    rule = "|" + "|".join([" --- ", *[" ---: "] * (len(columns) - 1)]) + "|"
+    return "\n".join(["| " + " | ".join(columns) + " |", rule, *["| " + " | ".join(line) + " |" for line in lines]])

@@ -1,0 +1,8 @@
+"""Implementations of the semkv operators and of the arithmetic around them; one operation per folder, reference first.
+
+Importing this package registers the operators' implementations with PyTorch.
+"""
+
+from semkv.kernels import attention, mixed_attention
+
+__all__ = ["attention", "mixed_attention"]

@@ -1,0 +1,13 @@
+"""`semkv::mixed_attention`: one softmax over exact, coarse and factored entries."""
+
+from semkv.ir import ops
+from semkv.kernels.mixed_attention.blocked import mixed_attention_blocked
+from semkv.kernels.mixed_attention.reference import mixed_attention_reference
+from semkv.kernels.mixed_attention.registration import register
+
+FLOAT_ARGUMENTS = (0, 2, 3, 5, 6, 7, 9, 10, 11, 12, 13, 14, 15, 17, 18, 19, 20)
+"""Places of the arguments that gradients flow to: everything but positions."""
+
+register(ops.library, "mixed_attention", mixed_attention_blocked, differentiable=FLOAT_ARGUMENTS)
+
+__all__ = ["FLOAT_ARGUMENTS", "mixed_attention_blocked", "mixed_attention_reference"]

@@ -1,0 +1,200 @@
+"""From a model and text to a profile."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import importlib.metadata
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from semkv.artifact.fingerprint import model_fingerprint
+from semkv.errors import ConfigError
+from semkv.ir.program import Program
+from semkv.passes.assign_budgets import AssignBudgets
+from semkv.passes.base import PassOptions
+from semkv.pipeline import captured_program
+from semkv.profiles.schema import ModelFacts, Profile, ProfileInfo, Provenance, SekvSection, SiteFacts
+
+from .data import CalibrationData
+from .metrics import coverage
+from .parameters import SekvParameters
+from .settings import CalibrationSettings
+from .train import Progress, Result, Trainer
+
+COVERAGE_SHARE = 0.06
+"""Share of a context's tokens that the report unfolds: what a budget of a tenth leaves beside its fixed parts."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A finished calibration: the profile, and the held-out losses at every evaluation (with the key `step`)."""
+
+    profile: Profile
+    history: list[dict[str, float]]
+
+
+def calibrate(
+    model: torch.nn.Module,
+    data: CalibrationData,
+    settings: CalibrationSettings,
+    *,
+    name: str,
+    command: str = "",
+    checkpoint: Path | None = None,
+    progress: Progress | None = None,
+) -> Calibration:
+    """Train SeKV's router, thresholds and rank gates for `model`.
+
+    Parameters
+    ----------
+    model: a decoder in evaluation mode; it is not changed.
+    name: of the model, for people. command: kept in the provenance.
+    checkpoint: file that an interrupted run resumes from; it stays when the run ends.
+    progress: see `semkv.profiles.calibration.train.Progress`.
+
+    Raises
+    ------
+    ConfigError: the model is in training mode, the data does not fit it, or the checkpoint is of another run.
+    CaptureError: the model cannot be captured.
+    """
+    if model.training:
+        raise ConfigError(
+            "the model is in training mode, so dropout would change what it attends to: call model.eval() first"
+        )
+    program = AssignBudgets().run(captured_program(model), PassOptions(method="sekv"))
+    check(program, data, settings)
+    fingerprint = model_fingerprint(model)
+    digest = data.digest()
+    identity = hashlib.sha256(f"{fingerprint} {digest} {settings.identity()}".encode()).hexdigest()
+    parameters = [*program.body.parameters(), *program.head.parameters()]
+    wanted = [parameter.requires_grad for parameter in parameters]
+    try:
+        for parameter in parameters:
+            parameter.requires_grad_(False)
+        trainer = Trainer(program, data, settings, identity=identity, checkpoint=checkpoint, progress=progress)
+        result = trainer.run()
+    finally:
+        for parameter, grad in zip(parameters, wanted):
+            parameter.requires_grad_(grad)
+    provenance = Provenance(
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        command=command,
+        data=data.description,
+        data_digest=digest,
+        tokens=data.tokens,
+        seed=settings.seed,
+        steps=result.steps,
+        stopped_early=result.stopped_early,
+        wall_minutes=round(result.minutes, 3),
+        versions=versions(),
+        settings=settings.model_dump(mode="json"),
+        losses={key: round(value, 6) for key, value in result.losses.items()},
+        table=tuple(report(result, settings)),
+    )
+    profile = to_profile(
+        program, result.parameters, settings, name=name, fingerprint=fingerprint, provenance=provenance
+    )
+    return Calibration(profile, result.history)
+
+
+def check(program: Program, data: CalibrationData, settings: CalibrationSettings) -> None:
+    """Raise `ConfigError` when calibration could not work, before it starts."""
+    if not any(site.treatment == "method" for site in program.sites):
+        raise ConfigError(
+            "every attention of this model has a sliding window: there is no memory to compress, nothing to calibrate"
+        )
+    needed = settings.length + settings.queries
+    if program.max_positions is not None and needed > program.max_positions:
+        raise ConfigError(
+            f"length {settings.length} with {settings.queries} queries needs {needed} positions, the model has "
+            f"{program.max_positions}: pass a smaller --length"
+        )
+    largest = max(int(ids.max()) for ids in data.sequences)
+    if largest >= program.vocab_size:
+        raise ConfigError(
+            f"the data holds token id {largest}, the model's vocabulary has {program.vocab_size} entries: "
+            "use the model's own tokenizer"
+        )
+
+
+def model_facts(program: Program, name: str) -> ModelFacts:
+    """What a profile says about its model."""
+    sites = tuple(
+        SiteFacts(
+            index=site.index,
+            name=site.name,
+            store=site.store,
+            q_heads=site.q_heads,
+            kv_heads=site.kv_heads,
+            key_dim=site.key_dim,
+            value_dim=site.value_dim,
+            treatment=site.treatment,
+        )
+        for site in program.sites
+    )
+    return ModelFacts(
+        name=name,
+        dtype=str(program.dtype).removeprefix("torch."),  # type: ignore[arg-type]
+        vocab_size=program.vocab_size,
+        max_positions=program.max_positions,
+        sites=sites,
+    )
+
+
+def to_profile(
+    program: Program,
+    parameters: SekvParameters,
+    settings: CalibrationSettings,
+    *,
+    name: str,
+    fingerprint: str,
+    provenance: Provenance | None = None,
+) -> Profile:
+    """The profile that holds `parameters`."""
+    routers = parameters.router
+    dims = tuple(routers[str(s.index)].shape[1] if str(s.index) in routers else 0 for s in program.sites)
+    section = SekvSection(
+        routing_dims=dims,
+        max_rank=settings.max_rank,
+        gate_hidden=settings.gate_hidden,
+        gate_summary_dim=parameters.gates.summary_dim,
+        gate_floor=settings.gate_floor,
+        router_init=settings.router_init,
+    )
+    tensors = {f"sekv.{key}": value.detach().float().cpu() for key, value in parameters.state_dict().items()}
+    info = ProfileInfo(fingerprint=fingerprint, model=model_facts(program, name), sekv=section, provenance=provenance)
+    return Profile(info, tensors)
+
+
+def report(result: Result, settings: CalibrationSettings) -> list[dict[str, float]]:
+    """Per site, on the held-out contexts: what `ratios` says, thresholds, and how much attention the router catches."""
+    rows = []
+    for row in result.table:
+        site = int(row["site"])
+        caught = coverage(result.parameters, result.held_out, site, COVERAGE_SHARE, settings)
+        threshold = result.parameters.threshold[str(site)].detach()
+        rows.append(
+            {key: round(value, 4) for key, value in row.items()}
+            | {
+                "threshold": round(float(threshold.mean()), 4),
+                "caught": round(caught["kept"], 4),
+                "oracle": round(caught["oracle"], 4),
+            }
+        )
+    return rows
+
+
+def versions() -> dict[str, str]:
+    """Versions of what decides the numbers."""
+    names = ("semkv", "torch", "transformers", "safetensors", "numpy")
+    found = {"python": platform.python_version()}
+    for name in names:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found

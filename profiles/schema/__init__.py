@@ -1,0 +1,31 @@
+"""What a profile holds, how it is stored and checked. Imports neither CUDA nor Triton code."""
+
+from .profile import Profile
+from .sections import (
+    Choice,
+    HeadTaxonomy,
+    LayerErrors,
+    MemoryModel,
+    ModelFacts,
+    ProfileInfo,
+    Provenance,
+    RetrievalHeads,
+    SekvSection,
+    SiteFacts,
+    SketchSection,
+)
+
+__all__ = [
+    "Choice",
+    "HeadTaxonomy",
+    "LayerErrors",
+    "MemoryModel",
+    "ModelFacts",
+    "Profile",
+    "ProfileInfo",
+    "Provenance",
+    "RetrievalHeads",
+    "SekvSection",
+    "SiteFacts",
+    "SketchSection",
+]

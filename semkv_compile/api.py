@@ -1,0 +1,102 @@
+"""`semkv.compile`, `semkv.explain`, `semkv.load`."""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import Any
+
+import torch
+from torch import nn
+
+from semkv.artifact.fingerprint import model_fingerprint
+from semkv.capture.device import moved, usable
+from semkv.compiled import CompiledModel
+from semkv.config import CompileConfig, check_budget
+from semkv.errors import ConfigError
+from semkv.methods import find_method
+from semkv.pipeline import captured_program
+from semkv.profiles.schema import Profile
+
+
+def compile(
+    model: nn.Module,
+    profile: Profile | None = None,
+    *,
+    method: str | None = None,
+    budget: float | int | None = None,
+    device: str | torch.device | None = None,
+    config: CompileConfig | None = None,
+) -> CompiledModel:
+    """Capture `model`, rewrite its attention onto a mixed-resolution memory, and return a model that runs on it.
+
+    The model is not changed, and its weights are shared, not copied, unless `device` is another than theirs.
+
+    Parameters
+    ----------
+    model: a Hugging Face causal LM, or any module from ids [B, T] to logits [B, T, vocab], in evaluation mode.
+    profile: what `semkv-profile` learned about this model; methods that are trained need it.
+    method: `full`, `streaming_llm`, `snapkv`, `sekv`. Default: the profile's best at this budget, or `full` without one.
+    budget: a fraction in (0, 1] of the full KV, or a whole number of tokens per KV head and layer. A hard cap on what is
+        on the device in a decode step.
+    device: where to run; default: where the model is.
+    config: see `CompileConfig`.
+
+    Raises
+    ------
+    ConfigError, BudgetError: arguments that make no sense, before any work. ProfileError: a profile of another model.
+    CaptureError: the model cannot be rewritten without risk of a wrong answer.
+    """
+    check_budget(budget)
+    settings = config or CompileConfig()
+    target = None if device is None else usable(device)
+    if method is None:
+        known = budget if isinstance(budget, float) else None  # the table is of fractions
+        method = profile.best_method(known) if profile is not None and budget is not None else "full"
+        if profile is not None and budget is None:
+            raise ConfigError("a profile was given but no budget: pass budget=0.1 for example, or method='full'")
+    chosen = find_method(method, settings.method_options)
+    fingerprint = model_fingerprint(model)
+    if profile is not None:
+        profile.check_model(fingerprint)
+    if (chosen.compresses and budget is None) or (not chosen.compresses and budget is not None):
+        _refuse_budget(chosen.name, chosen.compresses, budget)
+    chosen.check(profile)
+    program = captured_program(model)
+    if target is not None and any(p.device != target for p in model.parameters()):
+        program = moved(program, target)
+    return CompiledModel(
+        program, profile, chosen, budget, settings,
+        fingerprint=fingerprint, model_config=copy.deepcopy(getattr(model, "config", None)),
+        generation_config=copy.deepcopy(getattr(model, "generation_config", None)),
+    )  # fmt: skip
+
+
+def _refuse_budget(name: str, compresses: bool, budget: Any) -> None:
+    from semkv.errors import BudgetError
+
+    if compresses:
+        raise BudgetError(
+            f"method {name!r} compresses, so it needs a budget: a fraction of the full KV such as 0.1, or tokens per KV head and layer"
+        )
+    raise BudgetError(f"method {name!r} keeps everything: pass no budget with it (got {budget!r})")
+
+
+def load(path: str | os.PathLike[str], *, device: str | torch.device = "cpu") -> CompiledModel:
+    """A compiled model from an artifact folder written by `CompiledModel.save`.
+
+    Needs no modelling code and unpickles nothing. Raises `ArtifactError` for anything damaged, altered or foreign.
+    """
+    from semkv.saving import load_compiled
+
+    return load_compiled(path, device=device)
+
+
+def explain(compiled: CompiledModel, *, verbose: bool = False) -> str:
+    """Print and return a table with a row per attention site: what was found, what it became, and why.
+
+    verbose: adds what each pass did.
+    """
+    from semkv.describe import describe
+
+    return describe(compiled, verbose=verbose)

@@ -1,0 +1,83 @@
+"""Reading an artifact: hashes first, then data, then graphs. No pickle, no modelling code, no code from the files."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from semkv.artifact.arguments import DTYPES
+from semkv.artifact.graph_json import graph_from_json
+from semkv.artifact.manifest import GRAPHS, MANIFEST, WEIGHTS, Manifest, graph_file, parse_sites, read_manifest
+from semkv.artifact.weights import check_views, unpack
+from semkv.errors import ArtifactError, ConfigError, SpecError
+from semkv.files import read_json
+from semkv.ir import spec
+from semkv.ir.graph import placeholders
+from semkv.ir.program import Program
+from semkv.tensor_file import read_header, read_tensors
+
+
+def load_program(path: str | os.PathLike[str], device: str | torch.device | None = None) -> tuple[Program, Manifest]:
+    """The program and manifest of an artifact, with its tensors on `device` (default: the CPU, mapped from the file).
+
+    Raises
+    ------
+    ArtifactError: the folder is no artifact, of another version, damaged, or altered; the message names the file.
+    ConfigError: there is no such device here.
+    """
+    folder = Path(path)
+    device = _usable("cpu" if device is None else device)
+    manifest = read_manifest(folder)
+    header = read_header(folder / WEIGHTS, error=ArtifactError)
+    check_views(manifest.tensors, header.tensors, str(folder / MANIFEST))
+    stored = read_tensors(folder / WEIGHTS, header, error=ArtifactError, device=device)
+    tensors = unpack(stored, manifest.tensors)
+    facts = manifest.program
+    if len(set(facts.graphs)) != len(facts.graphs) or "body" not in facts.graphs:
+        raise ArtifactError(
+            f"{folder / MANIFEST}: graphs {facts.graphs}, expected body and others once each; save it again"
+        )
+    graphs = {name: _load_graph(folder, name, tensors, device) for name in facts.graphs}
+    program = Program(
+        stage=facts.stage,
+        sites=parse_sites(facts.sites),
+        vocab_size=facts.vocab_size,
+        max_positions=facts.max_positions,
+        dtype=DTYPES[facts.dtype],
+        batched=facts.batched,
+        notes=tuple(facts.notes),
+        **{name: graphs.get(name) for name in GRAPHS},  # type: ignore[call-overload]
+    )
+    _check_program(program, folder)
+    return program, manifest
+
+
+def _usable(device: str | torch.device) -> torch.device:
+    """`device` as torch names it, after one allocation on it."""
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError, NotImplementedError) as cause:
+        raise ConfigError(
+            f"device {str(device)!r} cannot be used here ({cause}); pass another, such as 'cpu'"
+        ) from cause
+
+
+def _load_graph(folder: Path, name: str, tensors: dict[str, Tensor], device: torch.device) -> GraphModule:
+    path = folder / graph_file(name)
+    return graph_from_json(read_json(path, error=ArtifactError), tensors, device=device, name=str(path))
+
+
+def _check_program(program: Program, folder: Path) -> None:
+    """The spec of the program's stage, which compilation checks too: inputs, legal nodes, one memory call per site."""
+    try:
+        if program.head is not None and len(placeholders(program.head.graph)) != 1:
+            raise SpecError(f"head: inputs {tuple(placeholders(program.head.graph))}, expected one")
+        spec.check(program)
+    except (SpecError, AssertionError, AttributeError, IndexError, KeyError, TypeError, ValueError) as cause:
+        raise ArtifactError(
+            f"{folder / 'programs'}: {str(cause)[:1000]}; the files were edited, save them again"
+        ) from cause

@@ -1,0 +1,190 @@
+"""The `semkv` command. Heavy imports happen inside commands, so that `--help` is instant."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from semkv.cli.common import budgets as parse_budgets
+from semkv.cli.common import check_writable, plain_errors, refuse, whole_numbers, words
+
+app = typer.Typer(
+    name="semkv",
+    help="Compile decoders into models with a mixed-resolution KV memory: look inside, evaluate, see a demo.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+)
+
+MODEL_HELP = "`bundled`, a local folder, or a Hugging Face name."
+PROFILE_HELP = "Folder that `semkv-profile` wrote. Default: the bundled model's own; none for others."
+KV_DTYPE_HELP = "dtype of exact keys and values: float32, float16, bfloat16. Default: the model's."
+
+
+@app.command(
+    "eval",
+    epilog="""
+    [bold]Examples[/bold]
+
+    Two methods on the bundled model, a minute:
+
+    $ semkv eval --methods full,sekv --budgets 0.1 --lengths 1024 --samples 20
+
+    The whole grid with results and pictures; the same command goes on after an interruption:
+
+    $ semkv eval --budgets 0.05,0.1,0.2 --lengths 1K,4K,8K --samples 100 --json out.json --plot pictures
+
+    Another model with its profile, a budget of 512 tokens per KV head, the question part of the prompt:
+
+    $ semkv eval --model Qwen/Qwen3-0.6B --profile qwen.profile --budgets 512 --lengths 4K --question seen
+    """,
+)
+def eval_command(
+    model: Annotated[str, typer.Option(help=MODEL_HELP)] = "bundled",
+    profile: Annotated[Path | None, typer.Option(help=PROFILE_HELP)] = None,
+    methods: Annotated[str, typer.Option(help="Methods, separated by commas.")] = "full,streaming_llm,snapkv,sekv",
+    budgets: Annotated[
+        str,
+        typer.Option(help="With a point: fractions of the full KV in (0, 1]. Without: tokens per KV head and layer."),
+    ] = "0.05,0.1,0.2",
+    lengths: Annotated[str, typer.Option(help="Context lengths in tokens; 4K is 4096.")] = "1024,4096,8192",
+    question: Annotated[
+        str, typer.Option(help="unseen: asked after compression. seen: part of the prefill. both.")
+    ] = "unseen",
+    families: Annotated[str, typer.Option(help="Task families.")] = "single,multi,confusable,dense",
+    samples: Annotated[int, typer.Option(help="Questions per family and length.")] = 50,
+    questions_per_context: Annotated[int, typer.Option(help="Questions that share a context and its prefill.")] = 4,
+    seed: Annotated[int, typer.Option(help="Which contexts are drawn.")] = 0,
+    json: Annotated[
+        Path | None, typer.Option(help="Write the report here; rows go beside it, and a later run goes on from them.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Folder for pictures (PNG).")] = None,
+    kv_dtype: Annotated[str | None, typer.Option(help=KV_DTYPE_HELP)] = None,
+    residency: Annotated[
+        str, typer.Option(help="shared: layers share a workspace of unfolded spans. elastic: each keeps its own.")
+    ] = "shared",
+    device: Annotated[str | None, typer.Option(help="Where to run, `cuda` for example.")] = None,
+) -> None:
+    """Measure exact answers, memory, transfers and step times of methods on retrieval tasks.
+
+    One prefill of a context serves all methods, budgets and questions. Intervals are of 95 %, clustered by context.
+    """
+    with plain_errors():
+        parsed_lengths = whole_numbers(lengths, "--lengths")
+        method_names, family_names = words(methods, "--methods"), words(families, "--families")
+        if samples < 1:
+            refuse(f"--samples {samples}: expected at least 1")
+        if questions_per_context < 1:
+            refuse(f"--questions-per-context {questions_per_context}: expected at least 1")
+        if seed < 0:
+            refuse(f"--seed {seed}: expected a number from 0 on")
+        check_writable(json, "--json")
+        check_writable(plot, "--plot", folder=True)
+        from semkv.cli.evaluate import EvalRequest, run_eval
+        from semkv.config import CompileConfig
+
+        run_eval(
+            EvalRequest(
+                model=model,
+                profile=profile,
+                methods=method_names,
+                budgets=parse_budgets(budgets, "--budgets"),
+                lengths=parsed_lengths,
+                families=family_names,
+                question=question,
+                samples=samples,
+                questions_per_context=questions_per_context,
+                seed=seed,
+                json=json,
+                plot=plot,
+                config=CompileConfig.model_validate({"kv_dtype": kv_dtype, "residency": residency}),
+                device=device,
+            )
+        )
+
+
+@app.command(
+    "explain",
+    epilog="""
+    [bold]Examples[/bold]
+
+    $ semkv explain bundled
+
+    $ semkv explain Qwen/Qwen3-0.6B --method streaming_llm --budget 0.1 --verbose
+    """,
+)
+def explain_command(
+    model: Annotated[str, typer.Argument(help=MODEL_HELP)],
+    profile: Annotated[Path | None, typer.Option(help=PROFILE_HELP)] = None,
+    method: Annotated[str | None, typer.Option(help="Default: sekv where there is a profile, else full.")] = None,
+    budget: Annotated[str, typer.Option(help="Fraction of the full KV, or tokens per KV head and layer.")] = "0.1",
+    verbose: Annotated[bool, typer.Option("--verbose", help="Also what each pass did.")] = False,
+) -> None:
+    """Show every attention site of a model: what was found, what it becomes, and why."""
+    with plain_errors():
+        parsed = parse_budgets(budget, "--budget")
+        if len(parsed) != 1:
+            refuse(f"--budget {budget!r}: expected one budget")
+        from semkv.cli.inspect import run_explain
+
+        run_explain(model, profile, method, parsed[0], verbose)
+
+
+@app.command(
+    "info",
+    epilog="""
+    [bold]Examples[/bold]
+
+    $ semkv info llama.profile
+
+    $ semkv info llama.semkv
+    """,
+)
+def info_command(
+    path: Annotated[Path, typer.Argument(help="Folder of a profile or of a compiled artifact.")],
+) -> None:
+    """Show what a profile or a compiled artifact holds, for which model, made when and how. Loads no weights."""
+    with plain_errors():
+        from semkv.cli.inspect import run_info
+
+        run_info(path)
+
+
+@app.command(
+    "demo",
+    epilog="""
+    [bold]Examples[/bold]
+
+    $ semkv demo
+
+    $ semkv demo --calibrate-steps 300 --samples 40 --out demo_output
+    """,
+)
+def demo_command(
+    out: Annotated[Path, typer.Option(help="Folder for the profile, results and pictures.")] = Path("demo_output"),
+    length: Annotated[str, typer.Option(help="Context length of the evaluation, tokens.")] = "2K",
+    budget: Annotated[str, typer.Option(help="Fraction of the full KV, or tokens per KV head and layer.")] = "0.1",
+    samples: Annotated[int, typer.Option(help="Questions per task family.")] = 16,
+    calibrate_steps: Annotated[
+        int, typer.Option(help="Steps of the calibration; 0 takes the profile that is committed with the model.")
+    ] = 60,
+    seed: Annotated[int, typer.Option(help="Which contexts are drawn.")] = 0,
+) -> None:
+    """The whole road on the bundled model, in minutes: calibrate, compile to a tenth of the KV, ask, evaluate, draw."""
+    with plain_errors():
+        parsed, lengths = parse_budgets(budget, "--budget"), whole_numbers(length, "--length")
+        if len(parsed) != 1 or len(lengths) != 1:
+            refuse("the demo takes one --budget and one --length")
+        if samples < 1 or calibrate_steps < 0 or seed < 0:
+            refuse("--samples must be at least 1, --calibrate-steps and --seed at least 0")
+        check_writable(out, "--out", folder=True)
+        from semkv.cli.demo import run_demo
+
+        run_demo(out, lengths[0], parsed[0], samples, calibrate_steps, seed)
+
+
+if __name__ == "__main__":
+    app()

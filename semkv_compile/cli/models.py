@@ -1,0 +1,68 @@
+"""Models, tokenizers and profiles by what people write on a command line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from semkv.cli.common import quiet_libraries, refuse
+from semkv.errors import ConfigError
+
+BUNDLED = "bundled"
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model with its tokenizer, its profile where there is one, and the name to show for it."""
+
+    model: Any
+    tokenizer: Any
+    profile: Any
+    name: str
+
+
+def load_model(
+    name: str, profile: Path | None = None, *, dtype: str | None = None, device: str | None = None
+) -> Loaded:
+    """The bundled model, a local folder or a Hugging Face name, in evaluation mode.
+
+    profile: folder of a profile; without one the bundled model brings its own, another model has none.
+    Raises ConfigError where the model or its tokenizer cannot be loaded, ProfileError for a damaged profile.
+    """
+    quiet_libraries()
+    from semkv.profiles.schema import Profile
+
+    if profile is not None and not profile.is_dir():
+        refuse(f"profile {profile}: no such folder; make one with `semkv-profile MODEL -o {profile}`")
+    loaded_profile = Profile.load(profile) if profile is not None else None
+    if name == BUNDLED:
+        from semkv import bundled
+
+        model, tokenizer = bundled.load()
+        if loaded_profile is None and (bundled.folder() / "profile").is_dir():
+            loaded_profile = bundled.profile()
+    else:
+        model, tokenizer = _pretrained(name)
+    if dtype is not None:
+        import torch
+
+        model = model.to(getattr(torch, dtype))
+    if device is not None:
+        model = model.to(device)
+    return Loaded(model.eval(), tokenizer, loaded_profile, Path(name).name if Path(name).exists() else name)
+
+
+def _pretrained(name: str) -> tuple[Any, Any]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    if (name.startswith((".", "/", "~")) or name.count("/") > 1) and not Path(name).expanduser().is_dir():
+        raise ConfigError(f"model {name}: no such folder; give a folder, a Hugging Face name, or `bundled`")
+    source = str(Path(name).expanduser()) if Path(name).expanduser().is_dir() else name
+    try:
+        return AutoModelForCausalLM.from_pretrained(source, dtype="auto"), AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(
+            f"model {name}: cannot be loaded ({first}); give a folder, a Hugging Face name, or `bundled`"
+        ) from error

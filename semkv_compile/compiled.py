@@ -1,0 +1,415 @@
+"""`CompiledModel`: a program with a method and a budget, ready to run."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.generation.configuration_utils import GenerationConfig
+from transformers.generation.utils import GenerationMixin
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+import semkv.kernels  # noqa: F401 - registers the operators
+from semkv.config import CompileConfig, check_budget
+from semkv.errors import BudgetError, ConfigError, InputError
+from semkv.ir.program import Program
+from semkv.methods import Method, find_method
+from semkv.passes.base import PassOptions
+from semkv.pipeline import lower
+from semkv.profiles.schema import Profile
+from semkv.runtime.budget import Budget
+from semkv.runtime.record import RowRecord
+from semkv.runtime.row_memory import Placement, RowMemory, in_pages
+from semkv.runtime.state import State
+from semkv.runtime.steps import extend, prefill_row
+from semkv.stopping import FinishedRows
+
+UNCAPPED_CHUNK = 512
+"""Tokens that `extend` runs at once where there is no budget."""
+
+QUESTION_TOKENS = 64
+"""Up to as many new tokens, each chooses what it unfolds for itself."""
+
+
+class CompiledModel(GenerationMixin, nn.Module):
+    """A decoder whose attention reads a mixed-resolution KV memory.
+
+    Made by `semkv.compile` or `semkv.load`. It generates like a Hugging Face model (`generate`), and gives the steps one by
+    one (`prefill`, `extend`) on explicit states. It holds no conversation itself: states do.
+
+    Attributes
+    ----------
+    program: the lowered program. method: the method with its options. budget: as given to `compile`.
+    config: the model's own configuration, for generation; a blank one for a plain module.
+    settings: the `CompileConfig`. fingerprint: of the model that was compiled; profiles carry the same.
+    """
+
+    main_input_name = "input_ids"
+    base_model_prefix = ""
+    _is_stateful = False
+    _supports_cache_class = True
+    _can_compile_fullgraph = False
+    input_modalities = ("text",)
+
+    program: Program
+    _source: Program
+
+    def __init__(
+        self,
+        source: Program,
+        profile: Profile | None,
+        method: Method,
+        budget: float | int | None,
+        settings: CompileConfig,
+        *,
+        fingerprint: str | None = None,
+        model_config: Any = None,
+        generation_config: GenerationConfig | None = None,
+        lowered: bool = False,
+    ) -> None:
+        """`source` is a program with its sites found, or, where `lowered`, one that was already lowered for `method`."""
+        super().__init__()
+        check_budget(budget)
+        self.fingerprint = fingerprint
+        if method.compresses and budget is None:
+            raise BudgetError(
+                f"method {method.name!r} compresses, so it needs a budget: a fraction of the full KV such as 0.1, "
+                "or tokens per KV head and layer"
+            )
+        if not method.compresses and budget is not None:
+            raise BudgetError(f"method {method.name!r} keeps everything: pass no budget with it (got {budget!r})")
+        object.__setattr__(self, "_source", source)
+        self.profile, self.method, self.budget, self.settings = profile, method, budget, settings
+        program = source if lowered else lower(source, PassOptions(method=method.name))
+        object.__setattr__(self, "program", program)
+        self.config = PreTrainedConfig(vocab_size=program.vocab_size) if model_config is None else model_config
+        self.generation_config = generation_config or GenerationConfig()
+        dtype = settings.torch_kv_dtype(program.dtype)
+        self.placement = Placement(
+            program=program,
+            method=method.name,
+            components=method.components(program, profile),
+            budget=Budget(budget, dtype),
+            minimum_tokens=in_pages(method.minimum_tokens, settings.page_size),
+            residency=settings.residency,
+            page_size=settings.page_size,
+            disk=settings.host == "disk",
+            device=self.device,
+        )
+        self.eval()
+
+    # -- facts ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        for tensor in (*self._source.body.parameters(), *self._source.body.buffers()):
+            return tensor.device
+        return torch.device("cpu")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._source.dtype
+
+    def can_generate(self) -> bool:
+        return True
+
+    def with_method(
+        self, method: str, budget: float | int | None = None, *, config: CompileConfig | None = None, **options: Any
+    ) -> CompiledModel:
+        """The same program under another method or budget; weights and graphs are shared, nothing is captured again."""
+        settings = config or self.settings
+        source = self._source.evolve(stage="found", prefill=None, extend=None, decode=None)
+        return CompiledModel(
+            source, self.profile, find_method(method, options), budget, settings.model_copy(update={"method_options": options}),
+            fingerprint=self.fingerprint, model_config=self.config, generation_config=self.generation_config,
+        )  # fmt: skip
+
+    def get_experts_implementation(self) -> dict[str, str]:
+        """What `generate` asks of mixtures of experts: nothing is to be switched in a program."""
+        return {}
+
+    # -- checks --------------------------------------------------------------------------------------------------------
+
+    def _check_ids(self, ids: Tensor, past: int = 0) -> Tensor:
+        program = self.program
+        if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32):
+            got = f"{ids.dtype} {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
+            raise InputError(f"input ids: expected an integer tensor [batch, tokens], got {got}")
+        if ids.numel() == 0:
+            raise InputError(
+                f"input ids are empty (shape {tuple(ids.shape)}): a prompt needs at least one token per row"
+            )
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= program.vocab_size:
+            raise InputError(
+                f"input ids reach from {low} to {high}; this model's vocabulary is 0 to {program.vocab_size - 1}"
+            )
+        if program.max_positions is not None and past + ids.shape[1] > program.max_positions:
+            raise InputError(
+                f"{past + ids.shape[1]} tokens do not fit the model's context of {program.max_positions}: "
+                "shorten the prompt or the generation"
+            )
+        return ids.to(self.device, torch.int64)
+
+    def _rows(self, ids: Tensor, attention_mask: Tensor | None) -> list[Tensor]:
+        """Each row's real tokens."""
+        if attention_mask is None:
+            return list(ids)
+        if attention_mask.shape != ids.shape:
+            raise InputError(
+                f"attention mask {tuple(attention_mask.shape)} does not match input ids {tuple(ids.shape)}"
+            )
+        rows = []
+        for index, (row, mask) in enumerate(zip(ids, attention_mask.to(self.device).bool())):
+            changes = int((mask[1:] != mask[:-1]).sum())
+            if changes > (1 if bool(mask[0]) or bool(mask[-1]) else 0):
+                raise InputError(
+                    f"attention mask of row {index} has holes: padding must be on the left or on the right"
+                )
+            if not bool(mask.any()):
+                raise InputError(f"attention mask of row {index} is all zero: the row has no tokens")
+            rows.append(row[mask])
+        return rows
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def prefill_record(self, ids: Tensor, *, surprisal: bool | None = None) -> RowRecord:
+        """Read one prompt ids [n] or [1, n] in full: its KV on the host tier, from which `compress` makes states.
+
+        surprisal: whether to compute it; default: whether this model's method needs it.
+        """
+        ids = self._check_ids(ids[None] if ids.dim() == 1 else ids)
+        if ids.shape[0] != 1:
+            raise InputError(f"a record is of one row, got {ids.shape[0]}")
+        wanted = self.placement.components.segmenter is not None if surprisal is None else surprisal
+        return prefill_row(self.program, ids[0], self.placement.budget.dtype, surprisal=wanted)
+
+    @torch.no_grad()
+    def compress(self, record: RowRecord | list[RowRecord]) -> State:
+        """A state of this model's method and budget from records, a row each; records serve any number of states."""
+        records = [record] if isinstance(record, RowRecord) else record
+        for one in records:
+            if self.placement.components.segmenter is not None and one.surprisal is None:
+                raise InputError(
+                    f"method {self.method.name!r} divides by surprisal: make the record with surprisal=True"
+                )
+        rows = [RowMemory(self.placement, one) for one in records]
+        return State(self.placement, rows, torch.stack([one.logits for one in records]))
+
+    @torch.no_grad()
+    def prefill(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> State:
+        """Read prompts [B, T] (padded on either side where `attention_mask` says so) and return their state.
+
+        Each row runs alone and without its padding, so that its tokens cannot depend on its neighbours.
+        """
+        ids = self._check_ids(input_ids)
+        return self.compress([self.prefill_record(row) for row in self._rows(ids, attention_mask)])
+
+    @torch.no_grad()
+    def extend(
+        self, state: State, input_ids: Tensor, attention_mask: Tensor | None = None, *, all_logits: bool = False
+    ) -> Tensor:
+        """Add tokens [B, T] to the rows of `state`, in place: a next turn, or a question after compression.
+
+        Returns logits [B, 1, vocab] after each row's last token, or [B, T, vocab] with `all_logits` (unpadded rows only).
+        """
+        self._check_state(state)
+        ids = self._check_ids(input_ids, past=state.get_seq_length() + (state.pending is not None))
+        if ids.shape[0] != len(state.rows):
+            raise InputError(f"{ids.shape[0]} rows of ids for a state of {len(state.rows)} rows")
+        rows = self._rows(ids, attention_mask)
+        unread = 0
+        if state.pending is not None:
+            unread = state.pending.shape[1]
+            rows = [torch.cat(pair) for pair in zip(state.pending, rows)]
+            state.pending = None
+        if len({len(row) for row in rows}) == 1:
+            logits = extend(self.program, state, torch.stack(rows), self._chunk(ids.shape[1]), all_logits=all_logits)
+            return logits[:, unread:] if all_logits else logits
+        if all_logits:
+            raise InputError("all_logits needs rows of one length")
+        parts = []
+        for index, row in enumerate(rows):
+            single = State(self.placement, [state.rows[index]], state.logits[index : index + 1])
+            parts.append(extend(self.program, single, row[None], self._chunk(len(row))))
+        state.logits = torch.cat(parts)[:, 0]
+        return torch.cat(parts)
+
+    def _chunk(self, tokens: int) -> int:
+        """Tokens of one `extend` step. Where spans are unfolded, tokens of a step share the room for them, so a question
+        runs one token at a time and only longer texts in chunks."""
+        if self.settings.extend_chunk is not None:
+            return self.settings.extend_chunk
+        if not self.method.compresses:
+            return UNCAPPED_CHUNK
+        components = self.placement.components
+        unfolds = components.unfold and components.router is not None
+        return 1 if unfolds and tokens <= QUESTION_TOKENS else components.fold_chunk
+
+    def _check_state(self, state: State) -> None:
+        if not isinstance(state, State):
+            raise InputError(f"expected a State made by prefill, got {type(state).__name__}")
+        if state.placement.program is not self.program:
+            raise InputError("this state was made by another compiled model: programs, methods and budgets must match")
+
+    # -- Hugging Face --------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: State | None = None,
+        **ignored: Any,
+    ) -> CausalLMOutputWithPast:
+        """One step for `generate`: a prefill without `past_key_values`, else an extension. Logits are of the last tokens."""
+        if past_key_values is None:
+            state = self.prefill(input_ids, attention_mask)
+            state.ids_seen = input_ids.shape[1]
+            return CausalLMOutputWithPast(logits=state.logits[:, None], past_key_values=state)
+        state = past_key_values
+        mask = None if attention_mask is None else attention_mask[:, -input_ids.shape[1] :]
+        if state.finished is not None and bool(state.finished.any()):
+            logits = self._extend_running(state, input_ids)
+        else:
+            logits = self.extend(state, input_ids, mask)
+        state.ids_seen += input_ids.shape[1]
+        return CausalLMOutputWithPast(logits=logits, past_key_values=state)
+
+    def _extend_running(self, state: State, ids: Tensor) -> Tensor:
+        """One step of the rows that have not finished; the others read nothing and keep their logits. [B, 1, vocab]"""
+        running = torch.nonzero(~state.finished)[:, 0].tolist()
+        part = State(self.placement, [state.rows[row] for row in running], state.logits[running])
+        if running:
+            self.extend(part, ids[running])
+        state.logits = state.logits.clone()
+        state.logits[running] = part.logits
+        return state.logits[:, None]
+
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: Tensor,
+        past_key_values: State | None = None,
+        attention_mask: Tensor | None = None,
+        **ignored: Any,
+    ) -> dict[str, Any]:
+        """The tokens that the state has not read yet."""
+        if past_key_values is None:
+            return {"input_ids": input_ids, "attention_mask": attention_mask, "past_key_values": None}
+        seen = past_key_values.ids_seen
+        return {
+            "input_ids": input_ids[:, seen:],
+            "attention_mask": None if attention_mask is None else attention_mask[:, seen:],
+            "past_key_values": past_key_values,
+        }
+
+    def _prepare_cache_for_generation(
+        self, generation_config: GenerationConfig, model_kwargs: dict, *ignored: Any
+    ) -> None:
+        """States replace caches: none is made ahead."""
+        model_kwargs.setdefault("past_key_values", None)
+
+    @torch.no_grad()
+    def generate(self, inputs: Tensor | None = None, *args: Any, state: State | None = None, **kwargs: Any) -> Any:
+        """Hugging Face's `generate`, with the same arguments and results.
+
+        state: go on from this state instead of reading a prompt; `inputs` are then the new tokens only (at least one), and
+        the state advances in place, so that the next turn needs its own tokens only. It does so row by row: one that ends
+        before its neighbours reads none of their padding. Assisted and contrastive decoding need a cache that can be
+        cropped and are refused.
+        """
+
+        def asked(name: str) -> Any:
+            return kwargs.get(name) or getattr(kwargs.get("generation_config"), name, None)
+
+        for name in ("assistant_model", "prompt_lookup_num_tokens", "penalty_alpha", "assistant_early_exit"):
+            if asked(name):
+                raise ConfigError(
+                    f"generate({name}=...): a compressed memory cannot take tokens back; use greedy, sampling or beam search"
+                )
+        if asked("prefill_chunk_size"):
+            raise ConfigError(
+                "generate(prefill_chunk_size=...): prefill the first chunk and extend its state by the others"
+            )
+        if kwargs.get("use_cache", getattr(kwargs.get("generation_config"), "use_cache", None)) is False:
+            raise ConfigError("generate(use_cache=False): a compiled model always runs on its state")
+        for name in ("num_beams", "num_return_sequences"):
+            if state is not None and (asked(name) or 1) > 1:
+                raise ConfigError(
+                    f"generate(state=..., {name}={asked(name)}): a state goes on one way; make copies with state.select([0, 0, ...])"
+                )
+        if kwargs.get("past_key_values") is not None:
+            raise ConfigError("generate(past_key_values=...): pass state=..., made by prefill")
+        ids = inputs if inputs is not None else kwargs.pop("input_ids", None)
+        if ids is None:
+            raise InputError("generate needs input_ids: the prompt, or with state=... the new tokens")
+        ids = self._check_ids(ids, past=state.get_seq_length() if state is not None else 0)
+        if state is not None:
+            self._check_state(state)
+            state.ids_seen = 0
+            kwargs["past_key_values"] = state
+        if kwargs.get("attention_mask") is not None:
+            self._rows(ids, kwargs["attention_mask"])
+        self._check_length(ids, state, kwargs)
+        if state is None:
+            return super().generate(ids, *args, **kwargs)
+        if len(ids) != len(state.rows):
+            raise InputError(f"{len(ids)} rows of ids for a state of {len(state.rows)} rows")
+        rows = kwargs["stopping_criteria"] = FinishedRows(kwargs.get("stopping_criteria") or [], state)
+        try:
+            return super().generate(ids, *args, **kwargs)
+        finally:
+            rows.close()
+
+    def _get_stopping_criteria(
+        self, generation_config: GenerationConfig, stopping_criteria: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Hugging Face's list; where a state lives on, one that also tells it which rows ended."""
+        criteria = super()._get_stopping_criteria(generation_config, stopping_criteria, *args, **kwargs)
+        return stopping_criteria.take(criteria) if isinstance(stopping_criteria, FinishedRows) else criteria
+
+    def _check_length(self, ids: Tensor, state: State | None, kwargs: dict[str, Any]) -> None:
+        """Refuse what would leave the model's context half-way; the last generated token is never read."""
+        limit = self.program.max_positions
+        if limit is None:
+            return
+        config = kwargs.get("generation_config") or self.generation_config
+        new = kwargs.get("max_new_tokens") or config.max_new_tokens
+        if not isinstance(new, int):
+            longest = kwargs.get("max_length")
+            new = longest - ids.shape[1] if isinstance(longest, int) else 1
+        past = 0 if state is None else state.get_seq_length() + (state.pending is not None)
+        if past + ids.shape[1] + new > limit + 1:
+            raise InputError(
+                f"{past + ids.shape[1]} tokens and {new} new ones do not fit the model's context of {limit}"
+            )
+
+    def _reorder_cache(self, state: State, beam_idx: Tensor) -> State:
+        state.reorder_cache(beam_idx)
+        return state
+
+    # -- files ---------------------------------------------------------------------------------------------------------
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write an artifact folder that `semkv.load` runs without the modelling code; see docs/artifact.md."""
+        from semkv.saving import save_compiled
+
+        save_compiled(self, path)
+
+    def load_state(self, path: str | os.PathLike[str]) -> State:
+        """A state that this model, or one compiled alike, saved with `State.save`."""
+        from semkv.saving import load_state
+
+        return load_state(self, path)
+
+    def __repr__(self) -> str:
+        sites = len(self.program.sites)
+        return f"CompiledModel(method={self.method.name!r}, budget={self.budget!r}, sites={sites}, kv_dtype={self.placement.budget.dtype})"
+
+
+__all__ = ["CompiledModel"]

@@ -1,0 +1,71 @@
+"""Settings of one compilation, validated before any work starts."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from semkv.errors import BudgetError
+
+KV_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+class CompileConfig(BaseModel):
+    """How a compiled model stores and moves its KV memory.
+
+    Immutable, with a JSON round trip (`model_dump_json`, `model_validate_json`).
+
+    Parameters
+    ----------
+    kv_dtype: dtype of exact keys and values, `float16` for example. Default: the model's own.
+        It is also the dtype in which the full KV, the budget's denominator, is measured.
+    residency: `shared`: unfolded spans sit in one workspace that the layers use in turn, so that little is resident and
+        much is moved; `elastic`: each layer keeps its unfolded spans and moves only the set difference.
+    host: where folded spans wait: `ram` (pinned where CUDA is the device) or `disk` (a memory-mapped file).
+    page_size: tokens in a page, the granularity in which exact entries are charged to the budget; 1 to 64.
+    extend_chunk: tokens that `extend` runs at once; those of a chunk share the room for unfolded spans. Default: 1 for up to
+        64 new tokens where a method unfolds spans, else 8; 512 without a budget.
+    method_options: parameters of the method, by name; see each method's docstring.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kv_dtype: str | None = None
+    residency: Literal["shared", "elastic"] = "shared"
+    host: Literal["ram", "disk"] = "ram"
+    page_size: int = Field(default=8, ge=1, le=64)
+    extend_chunk: int | None = Field(default=None, ge=1)
+    method_options: dict[str, Any] = Field(default_factory=dict)
+
+    @field_validator("kv_dtype")
+    @classmethod
+    def _known_dtype(cls, value: str | None) -> str | None:
+        if value is not None and value not in KV_DTYPES:
+            raise ValueError(f"kv_dtype {value!r} is not one of {', '.join(KV_DTYPES)}")
+        return value
+
+    def torch_kv_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
+        """The dtype of exact entries for a model whose own dtype is `model_dtype`."""
+        return model_dtype if self.kv_dtype is None else KV_DTYPES[self.kv_dtype]
+
+
+def check_budget(budget: float | int | None) -> float | int | None:
+    """Return `budget` when it is None, a fraction in (0, 1] or a positive whole number of tokens; raise `BudgetError` else."""
+    if budget is None:
+        return None
+    if isinstance(budget, bool) or not isinstance(budget, (int, float)):
+        raise BudgetError(
+            f"budget {budget!r}: expected a fraction of the full KV in (0, 1] or a whole number of tokens"
+        )
+    if isinstance(budget, int):
+        if budget < 1:
+            raise BudgetError(f"budget {budget}: a whole number is tokens per KV head and layer, at least 1")
+        return budget
+    if math.isnan(budget) or not 0.0 < budget <= 1.0:
+        raise BudgetError(
+            f"budget {budget}: a fraction of the full KV must lie in (0, 1]; for a number of tokens per KV head pass an int"
+        )
+    return budget

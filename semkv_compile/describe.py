@@ -1,0 +1,56 @@
+"""What a compilation found and did, for people."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from semkv.compiled import CompiledModel
+from semkv.ir.site import AttentionSite
+
+
+def describe(compiled: CompiledModel, *, verbose: bool = False) -> str:
+    """Print a row per attention site and return the text; see `semkv.explain`."""
+    program = compiled.program
+    table = Table(title=f"{compiled.method.name}, budget {compiled.budget if compiled.budget is not None else 'none'}")
+    for column in ("site", "where", "heads", "dims", "found", "became", "share", "why"):
+        table.add_column(column, overflow="fold")
+    for site in program.sites:
+        share = f"{site.budget_share:.3f}" if site.treatment == "method" else "not counted"
+        table.add_row(
+            str(site.index), escape(site.name), f"{site.q_heads}/{site.kv_heads}", _dims(site), _found(site),
+            compiled.method.name if site.treatment == "method" else site.treatment, share, escape(site.reason),
+        )  # fmt: skip
+    facts = [
+        f"KV in {str(compiled.placement.budget.dtype).removeprefix('torch.')}, "
+        f"residency {compiled.settings.residency}, host {compiled.settings.host}",
+        f"rows {'run together' if program.batched else 'run one at a time'}; context {program.max_positions or 'not declared'}; "
+        f"vocabulary {program.vocab_size}",
+    ]  # fmt: skip
+    out = Console(record=True, width=140, file=io.StringIO())
+    out.print(table)
+    for fact in facts:
+        out.print(fact)
+    if verbose:
+        for note in program.notes:
+            out.print(f"  {note}", markup=False)
+    text = out.export_text()
+    print(text, end="")
+    return text
+
+
+def _dims(site: AttentionSite) -> str:
+    return str(site.key_dim) if site.key_dim == site.value_dim else f"{site.key_dim}/{site.value_dim}"
+
+
+def _found(site: AttentionSite) -> str:
+    kind = "MHA" if site.group_size == 1 else ("MQA" if site.kv_heads == 1 else f"GQA x{site.group_size}")
+    parts = [kind, f"window {site.window}" if site.window else "causal"]
+    parts += [f"soft-cap {site.softcap:g}"] if site.softcap else []
+    parts += ["sinks"] if site.has_sinks else []
+    parts += ["position bias"] if site.has_bias else []
+    parts += [f"KV of store {site.store}"] if site.store != site.index else []
+    return ", ".join(parts)

@@ -1,0 +1,35 @@
+"""The errors that semkv raises. Each message names the value, what was expected, and what to do."""
+
+from __future__ import annotations
+
+
+class SemkvError(Exception):
+    """Base of every error that semkv raises on purpose."""
+
+
+class CaptureError(SemkvError):
+    """The model cannot be turned into a program without risk of a wrong answer."""
+
+
+class SpecError(SemkvError):
+    """A pass left a graph that its stage does not allow: a defect of the pass, not of the model."""
+
+
+class ConfigError(SemkvError, ValueError):
+    """An argument is out of its range, or two arguments contradict each other."""
+
+
+class BudgetError(ConfigError):
+    """The budget is not a valid one, or smaller than the method can live in."""
+
+
+class InputError(SemkvError, ValueError):
+    """Token ids, masks or positions that the program cannot run."""
+
+
+class ProfileError(SemkvError):
+    """A profile is damaged, of another schema, or belongs to another model."""
+
+
+class ArtifactError(SemkvError):
+    """A compiled artifact or a saved state is damaged, altered, or of another version or model."""

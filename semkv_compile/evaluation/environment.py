@@ -1,0 +1,83 @@
+"""Machine, versions, commit and command, for results that can be traced."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+from semkv.evaluation.schema import Environment
+
+PACKAGES = ("semkv", "torch", "transformers", "numpy")
+
+
+def now() -> str:
+    """The time in UTC, to the second."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def processor() -> str:
+    """The processor's marketing name where the system tells it."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def commit() -> str:
+    """The checkout's commit, with `+changes` where tracked files differ; `unknown` outside a checkout."""
+    folder = Path(__file__).resolve().parent
+    try:
+        head = subprocess.run(
+            ["git", "rev-parse", "--short=12", "HEAD"], cwd=folder, capture_output=True, text=True, timeout=10
+        )
+        if head.returncode != 0:
+            return "unknown"
+        changes = subprocess.run(
+            ["git", "status", "--porcelain", "--untracked-files=no"],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=30,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return head.stdout.strip() + ("+changes" if changes.stdout.strip() else "")
+
+
+def command() -> str:
+    """The command line, its program by name."""
+    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+
+
+def describe(started: str, device: str = "cpu") -> Environment:
+    """The environment of a run that began at `started` and ends now."""
+    import torch
+
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "unknown"
+    accelerator = torch.cuda.get_device_name(device) if device.startswith("cuda") else None
+    return Environment(
+        machine=f"{processor()}, {platform.system()} {platform.machine()}",
+        cpus=os.cpu_count() or 1,
+        threads=torch.get_num_threads(),
+        accelerator=accelerator,
+        python=platform.python_version(),
+        versions=versions,
+        commit=commit(),
+        command=command(),
+        started=started,
+        finished=now(),
+    )

@@ -1,0 +1,58 @@
+"""An evaluation from beginning to end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from semkv.evaluation import environment
+from semkv.evaluation.report import build_report
+from semkv.evaluation.runner import Progress, run_grid
+from semkv.evaluation.schema import Report
+from semkv.evaluation.settings import Grid
+from semkv.evaluation.store import RowStore
+from semkv.evaluation.subject import Subject
+
+
+def evaluate(
+    compiled: Any,
+    tokenizer: Any,
+    grid: Grid,
+    *,
+    identity: str,
+    model: str = "model",
+    title: str = "Evaluation",
+    rows: str | Path | None = None,
+    progress: Progress | None = None,
+    notes: Sequence[str] = (),
+) -> Report:
+    """Run what is missing of `grid` and return the report of all of it.
+
+    Parameters
+    ----------
+    compiled: a `semkv.CompiledModel`; the grid's variants share its program.
+    tokenizer: a Hugging Face tokenizer.
+    identity: fingerprint of model, profile and dtypes; rows of another identity are not reused.
+    rows: JSON Lines file of what is measured, continued where it exists; None keeps rows in memory.
+
+    A KeyboardInterrupt ends the run early: the report of what there is comes back with `complete=False`.
+
+    Raises ConfigError, BudgetError or InputError before any work where the grid cannot run.
+    """
+    subject = Subject(compiled, identity)
+    store = RowStore(rows)
+    started = environment.now()
+    try:
+        run_grid(subject, tokenizer, grid, store, progress)
+    except KeyboardInterrupt:
+        notes = [*notes, "stopped before it was complete"]
+    return build_report(
+        grid,
+        identity,
+        store,
+        environment.describe(started, str(compiled.device)),
+        title=title,
+        model=model,
+        notes=notes,
+    )

@@ -1,0 +1,27 @@
+"""What a row of results belongs to: this model, this profile, these settings."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+from torch import nn
+
+from semkv.artifact.fingerprint import model_fingerprint, weights_digest
+from semkv.config import CompileConfig
+from semkv.profiles.schema import Profile
+
+
+def subject_identity(model: nn.Module, profile: Profile | None, config: CompileConfig | None, dtype: Any = None) -> str:
+    """A hash of the model's weights, the profile's content and how memory is stored; methods are part of cells.
+
+    dtype: of the model's computation, where it differs from what the weights tell.
+    """
+    settings = (config or CompileConfig()).model_dump(mode="json", exclude={"method_options"})
+    parts: dict[str, Any] = {"model": model_fingerprint(model), "settings": settings, "dtype": str(dtype)}
+    if profile is not None:
+        # Provenance and measured choices do not change what a compiled model computes.
+        info = profile.info.model_dump(mode="json", exclude={"provenance", "choices", "tensors_digest"})
+        parts["profile"] = [info, weights_digest(profile.tensors)]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]

@@ -1,0 +1,281 @@
+"""Pictures of a report: accuracy against budget, needle heat maps, zoom-rate heat maps.
+
+Figures are explicit objects drawn by Agg: no pyplot, no global state, no display. Colours are Okabe and Ito's, which
+colour-blind readers tell apart, and every line has its own marker; heat maps use cividis and print their numbers where
+there is room.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from semkv.evaluation.schema import CellResult, Interval, Report, Zoom
+from semkv.evaluation.settings import Variant
+from semkv.evaluation.subject import add_zooms
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D1F", "#444444")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+DPI = 144
+INK = "#333333"
+PANEL = 2.7  # inches
+
+
+def _figure(width: float, height: float, title: str, subtitle: str) -> Figure:
+    figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    # The blank lines keep room for the subtitle, which the layout does not know of.
+    figure.suptitle(f"{title}\n\n", x=0.01, ha="left", fontsize=12, fontweight="bold", color=INK)
+    figure.text(0.01, 1.0 - 0.34 / height, subtitle, ha="left", va="top", fontsize=9, color="#666666")
+    return figure
+
+
+def _plain(axes: Axes) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(labelsize=8, colors=INK, length=3)
+    axes.grid(axis="y", color="#E5E5E5", linewidth=0.8)
+    axes.set_axisbelow(True)
+
+
+def _save(figure: Figure, path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=DPI)
+    return path
+
+
+def _arms(interval: Interval) -> tuple[float, float]:
+    low = interval.value if interval.low is None else interval.low
+    high = interval.value if interval.high is None else interval.high
+    return 100 * (interval.value - low), 100 * (high - interval.value)
+
+
+def accuracy_by_budget(report: Report, question: str, length: int, path: Path) -> Path | None:
+    """Exact answers against the budget: a panel for the mean and one per family, a line per method.
+
+    The full cache is a dashed line. None where no variant has a fractional budget.
+    """
+    summaries = [s for s in report.summaries if s.question == question and s.length == length]
+    budgets = sorted({s.variant.budget for s in summaries if isinstance(s.variant.budget, float)})
+    labels = list(dict.fromkeys(s.variant.label for s in summaries if isinstance(s.variant.budget, float)))
+    if not budgets:
+        return None
+    names = list(
+        dict.fromkeys(c.cell.family for c in report.cells if c.cell.question == question and c.cell.length == length)
+    )
+    points: dict[tuple[str, str, float | None], Interval] = {}
+    for summary in summaries:
+        points["mean", summary.variant.label, _fraction(summary.variant)] = summary.accuracy
+    for cell in report.cells:
+        if cell.cell.question == question and cell.cell.length == length:
+            points[cell.cell.family, cell.cell.variant.label, _fraction(cell.cell.variant)] = cell.accuracy
+    panels = ["mean", *names]
+    figure = _figure(
+        max(PANEL * len(panels), 6.0),
+        3.9,
+        f"Exact answers against the KV budget, {length} tokens, question {question}",
+        f"{report.model}; bars: 95 % interval clustered by context",
+    )
+    all_axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    places = {budget: i for i, budget in enumerate(budgets)}
+    for axes, panel in zip(all_axes, panels):
+        _plain(axes)
+        full = points.get((panel, "full", None))
+        if full is not None:
+            axes.axhline(100 * full.value, color="black", linestyle="--", linewidth=1.2, label="full")
+        for i, label in enumerate(labels):
+            found = [(places[b], points[panel, label, b]) for b in budgets if (panel, label, b) in points]
+            if not found:
+                continue
+            shift = (i - (len(labels) - 1) / 2) * 0.05
+            axes.errorbar(
+                [x + shift for x, _ in found],
+                [100 * interval.value for _, interval in found],
+                yerr=np.array([_arms(interval) for _, interval in found]).T,
+                color=COLOURS[i % len(COLOURS)],
+                marker=MARKERS[i % len(MARKERS)],
+                markersize=5,
+                linewidth=1.6,
+                elinewidth=1.0,
+                capsize=2,
+                label=label,
+            )
+        axes.set_title("mean of the families" if panel == "mean" else panel, fontsize=9, color=INK, loc="left")
+        axes.set_xticks(range(len(budgets)), [f"{100 * b:g}" for b in budgets])
+        axes.set_xlim(-0.4, len(budgets) - 0.6)
+        axes.set_ylim(-3, 103)
+        axes.set_xlabel("budget (% of the full KV)", fontsize=8, color=INK)
+    all_axes[0].set_ylabel("exact answers (%)", fontsize=8, color=INK)
+    handles, texts = all_axes[0].get_legend_handles_labels()
+    figure.legend(handles, texts, loc="outside lower center", ncols=min(len(texts), 6), frameon=False, fontsize=8)
+    return _save(figure, path)
+
+
+def _fraction(variant: Variant) -> float | None:
+    return variant.budget if isinstance(variant.budget, float) else None
+
+
+def _heat(axes: Axes, values: np.ndarray, *, low: float, high: float, numbers: bool):
+    """An image with one cell per value; NaN cells are hatched, not coloured."""
+    axes.set_facecolor("#F2F2F2")
+    image = axes.imshow(np.ma.masked_invalid(values), cmap=colormaps["cividis"], vmin=low, vmax=high, aspect="auto")
+    axes.tick_params(labelsize=7, colors=INK, length=0)
+    axes.set_xticks(np.arange(values.shape[1] + 1) - 0.5, minor=True)
+    axes.set_yticks(np.arange(values.shape[0] + 1) - 0.5, minor=True)
+    axes.grid(which="minor", color="white", linewidth=1.0)
+    axes.tick_params(which="minor", length=0)
+    axes.spines[:].set_visible(False)
+    if numbers:
+        for y, x in np.ndindex(values.shape):
+            if not math.isnan(values[y, x]):
+                dark = (values[y, x] - low) / ((high - low) or 1.0) < 0.55
+                axes.text(
+                    x,
+                    y,
+                    f"{values[y, x]:.0f}",
+                    ha="center",
+                    va="center",
+                    fontsize=7,
+                    color="white" if dark else "black",
+                )
+    return image
+
+
+def needle_heatmap(
+    report: Report, question: str, budget: float | int | None, path: Path, bins: int = 10
+) -> Path | None:
+    """Exact answers by length (columns) and depth of the evidence (rows), all families, a panel per method.
+
+    `budget` chooses the compressing variants; the full cache is shown beside them. None where nothing is measured.
+    """
+    chosen = [c for c in report.cells if c.cell.question == question and c.cell.variant.budget in (budget, None)]
+    labels = list(dict.fromkeys(c.cell.variant.label for c in chosen))
+    lengths = sorted({c.cell.length for c in chosen})
+    if not labels:
+        return None
+    samples = sum(c.accuracy.samples for c in chosen if c.cell.variant.label == labels[0])
+    text = chosen[-1].cell.variant.budget_text if budget is not None else "-"
+    figure = _figure(
+        max(1.2 + (0.5 + 0.42 * len(lengths)) * len(labels) + 0.9 * len(labels), 6.6),
+        4.3,
+        f"Exact answers by context length and depth of the needle, budget {text}",
+        f"{report.model}; question {question}, mean of all families, {samples} questions per panel",
+    )
+    all_axes = figure.subplots(1, len(labels), sharey=True, squeeze=False)[0]
+    image = None
+    for axes, label in zip(all_axes, labels):
+        grid = np.full((bins, len(lengths)), math.nan)
+        for x, length in enumerate(lengths):
+            found = [c for c in chosen if c.cell.variant.label == label and c.cell.length == length]
+            for y in range(bins):
+                grid[y, x] = _at_depth(found, (y + 0.5) / bins)
+        image = _heat(axes, 100 * grid, low=0.0, high=100.0, numbers=True)
+        axes.set_title(label, fontsize=9, color=INK, loc="left")
+        axes.set_xticks(range(len(lengths)), [_tokens(n) for n in lengths])
+        axes.set_xlabel("context (tokens)", fontsize=8, color=INK)
+    all_axes[0].set_yticks(range(bins), [f"{100 * y // bins}-{100 * (y + 1) // bins}" for y in range(bins)])
+    all_axes[0].set_ylabel("depth of the evidence (% of the context)", fontsize=8, color=INK)
+    bar = figure.colorbar(image, ax=list(all_axes), shrink=0.9, pad=0.01)
+    bar.set_label("exact answers (%)", fontsize=8, color=INK)
+    bar.ax.tick_params(labelsize=7)
+    bar.outline.set_visible(False)
+    return _save(figure, path)
+
+
+def _at_depth(cells: Sequence[CellResult], depth: float) -> float:
+    """Accuracy over cells of the questions whose bin holds `depth`; NaN where there are none."""
+    right, asked = 0.0, 0
+    for cell in cells:
+        for item in cell.depths:
+            if item.start <= depth < item.stop:
+                right += item.accuracy.value * item.accuracy.samples
+                asked += item.accuracy.samples
+    return right / asked if asked else math.nan
+
+
+def _tokens(n: int) -> str:
+    return f"{n // 1024}K" if n % 1024 == 0 else str(n)
+
+
+def zoom_heatmap(report: Report, question: str, length: int, path: Path, method: str = "sekv") -> Path | None:
+    """Share of folded spans unfolded per decode step, by layer (rows) and query head (columns); a panel per budget.
+
+    Families are averaged, as in SeKV's Figures 5 and 6. None where no cell counted zooms.
+    """
+    found = [
+        c
+        for c in report.cells
+        if c.zoom and c.cell.question == question and c.cell.length == length and c.cell.variant.label == method
+    ]
+    budgets = list(dict.fromkeys(c.cell.variant.budget_text for c in found))
+    if not budgets:
+        return None
+    maps = []
+    for budget in budgets:
+        maps.append(_zoom_map([c.zoom for c in found if c.zoom and c.cell.variant.budget_text == budget]))
+    layers, heads = (max(m.shape[axis] for m in maps) for axis in (0, 1))
+    figure = _figure(
+        max(1.6 + len(maps) * (0.6 + 0.36 * min(heads, 20)), 6.0),
+        max(3.0, 1.8 + 0.32 * min(layers, 24)),
+        f"How often {method} unfolds a span, by layer and query head",
+        f"{report.model}; {length} tokens, question {question}, mean over families and decode steps",
+    )
+    all_axes = figure.subplots(1, len(maps), sharey=True, squeeze=False)[0]
+    top = max(float(np.nanmax(m)) for m in maps) or 1.0
+    image = None
+    for axes, budget, values in zip(all_axes, budgets, maps):
+        image = _heat(axes, values, low=0.0, high=top, numbers=layers * heads <= 128)
+        axes.set_title(f"budget {budget}", fontsize=9, color=INK, loc="left")
+        axes.set_xlabel("query head", fontsize=8, color=INK)
+        axes.set_xticks(range(0, heads, max(1, heads // 8)))
+        axes.set_yticks(range(0, layers, max(1, layers // 12)))
+    all_axes[0].set_ylabel("layer", fontsize=8, color=INK)
+    bar = figure.colorbar(image, ax=list(all_axes), shrink=0.9, pad=0.01)
+    bar.set_label("spans unfolded (%)", fontsize=8, color=INK)
+    bar.ax.tick_params(labelsize=7)
+    bar.outline.set_visible(False)
+    return _save(figure, path)
+
+
+def _zoom_map(zooms: Sequence[Zoom]) -> np.ndarray:
+    """Mean rates in percent, [sites up to the last that zooms, most query heads of one]; NaN without a head."""
+    total = None
+    for zoom in zooms:
+        total = add_zooms(total, zoom)
+    assert total is not None
+    values = np.full((max(total.sites) + 1, max(len(rates) for rates in total.rates)), math.nan)
+    for site, rates in zip(total.sites, total.rates):
+        values[site, : len(rates)] = [100 * rate for rate in rates]
+    return values
+
+
+def draw_all(report: Report, folder: str | Path) -> list[Path]:
+    """Every picture that the report has data for, in `folder`; returns their paths."""
+    folder = Path(folder)
+    made: list[Path | None] = []
+    questions = list(dict.fromkeys(c.cell.question for c in report.cells))
+    for question in questions:
+        cells = [c.cell for c in report.cells if c.cell.question == question]
+        for length in dict.fromkeys(c.length for c in cells):
+            made.append(accuracy_by_budget(report, question, length, folder / f"accuracy_{question}_{length}.png"))
+            for label in dict.fromkeys(c.variant.label for c in cells):
+                made.append(
+                    zoom_heatmap(
+                        report, question, length, folder / f"zoom_{_slug(label)}_{question}_{length}.png", label
+                    )
+                )
+        budgets = list(dict.fromkeys(c.variant.budget for c in cells if c.variant.budget is not None)) or [None]
+        for budget in budgets:
+            name = "full" if budget is None else f"{budget:g}"
+            made.append(needle_heatmap(report, question, budget, folder / f"needles_{question}_budget_{name}.png"))
+    return [path for path in made if path is not None]
+
+
+def _slug(text: str) -> str:
+    return "".join(ch if ch.isalnum() else "_" for ch in text).strip("_")

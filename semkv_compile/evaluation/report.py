@@ -1,0 +1,225 @@
+"""Rows to a report: accuracies with intervals, ratios to the full cache, bytes and times."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from semkv.evaluation.runner import cell_of, missing_work
+from semkv.evaluation.schema import (
+    CellResult,
+    DepthBin,
+    Environment,
+    Interval,
+    Report,
+    Row,
+    Summary,
+    Timing,
+    Usage,
+    Zoom,
+)
+from semkv.evaluation.settings import Cell, Grid, QuestionMode, Variant
+from semkv.evaluation.statistics import Estimate, proportion, quantile, ratio_estimate
+from semkv.evaluation.store import RowStore
+from semkv.evaluation.subject import add_zooms, worst
+
+DEPTH_BINS = 10
+
+
+def interval(estimate: Estimate) -> Interval:
+    """An estimate as data; bounds that do not exist are None."""
+
+    def finite(x: float) -> float | None:
+        return None if math.isnan(x) else x
+
+    return Interval(
+        value=estimate.value,
+        low=finite(estimate.low),
+        high=finite(estimate.high),
+        samples=estimate.samples,
+        contexts=estimate.clusters,
+    )
+
+
+Pairs = list[tuple[str, Row, Row]]
+"""Family, and two variants' rows of the same context."""
+
+
+def _aligned(pairs: Pairs) -> tuple[list[float], list[float], list[tuple[str, int]], list[str]]:
+    """Outcomes of both sides on the questions that both answered, their contexts and their families."""
+    first, second, contexts, names = [], [], [], []
+    for family, row, other in pairs:
+        for mine, theirs in zip(row.answers, other.answers):
+            first.append(float(mine.correct))
+            second.append(float(theirs.correct))
+            contexts.append((family, row.context))
+            names.append(family)
+    return first, second, contexts, names
+
+
+def ratio(pairs: Pairs) -> Interval | None:
+    """Mean accuracy of the first rows over the second's on the same questions; None where the second has none right."""
+    first, second, contexts, names = _aligned(pairs)
+    return interval(ratio_estimate(first, second, contexts, strata=names)) if any(second) else None
+
+
+def ahead(pairs: Pairs) -> Interval | None:
+    """Mean accuracy of the first rows minus the second's on the same questions; None where they share none."""
+    first, second, contexts, names = _aligned(pairs)
+    if not first:
+        return None
+    differences = [a - b for a, b in zip(first, second)]
+    return interval(ratio_estimate(differences, [1.0] * len(differences), contexts, strata=names))
+
+
+def timing(rows: Sequence[Row]) -> Timing:
+    """Median and 95th percentile over all decode steps."""
+    steps = [t for row in rows for t in row.step_us]
+    if not steps:
+        return Timing(median=None, p95=None, steps=0)
+    return Timing(median=quantile(steps, 0.5), p95=quantile(steps, 0.95), steps=len(steps))
+
+
+def depth_bins(rows: Sequence[Row], bins: int = DEPTH_BINS) -> list[DepthBin]:
+    """Accuracy per depth of the evidence; bins without a question are left out."""
+    result = []
+    for i in range(bins):
+        found = [
+            (answer.correct, row.context)
+            for row in rows
+            for answer in row.answers
+            if min(int(answer.depth * bins), bins - 1) == i
+        ]
+        if found:
+            correct, contexts = zip(*found)
+            result.append(
+                DepthBin(start=i / bins, stop=(i + 1) / bins, accuracy=interval(proportion(correct, contexts)))
+            )
+    return result
+
+
+def total_usage(rows: Sequence[Row]) -> Usage:
+    """The worst memory over rows, and all their transfers."""
+    usage: Usage | None = None
+    for row in rows:
+        usage = worst(usage, row.usage)
+    assert usage is not None
+    return usage
+
+
+def total_zoom(rows: Sequence[Row]) -> Zoom | None:
+    """Zoom rates over all steps of all rows."""
+    total: Zoom | None = None
+    for row in rows:
+        total = add_zooms(total, row.zoom)
+    return total
+
+
+def _per_step(usage: Usage) -> float:
+    return usage.moved / usage.steps if usage.steps else 0.0
+
+
+def _pairs(rows: dict[str, list[Row]], others: dict[str, list[Row]]) -> Pairs:
+    """Rows of the same family and context."""
+    found: Pairs = []
+    for family, mine in rows.items():
+        theirs = {row.context: row for row in others.get(family, [])}
+        found += [(family, row, theirs[row.context]) for row in mine if row.context in theirs]
+    return found
+
+
+def build_report(
+    grid: Grid,
+    identity: str,
+    store: RowStore,
+    environment: Environment,
+    *,
+    title: str,
+    model: str,
+    notes: Sequence[str] = (),
+) -> Report:
+    """Everything that `store` holds of `grid`, aggregated. Cells without a row are left out; `complete` tells."""
+    cells: list[CellResult] = []
+    summaries: list[Summary] = []
+    commits: set[str] = set()
+
+    def rows_of(cell: Cell) -> list[Row]:
+        found = store.rows(cell.key, range(grid.contexts))
+        return [row.model_copy(update={"answers": row.answers[: grid.asked(row.context)]}) for row in found]
+
+    for question in grid.questions:
+        for length in grid.lengths:
+            measured: list[tuple[Variant, dict[str, list[Row]]]] = []
+            for variant in grid.variants:
+                found = {f: rows_of(cell_of(grid, identity, variant, f, length, question)) for f in grid.families}
+                measured.append((variant, {family: rows for family, rows in found.items() if rows}))
+            base = next((by_family for variant, by_family in measured if variant.method == "full"), {})
+            for variant, by_family in measured:
+                for family, rows in by_family.items():
+                    commits.update(row.commit for row in rows)
+                    cell = cell_of(grid, identity, variant, family, length, question)
+                    cells.append(_cell_result(cell, rows, ratio(_pairs({family: rows}, base))))
+                if by_family:
+                    summaries.append(_summary(variant, length, question, by_family, base, measured))
+    return Report(
+        title=title,
+        model=model,
+        complete=not missing_work(grid, identity, store),
+        commits=sorted(commits),
+        environment=environment,
+        cells=cells,
+        summaries=summaries,
+        notes=list(notes),
+    )
+
+
+def _cell_result(cell: Cell, rows: list[Row], of_full: Interval | None) -> CellResult:
+    usage = total_usage(rows)
+    correct = [answer.correct for row in rows for answer in row.answers]
+    return CellResult(
+        cell=cell,
+        accuracy=interval(proportion(correct, [row.context for row in rows for _ in row.answers])),
+        ratio=of_full,
+        depths=depth_bins(rows),
+        usage=usage,
+        device_share=usage.device / usage.full if usage.full else 0.0,
+        moved_per_step=_per_step(usage),
+        step_us=timing(rows),
+        zoom=total_zoom(rows),
+    )
+
+
+def _summary(
+    variant: Variant,
+    length: int,
+    question: QuestionMode,
+    by_family: dict[str, list[Row]],
+    base: dict[str, list[Row]],
+    measured: Sequence[tuple[Variant, dict[str, list[Row]]]],
+) -> Summary:
+    flat = [(family, row, answer) for family, rows in by_family.items() for row in rows for answer in row.answers]
+    all_rows = [row for rows in by_family.values() for row in rows]
+    usage = total_usage(all_rows)
+    leads = {
+        other.label: lead
+        for other, rows in measured
+        if other != variant and other.budget == variant.budget and (lead := ahead(_pairs(by_family, rows))) is not None
+    }
+    return Summary(
+        variant=variant,
+        length=length,
+        question=question,
+        families=list(by_family),
+        accuracy=interval(
+            proportion(
+                [answer.correct for _, _, answer in flat],
+                [(family, row.context) for family, row, _ in flat],
+                strata=[family for family, _, _ in flat],
+            )
+        ),
+        ratio=ratio(_pairs(by_family, base)),
+        ahead=leads,
+        device_share=usage.device / usage.full if usage.full else 0.0,
+        moved_per_step=_per_step(usage),
+        step_us=timing(all_rows),
+    )

@@ -1,0 +1,157 @@
+"""The results of an evaluation as data: rows as they are measured, and the report made from them. JSON both ways."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from semkv.evaluation.settings import Cell, Variant
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class Answer(_Record):
+    """One question's outcome. depth: of its evidence. matched: leading answer tokens that were right, of `expected`."""
+
+    depth: float
+    correct: bool
+    matched: int
+    expected: int
+
+
+class Usage(_Record):
+    """Memory and transfers of states, in bytes; of several, the one with the largest share of the full KV.
+
+    device: largest residency of any step, unfolded spans included; the budget counts it. full: keys and values of all
+    tokens at the end, the budget's denominator. budget_used: largest residency of a step over its cap, at most 1
+    where there is a budget. workspace: unfolded spans that stay between steps. host, disk: what waits there.
+    reserved: device pages allocated ahead. window: sliding-window layers, which the budget does not count. moved: host
+    to device, over `steps` forward calls.
+    """
+
+    device: int
+    full: int
+    budget_used: float
+    workspace: int
+    host: int
+    disk: int
+    reserved: int
+    window: int
+    moved: float
+    steps: int
+
+
+class Zoom(_Record):
+    """Share of spans unfolded over `steps` forward calls: per attention site, one number per query head."""
+
+    sites: list[int]
+    rates: list[list[float]]
+    steps: int
+
+
+class Row(_Record):
+    """What one variant did on one context: the unit that is stored and resumed."""
+
+    cell: str
+    context: int
+    commit: str
+    answers: list[Answer]
+    usage: Usage
+    step_us: list[float] = Field(description="time of each decode step, microseconds")
+    compress_us: float = 0.0
+    zoom: Zoom | None = None
+    prompt_tokens: int
+
+
+class Interval(_Record):
+    """A value with its 95 % interval over contexts; without bounds where a single context gives none."""
+
+    value: float
+    low: float | None
+    high: float | None
+    samples: int
+    contexts: int
+
+
+class DepthBin(_Record):
+    """Accuracy of questions whose evidence lies in [start, stop) of the context."""
+
+    start: float
+    stop: float
+    accuracy: Interval
+
+
+class Timing(_Record):
+    """Time of a decode step in microseconds over `steps` of them; empty where none was timed."""
+
+    median: float | None
+    p95: float | None
+    steps: int
+
+
+class CellResult(_Record):
+    """One cell, aggregated.
+
+    ratio: accuracy over the full cache's on the same questions of the same run; None where `full` was not run.
+    device_share: largest device bytes over full bytes.
+    """
+
+    cell: Cell
+    accuracy: Interval
+    ratio: Interval | None
+    depths: list[DepthBin]
+    usage: Usage
+    device_share: float
+    moved_per_step: float
+    step_us: Timing
+    zoom: Zoom | None = None
+
+
+class Summary(_Record):
+    """Mean over the families of one variant at one length and question mode; fields as in `CellResult`.
+
+    ahead: for each other variant at the same budget, by label, how much more of the same questions this one answers.
+    """
+
+    variant: Variant
+    length: int
+    question: Literal["unseen", "seen"]
+    families: list[str]
+    accuracy: Interval
+    ratio: Interval | None
+    ahead: dict[str, Interval] = Field(default_factory=dict)
+    device_share: float
+    moved_per_step: float
+    step_us: Timing
+
+
+class Environment(_Record):
+    """Where and from what a result was made."""
+
+    machine: str
+    cpus: int
+    threads: int
+    accelerator: str | None
+    python: str
+    versions: dict[str, str]
+    commit: str
+    command: str
+    started: str
+    finished: str
+
+
+class Report(_Record):
+    """A whole evaluation."""
+
+    schema_version: Literal[1] = 1
+    title: str
+    model: str
+    complete: bool
+    commits: list[str]
+    environment: Environment
+    cells: list[CellResult]
+    summaries: list[Summary]
+    notes: list[str] = Field(default_factory=list)

@@ -1,0 +1,116 @@
+"""What is evaluated: variants of a compiled model, and the grid of cells."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from semkv.config import check_budget
+
+QuestionMode = Literal["unseen", "seen"]
+
+
+class Variant(BaseModel):
+    """One way to hold the memory: a method at a budget.
+
+    Parameters
+    ----------
+    method: name of the method. `full` keeps everything and takes no budget.
+    budget: fraction of the full KV (float) or tokens per KV head and layer (int).
+    options: the method's options, `{"router": "oracle"}` for example.
+    residency: `shared` or `elastic`; None leaves the compiled model's own.
+    label: what tables and plots call it; the method's name by default.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    method: str
+    budget: int | float | None = None
+    options: dict[str, Any] = Field(default_factory=dict)
+    residency: Literal["shared", "elastic"] | None = None
+    label: str = ""
+
+    @field_validator("budget", mode="before")
+    @classmethod
+    def _valid_budget(cls, value: int | float | None) -> int | float | None:
+        return check_budget(value)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_label(cls, data: Any) -> Any:
+        if isinstance(data, dict) and not data.get("label"):
+            data = {**data, "label": data.get("method", "")}
+        return data
+
+    @property
+    def budget_text(self) -> str:
+        """`10 %`, `128 tokens`, or `-` without a budget."""
+        if self.budget is None:
+            return "-"
+        return f"{self.budget} tokens" if isinstance(self.budget, int) else f"{100 * self.budget:g} %"
+
+
+class Cell(BaseModel):
+    """One variant on one family at one length and question mode, of one model: what a result belongs to.
+
+    subject: fingerprint of model, profile and dtypes. parameters: all of the method's, defaults included, so that a new
+    default is another cell. seed, questions_per_context: how its samples are drawn.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    variant: Variant
+    family: str
+    length: int
+    question: QuestionMode
+    subject: str
+    parameters: dict[str, Any] = Field(default_factory=dict)
+    seed: int
+    questions_per_context: int
+
+    @property
+    def key(self) -> str:
+        """Hash of everything that decides the result; the label does not."""
+        settings = self.model_dump(mode="json")
+        settings["variant"].pop("label")
+        text = json.dumps(settings, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:20]
+
+
+class Grid(BaseModel):
+    """All cells of a run. samples: questions per cell. questions_per_context: how many are asked of one context."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    variants: tuple[Variant, ...] = Field(min_length=1)
+    families: tuple[str, ...] = Field(min_length=1)
+    lengths: tuple[int, ...] = Field(min_length=1)
+    questions: tuple[QuestionMode, ...] = ("unseen",)
+    samples: int = Field(default=50, ge=1)
+    questions_per_context: int = Field(default=4, ge=1)
+    seed: int = Field(default=0, ge=0)
+
+    @property
+    def contexts(self) -> int:
+        """Contexts per family and length."""
+        return -(-self.samples // self.questions_per_context)
+
+    def asked(self, index: int) -> int:
+        """Questions asked of context `index`; the last context may have fewer than the others."""
+        return min(self.questions_per_context, self.samples - index * self.questions_per_context)
+
+
+def build_variants(
+    methods: list[str] | tuple[str, ...], budgets: list[int | float] | tuple[int | float, ...]
+) -> tuple[Variant, ...]:
+    """`full` once without a budget, every other method at every budget, in the order given."""
+    variants: list[Variant] = []
+    for method in dict.fromkeys(methods):
+        if method == "full":
+            variants.append(Variant(method=method))
+        else:
+            variants += [Variant(method=method, budget=budget) for budget in dict.fromkeys(budgets)]
+    return tuple(variants)

@@ -1,0 +1,145 @@
+"""Reports as tables: for the terminal (rich) and for documents (Markdown)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from semkv.evaluation.schema import CellResult, Interval, Report, Summary
+
+WIDE = 110
+"""Columns of a terminal from which on intervals fit into tables."""
+
+UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
+CAPTION = "In brackets: 95 % interval, clustered by context."
+
+
+def percent(interval: Interval | None, *, spread: bool = True) -> str:
+    """`87 (81-92)`, in percent."""
+    if interval is None:
+        return "-"
+    text = f"{100 * interval.value:.0f}"
+    if not spread or interval.low is None or interval.high is None:
+        return text
+    return f"{text} ({100 * max(interval.low, 0.0):.0f}-{100 * interval.high:.0f})"
+
+
+def size(count: float) -> str:
+    """Bytes in a unit that people read."""
+    for unit, name in UNITS:
+        if count >= unit:
+            return f"{count / unit:.1f} {name}"
+    return f"{count:.0f} B"
+
+
+def millis(microseconds: float | None) -> str:
+    """Microseconds as milliseconds."""
+    return "-" if microseconds is None else f"{microseconds / 1000:.2f}"
+
+
+def _cells(report: Report, summary: Summary) -> dict[str, CellResult]:
+    return {
+        c.cell.family: c
+        for c in report.cells
+        if c.cell.variant == summary.variant and c.cell.length == summary.length and c.cell.question == summary.question
+    }
+
+
+def _families(report: Report) -> list[str]:
+    return list(dict.fromkeys(c.cell.family for c in report.cells))
+
+
+def _accuracy(report: Report, summaries: list[Summary], spread: bool) -> tuple[list[str], list[list[str]]]:
+    names = _families(report)
+    lines = []
+    for summary in summaries:
+        cells = _cells(report, summary)
+        lines.append(
+            [
+                summary.variant.label,
+                summary.variant.budget_text,
+                *[percent(cells[f].accuracy, spread=spread) if f in cells else "-" for f in names],
+                percent(summary.accuracy, spread=spread),
+                percent(summary.ratio, spread=spread),
+                str(summary.accuracy.samples),
+            ]
+        )
+    return ["method", "budget", *names, "mean", "% of full", "questions"], lines
+
+
+def _cost(report: Report, summaries: list[Summary]) -> tuple[list[str], list[list[str]]]:
+    lines = []
+    for summary in summaries:
+        usage = [c.usage for c in _cells(report, summary).values()]
+        lines.append(
+            [
+                summary.variant.label,
+                summary.variant.budget_text,
+                f"{100 * summary.device_share:.2f}",
+                "-" if summary.variant.budget is None else f"{100 * max(u.budget_used for u in usage):.1f}",
+                size(max(u.device for u in usage)),
+                size(max(u.host for u in usage)),
+                size(max(u.disk for u in usage)),
+                size(summary.moved_per_step),
+                millis(summary.step_us.median),
+                millis(summary.step_us.p95),
+            ]
+        )
+    columns = ["method", "budget", "device, % of full KV", "% of budget", "device", "host", "disk"]
+    return [*columns, "moved per step", "step, ms (median)", "step, ms (p95)"], lines
+
+
+def tables(report: Report, *, spread: bool = True) -> Iterator[tuple[str, list[str], list[list[str]]]]:
+    """Title, columns and lines of each table: accuracy and cost for every length and question mode."""
+    for question, length in dict.fromkeys((s.question, s.length) for s in report.summaries):
+        found = [s for s in report.summaries if (s.question, s.length) == (question, length)]
+        yield f"Exact answers (%), {length} tokens, question {question}", *_accuracy(report, found, spread)
+        yield f"Memory and time, {length} tokens, question {question}", *_cost(report, found)
+
+
+def rich_tables(report: Report, *, spread: bool = True) -> list[Table]:
+    """For a terminal; without `spread` accuracies come without their intervals."""
+    result = []
+    for title, columns, lines in tables(report, spread=spread):
+        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+        for place, name in enumerate(columns):
+            table.add_column(name, justify="left" if place == 0 else "right", no_wrap=place < 2)
+        for line in lines:
+            table.add_row(*line)
+        result.append(table)
+    return result
+
+
+def print_tables(report: Report, console: Console) -> None:
+    """All tables, with intervals where they fit the console's width."""
+    spread = console.width >= WIDE
+    for table in rich_tables(report, spread=spread):
+        console.print(table)
+    if spread:
+        console.print(CAPTION)
+
+
+def markdown(report: Report, *, heading: str = "###") -> str:
+    """For a document."""
+    parts = []
+    for title, columns, lines in tables(report):
+        parts += [f"{heading} {title}", "", "| " + " | ".join(columns) + " |"]
+        parts.append("|" + "|".join([" --- ", *[" ---: "] * (len(columns) - 1)]) + "|")
+        parts += ["| " + " | ".join(line) + " |" for line in lines]
+        parts.append("")
+    return "\n".join([*parts, CAPTION, ""])
+
+
+def provenance(report: Report) -> str:
+    """One paragraph: model, machine, versions, commits, command, date."""
+    e = report.environment
+    versions = ", ".join(f"{name} {version}" for name, version in e.versions.items())
+    state = "" if report.complete else " The run is not complete."
+    return (
+        f"Model: {report.model}. Machine: {e.machine}, {e.threads} threads of {e.cpus} cores"
+        f"{', ' + e.accelerator if e.accelerator else ''}; Python {e.python}, {versions}. Commits of the rows: "
+        f"{', '.join(report.commits) or 'none'}. Finished {e.finished}. Command: `{e.command}`.{state}"
+    )

@@ -1,0 +1,66 @@
+"""The protocol between a lowered program and the memory that it runs on.
+
+A lowered graph holds, for each attention site, one call of a function of this module and one
+`semkv::mixed_attention` on the tensors that the call returns. The memory is an argument of the graph: there is no
+registry, and two memories never share state unless they were forked.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+from torch.fx.node import has_side_effect
+
+
+class Entries(NamedTuple):
+    """Arguments 2 to 17 of `semkv::mixed_attention`, in its order: what one softmax is taken over.
+
+    Shapes: B rows, T query tokens, Hq query heads, Hkv KV heads, N exact, M coarse, F factored spans of at most L
+    tokens and rank R. A dimension written `Hkv|1` broadcasts. A bias of -inf marks an entry that is absent.
+    """
+
+    exact_k: Tensor  # [B, Hkv, N, D]
+    exact_v: Tensor  # [B, Hkv, N, Dv]
+    exact_positions: Tensor  # [B, Hkv|1, N] int64
+    exact_bias: Tensor | None = None  # [B, Hq|1, T|1, N]
+    coarse_k: Tensor | None = None  # [B, Hkv, M, D]
+    coarse_v: Tensor | None = None  # [B, Hkv, M, Dv]
+    coarse_positions: Tensor | None = None  # [B, Hkv|1, M] int64
+    coarse_bias: Tensor | None = None  # [B, Hq|1, T|1, M]
+    key_u: Tensor | None = None  # [B, Hkv, F, L, R]
+    key_s: Tensor | None = None  # [B, Hkv, F, R]
+    key_v: Tensor | None = None  # [B, Hkv, F, D, R]
+    value_u: Tensor | None = None  # [B, Hkv, F, L, R]
+    value_s: Tensor | None = None  # [B, Hkv, F, R]
+    value_v: Tensor | None = None  # [B, Hkv, F, Dv, R]
+    factored_positions: Tensor | None = None  # [B, Hkv|1, F, L] int64
+    factored_bias: Tensor | None = None  # [B, Hq|1, T|1, F, L]
+
+
+class Memory(Protocol):
+    """What a lowered program asks of the memory it runs on."""
+
+    def record(self, site: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> None:
+        """Prefill: take one site's queries [B, Hq, T, D], keys [B, Hkv, T, D], values [B, Hkv, T, Dv] and positions [B, T]."""
+
+    def entries(self, site: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Entries:
+        """Extend and decode: store the new tokens, choose what is unfolded for `q`, and return what attention reads."""
+
+
+@has_side_effect
+def record(memory: Memory, site: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> None:
+    """Graph function of the prefill program; see `Memory.record`."""
+    memory.record(site, q, k, v, positions)
+
+
+@has_side_effect
+def entries(memory: Memory, site: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Entries:
+    """Graph function of the extend and decode programs; see `Memory.entries`."""
+    return memory.entries(site, q, k, v, positions)
+
+
+GRAPH_FUNCTIONS = {"semkv.memory.record": record, "semkv.memory.entries": entries}
+"""Names under which artifacts store the functions of this module."""
+
+__all__ = ["GRAPH_FUNCTIONS", "Entries", "Memory", "entries", "record"]

@@ -1,0 +1,49 @@
+"""Schemas and fake implementations of the semkv operators; `semkv.kernels` brings the real ones.
+
+`semkv::attention` is the normal form that `find_attention` writes: stateless, causal, over the tokens of one forward.
+`semkv::mixed_attention` is what it becomes: one softmax over exact, coarse and factored entries given as tensors.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+library = torch.library.Library("semkv", "DEF")
+
+library.define(
+    # q [B, Hq, T, D], k [B, Hkv, T, D], v [B, Hkv, T, Dv], positions [B, T] -> [B, Hq, T, Dv]
+    "attention(Tensor q, Tensor k, Tensor v, Tensor positions, Tensor? sinks=None, Tensor? bias_slopes=None, "
+    "Tensor? bias_table=None, *, int site, float scale, float softcap=0.0, int window=0) -> Tensor"
+)
+library.define(
+    # shapes: see semkv.ir.memory.Entries; q [B, Hq, T, D], q_positions [B, T] -> [B, Hq, T, Dv]
+    "mixed_attention(Tensor q, Tensor q_positions, "
+    "Tensor exact_k, Tensor exact_v, Tensor exact_positions, Tensor? exact_bias=None, "
+    "Tensor? coarse_k=None, Tensor? coarse_v=None, Tensor? coarse_positions=None, Tensor? coarse_bias=None, "
+    "Tensor? key_u=None, Tensor? key_s=None, Tensor? key_v=None, "
+    "Tensor? value_u=None, Tensor? value_s=None, Tensor? value_v=None, "
+    "Tensor? factored_positions=None, Tensor? factored_bias=None, "
+    "Tensor? sinks=None, Tensor? bias_slopes=None, Tensor? bias_table=None, "
+    "*, float scale, float softcap=0.0, int window=0, bool fresh=False) -> Tensor"
+)
+
+
+def _output(q: Tensor, v: Tensor) -> Tensor:
+    return q.new_empty((*q.shape[:-1], v.shape[-1]))
+
+
+@torch.library.register_fake("semkv::attention", lib=library)
+def _attention_fake(
+    q, k, v, positions, sinks=None, bias_slopes=None, bias_table=None, *, site, scale, softcap=0.0, window=0
+):
+    return _output(q, v)
+
+
+@torch.library.register_fake("semkv::mixed_attention", lib=library)
+def _mixed_attention_fake(q, q_positions, exact_k, exact_v, *rest, **kwargs):
+    return _output(q, exact_v)
+
+
+attention = torch.ops.semkv.attention.default
+mixed_attention = torch.ops.semkv.mixed_attention.default

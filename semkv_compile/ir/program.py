@@ -1,0 +1,61 @@
+"""A captured model at some stage of its rewriting."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import torch
+from torch.fx import GraphModule
+
+from semkv.ir.site import AttentionSite
+
+Stage = Literal["captured", "found", "annotated", "lowered"]
+
+
+@dataclass(frozen=True)
+class Program:
+    """The stateless forward of a decoder, split where logits begin, and what is known about it.
+
+    Attributes
+    ----------
+    stage: which of the specs in `semkv.ir.spec` its graphs obey.
+    body: placeholders `input_ids` [B, T] int64 and `positions` [B, T] int64; returns the last hidden states [B, T, H].
+        Until the `surprisal head` pass has run, it returns logits [B, T, vocab]. Parameters are `get_attr` nodes under
+        the names they have in the user's model and share its storage.
+    head: hidden states [..., H] -> logits [..., vocab]; None until split off.
+    prefill, extend, decode: the lowered bodies, with a third placeholder `memory` (`semkv.ir.memory.Memory`); None
+        before stage `lowered`. They share every parameter with `body`.
+    sites: the attention sites in execution order.
+    vocab_size: ids must lie in [0, vocab_size).
+    max_positions: the model's declared context in tokens, None where it declares none.
+    dtype: of the parameters that attention computes in.
+    batched: whether one call may hold rows with different positions; where not, rows run one at a time.
+    notes: per pass, what it did, in order; shown by `semkv.explain(verbose=True)` and kept in artifacts.
+    """
+
+    stage: Stage
+    body: GraphModule
+    head: GraphModule | None
+    sites: tuple[AttentionSite, ...]
+    vocab_size: int
+    max_positions: int | None
+    dtype: torch.dtype
+    batched: bool = True
+    prefill: GraphModule | None = None
+    extend: GraphModule | None = None
+    decode: GraphModule | None = None
+    notes: tuple[str, ...] = field(default=())
+
+    def evolve(self, note: str | None = None, **changes) -> Program:
+        """A copy with `changes`, and `note` appended to the notes."""
+        notes = self.notes if note is None else (*self.notes, note)
+        return replace(self, notes=notes, **changes)
+
+    @property
+    def stores(self) -> tuple[AttentionSite, ...]:
+        """For each KV store, the first site that reads it (the one whose keys and values are stored)."""
+        first: dict[int, AttentionSite] = {}
+        for site in self.sites:
+            first.setdefault(site.store, site)
+        return tuple(first[index] for index in sorted(first))

@@ -1,0 +1,60 @@
+"""An attention site: one place in the model where tokens look at other tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class AttentionSite:
+    """What `find_attention` learned about one attention, before any head is repeated.
+
+    Attributes
+    ----------
+    index: place in execution order, from 0.
+    name: module path of the attention in the user's model, for people.
+    store: which KV store it reads; layers that share keys and values share a store.
+    q_heads, kv_heads: query heads Hq and KV heads Hkv; Hq is a multiple of Hkv.
+    key_dim, value_dim: D of queries and keys, Dv of values.
+    scale: factor on q.k before soft-cap and bias.
+    softcap: c in `c * tanh(score / c)`, 0.0 where there is none.
+    window: a query at position p sees positions (p - window, p]; 0 means all of the past.
+    has_sinks: a learned logit per query head joins the softmax and takes mass without a value.
+    has_bias: an additive bias that depends on head and distance (`bias_slopes` or `bias_table` of the operator).
+    treatment: `method` (the method decides what stays), `window` (keeps its window), `exact` (keeps all).
+    reason: why it has that treatment, shown by `semkv.explain`.
+    budget_share: part of the device budget that this site's store may use; the shares of a program's `method` stores
+        sum to 1. 0.0 where the budget does not count the site.
+    roles: one role per KV head, from the profile's head taxonomy; empty where there is none.
+    head_order: the user's model's KV head that stands at each place, where `group_heads` moved heads; empty where none
+        moved. Tensors of a profile that have one row per KV head must be read in this order.
+    """
+
+    index: int
+    name: str
+    store: int
+    q_heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    scale: float
+    softcap: float = 0.0
+    window: int = 0
+    has_sinks: bool = False
+    has_bias: bool = False
+    treatment: Literal["method", "window", "exact"] = "method"
+    reason: str = ""
+    budget_share: float = 0.0
+    roles: tuple[str, ...] = ()
+    head_order: tuple[int, ...] = ()
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share a KV head."""
+        return self.q_heads // self.kv_heads
+
+    @property
+    def values_per_token(self) -> int:
+        """Numbers that one token's keys and values take over all KV heads."""
+        return self.kv_heads * (self.key_dim + self.value_dim)

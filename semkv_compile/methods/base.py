@@ -1,0 +1,62 @@
+"""What a method is: a name, its parameters, and the components that it composes for the runtime."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+
+from semkv.errors import ConfigError
+from semkv.ir.program import Program
+from semkv.profiles.schema import Profile
+from semkv.runtime.components import Components
+
+
+@dataclass(frozen=True)
+class Method(ABC):
+    """A way to hold a long context in a small memory; subclasses are frozen dataclasses of its parameters.
+
+    name: under which `semkv.compile(method=...)` finds it. compresses: whether it needs a budget. minimum_tokens: the
+    smallest budget that it can live in, in tokens per KV head and layer.
+    """
+
+    name: ClassVar[str]
+    compresses: ClassVar[bool] = True
+    minimum_tokens: ClassVar[int] = 0
+
+    @abstractmethod
+    def components(self, program: Program, profile: Profile | None) -> Components:
+        """The components for this model; `ConfigError` where the profile lacks what the method needs."""
+
+    def check(self, profile: Profile | None) -> None:  # noqa: B027 - most methods need nothing
+        """Raise `ConfigError` where `profile` lacks what the method needs: called before any work."""
+
+    def with_options(self, options: dict[str, Any]) -> Method:
+        """A copy with `options` set; `ConfigError` names an unknown one and lists those there are."""
+        known = {field.name: field for field in fields(self)}
+        for name, value in options.items():
+            if name not in known:
+                listed = ", ".join(known) or "none"
+                raise ConfigError(f"method {self.name!r} has no option {name!r} (it has: {listed})")
+            problem = _problem(value, getattr(self, name), get_type_hints(type(self))[name])
+            if problem:
+                raise ConfigError(f"option {name!r} of method {self.name!r} is {value!r}; expected {problem}")
+        return type(self)(**{**{name: getattr(self, name) for name in known}, **options})
+
+
+def _problem(value: Any, default: Any, hint: Any) -> str:
+    """What was expected instead of `value`, in words; empty where it is fine."""
+    if get_origin(hint) is Literal:
+        choices = get_args(hint)
+        return "" if value in choices else f"one of {', '.join(map(repr, choices))}"
+    if isinstance(default, bool):
+        return "" if isinstance(value, bool) else "True or False"
+    if isinstance(default, int):
+        return (
+            ""
+            if isinstance(value, int) and not isinstance(value, bool) and value >= 0
+            else f"a whole number like {default}"
+        )
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return "" if number or not isinstance(default, float) else f"a number like {default:.3g}"

@@ -1,0 +1,100 @@
+"""In which form a folded span waits: as tokens, or as the low-rank factors of its keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from semkv.ir.site import AttentionSite
+from semkv.kernels.low_rank import randomized_svd
+from semkv.runtime.quantization import bytes_per_vector
+
+RankGates = Callable[[AttentionSite, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""(site, key spectrum [H, m, R], value spectrum, mean key [Hkv, m, D], lengths [m]) -> gates of keys and of values [H, m, R]."""
+
+
+@dataclass(frozen=True)
+class LowRankForms:
+    """Truncated SVD of each span's keys and values, per KV head (SeKV Eq. 6-8).
+
+    max_rank: R, the most components. gates: learned rank gates; components with a gate below `gate_floor` are dropped and
+    the others scaled by it. Without gates, the fewest components within `tolerance` (relative Frobenius error) are kept.
+    only_if_smaller: a span is factored where its factors are within `tolerance` and take fewer bytes than its tokens in
+    `host_form`; False factors every span, as the paper does.
+    """
+
+    max_rank: int = 32
+    gates: RankGates | None = None
+    gate_floor: float = 0.1
+    tolerance: float = 0.02
+    only_if_smaller: bool = True
+    host_form: str = "int8"
+    itemsize: int = 2
+
+    def factorize_spans(
+        self, site: AttentionSite, k: Tensor, v: Tensor, starts: Tensor, lengths: Tensor, mean_k: Tensor
+    ) -> dict[int, list[dict[str, Tensor]]]:
+        """See `semkv.runtime.components.FormChooser`."""
+        longest = int(lengths.max())
+        place = torch.arange(longest)
+        index = (starts[:, None] + place).clamp(max=k.shape[1] - 1)
+        inside = (place < lengths[:, None])[None, ..., None]
+        keys, values = (torch.where(inside, x.float().cpu()[:, index], 0.0) for x in (k, v))  # [Hkv, m, L, D]
+        candidates = torch.arange(len(lengths))
+        if self.only_if_smaller:
+            candidates = self._worth_trying(site, keys, values, lengths)
+            if not len(candidates):
+                return {}
+        keys, values, lengths = keys[:, candidates], values[:, candidates], lengths[candidates]
+        parts = [randomized_svd(x, self.max_rank) for x in (keys, values)]
+        gates = self._gates(site, parts, keys, values, mean_k[:, candidates], lengths)
+        out: dict[int, list[dict[str, Tensor]]] = {}
+        for number, span in enumerate(candidates.tolist()):
+            heads = []
+            for head in range(site.kv_heads):
+                packed = {}
+                for side, (u, s, vt), gate in zip(("key", "value"), parts, gates):
+                    m = gate[head, number]
+                    keep = m >= self.gate_floor if self.gates is not None else m > 0
+                    keep = keep & (s[head, number] > 0)
+                    keep[0] = True
+                    packed[f"{side}_u"] = u[head, number, : int(lengths[number])][:, keep]
+                    packed[f"{side}_s"] = (s[head, number] * m)[keep]
+                    packed[f"{side}_v"] = vt[head, number][:, keep]
+                heads.append(packed)
+            out[span] = heads
+        return out
+
+    def _gates(
+        self, site: AttentionSite, parts, keys: Tensor, values: Tensor, mean_k: Tensor, lengths: Tensor
+    ) -> list[Tensor]:
+        if self.gates is not None:
+            return list(self.gates(site, parts[0][1], parts[1][1], mean_k, lengths))
+        return [_kept_components(s, x, self.tolerance) for (_, s, _), x in zip(parts, (keys, values))]
+
+    def _worth_trying(self, site: AttentionSite, keys: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
+        """Spans whose factors at the tolerated error are smaller than their tokens, over all heads."""
+        numbers = torch.zeros(len(lengths))
+        tokens = torch.zeros(len(lengths))
+        for x, dim in ((keys, site.key_dim), (values, site.value_dim)):
+            spectrum = torch.linalg.eigvalsh(x @ x.transpose(-1, -2) if x.shape[2] <= dim else x.transpose(-1, -2) @ x)
+            s = spectrum.flip(-1).clamp(min=0).sqrt()[..., : self.max_rank]
+            rank = _kept_components(s, x, self.tolerance).sum(-1)  # [Hkv, m]
+            error = 1 - (s.square() * (torch.arange(s.shape[-1]) < rank[..., None])).sum(-1) / x.square().sum(
+                (-1, -2)
+            ).clamp(min=1e-30)
+            rank = torch.where(error <= self.tolerance**2 + 1e-6, rank, float("inf"))
+            numbers += (rank * (lengths + dim + 1) * self.itemsize).sum(0)
+            each = bytes_per_vector(dim, 8) if self.host_form == "int8" else dim * self.itemsize
+            tokens += each * lengths * site.kv_heads
+        return torch.nonzero(numbers < tokens)[:, 0]
+
+
+def _kept_components(s: Tensor, x: Tensor, tolerance: float) -> Tensor:
+    """0/1 gates [..., R]: the fewest leading components with relative Frobenius error at most `tolerance`, or all."""
+    energy = x.square().sum((-1, -2)).clamp(min=1e-30)[..., None]
+    before = (s.square().cumsum(-1) - s.square()) / energy
+    return (before < 1 - tolerance**2).float()

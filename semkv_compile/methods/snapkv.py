@@ -1,0 +1,34 @@
+"""What the prompt's end looks at stays; all else is dropped after prefill."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from semkv.ir.program import Program
+from semkv.methods.base import Method
+from semkv.methods.keepers import ObservationWindow
+from semkv.profiles.schema import Profile
+from semkv.runtime.components import Components
+
+
+@dataclass(frozen=True)
+class SnapKV(Method):
+    """SnapKV (Li et al., 2024): an observation window at the prompt's end votes for the tokens that each KV head keeps.
+
+    The paper keeps every generated token; under a hard budget the oldest of them leave. window: observing queries, tokens
+    (the budget may shrink it to a quarter of what is kept). kernel, pool: 1-D pooling of the votes.
+    """
+
+    window: int = 32
+    kernel: int = 7
+    pool: Literal["max", "mean"] = "max"
+
+    name: ClassVar[str] = "snapkv"
+    minimum_tokens: ClassVar[int] = 24
+
+    def __post_init__(self) -> None:
+        ObservationWindow(self.window, self.kernel, self.pool)  # checks them before any work
+
+    def components(self, program: Program, profile: Profile | None) -> Components:
+        return Components(keeper=ObservationWindow(self.window, self.kernel, self.pool), outside="dropped")

@@ -1,0 +1,231 @@
+"""Where folded tokens wait: raw, quantised to 8 bits, or as low-rank factors, in host memory or in a mapped file."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from semkv.runtime.quantization import quantize
+
+Form = Literal["raw", "int8"]
+
+
+class GrowingTensor:
+    """A tensor [H, n, ...] that grows along its second dimension, in memory or in a file mapped into it."""
+
+    def __init__(self, heads: int, tail: tuple[int, ...], dtype: torch.dtype, *, disk: bool = False) -> None:
+        self.length = 0
+        self.disk = disk
+        self._tail = tail
+        self._data = torch.empty((heads, 0, *tail), dtype=dtype)
+        self._file: tempfile._TemporaryFileWrapper | None = None
+
+    @property
+    def data(self) -> Tensor:
+        return self._data[:, : self.length]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what is stored."""
+        return self.data.numel() * self._data.element_size()
+
+    def _allocate(self, capacity: int) -> None:
+        heads, dtype = self._data.shape[0], self._data.dtype
+        shape = (heads, capacity, *self._tail)
+        if not self.disk:
+            fresh = torch.empty(shape, dtype=dtype)
+        else:
+            file = tempfile.NamedTemporaryFile(prefix="semkv-host-", suffix=".bin")  # noqa: SIM115 - lives as long as the pool
+            count = max(1, torch.Size(shape).numel())
+            file.truncate(count * self._data.element_size())
+            fresh = torch.from_file(file.name, shared=True, size=count, dtype=dtype)[: torch.Size(shape).numel()].view(
+                shape
+            )
+        fresh[:, : self.length] = self.data
+        self._data = fresh
+        if self.disk:
+            self._file = file
+
+    def append(self, x: Tensor) -> None:
+        """Add x [H, t, ...]."""
+        end = self.length + x.shape[1]
+        if end > self._data.shape[1]:
+            self._allocate(end if self.length == 0 else max(end, self._data.shape[1] * 5 // 4))
+        self._data[:, self.length : end] = x
+        self.length = end
+
+    def clone(self) -> GrowingTensor:
+        copy = GrowingTensor(self._data.shape[0], self._tail, self._data.dtype, disk=self.disk)
+        copy.append(self.data)
+        return copy
+
+
+class HostTokens:
+    """Folded tokens' keys and values per KV head, in order, raw in the KV dtype or as 8-bit codes with scales."""
+
+    def __init__(
+        self, heads: int, key_dim: int, value_dim: int, dtype: torch.dtype, form: Form, *, disk: bool = False
+    ) -> None:
+        self.form = form
+        self.dtype = dtype
+        stored = dtype if form == "raw" else torch.uint8
+        self.parts = {
+            "k": GrowingTensor(heads, (key_dim,), stored, disk=disk),
+            "v": GrowingTensor(heads, (value_dim,), stored, disk=disk),
+        }
+        if form == "int8":
+            self.parts |= {
+                name: GrowingTensor(heads, (1,), torch.float16, disk=disk) for name in ("k_scale", "v_scale")
+            }
+
+    @property
+    def length(self) -> int:
+        return self.parts["k"].length
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts.values())
+
+    @property
+    def token_nbytes(self) -> int:
+        """Bytes that one token of one KV head takes here, and on the way to the device."""
+        return sum(part.data[:1, :0].element_size() * part._tail[0] for part in self.parts.values())
+
+    def append(self, k: Tensor, v: Tensor) -> None:
+        """Add k [Hkv, t, D] and v [Hkv, t, Dv]."""
+        k, v = k.cpu(), v.cpu()
+        if self.form == "raw":
+            self.parts["k"].append(k.to(self.dtype))
+            self.parts["v"].append(v.to(self.dtype))
+            return
+        for name, x in (("k", k), ("v", v)):
+            packed = quantize(x, 8)
+            self.parts[name].append(packed.codes)
+            self.parts[f"{name}_scale"].append(packed.scale)
+
+    def gather(self, index: Tensor, heads: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Tokens by place: index int64 [Hkv, s] -> k [Hkv, s, D], v [Hkv, s, Dv] in the KV dtype.
+
+        With `heads` int64 [s], index is [s], a place in each of those heads, and the result has no head dimension.
+        """
+        heads = torch.arange(index.shape[0])[:, None] if heads is None else heads
+        if self.form == "raw":
+            return self.parts["k"].data[heads, index], self.parts["v"].data[heads, index]
+        out = []
+        for name in ("k", "v"):
+            codes, scale = self.parts[name].data[heads, index], self.parts[f"{name}_scale"].data[heads, index]
+            out.append(((codes.to(torch.float32) - 128) * scale.float()).to(self.dtype))
+        return out[0], out[1]
+
+    def all_tokens(self) -> tuple[Tensor, Tensor]:
+        """Every stored token: k [Hkv, n, D], v [Hkv, n, Dv]."""
+        index = torch.arange(self.length).expand(self.parts["k"].data.shape[0], -1)
+        return self.gather(index)
+
+    def clone(self) -> HostTokens:
+        copy = object.__new__(HostTokens)
+        copy.form, copy.dtype = self.form, self.dtype
+        copy.parts = {name: part.clone() for name, part in self.parts.items()}
+        return copy
+
+
+class HostFactors:
+    """Low-rank factors of folded spans, each KV head with its own ranks, packed without padding.
+
+    Keys of span f and head h are (U * s) V^T with U [L, r], s [r], V [D, r]; values likewise with their own rank.
+    """
+
+    KINDS = ("key_u", "key_s", "key_v", "value_u", "value_s", "value_v")
+
+    def __init__(self, heads: int, key_dim: int, value_dim: int, dtype: torch.dtype, *, disk: bool = False) -> None:
+        self.heads, self.key_dim, self.value_dim, self.dtype = heads, key_dim, value_dim, dtype
+        self.packed = {kind: GrowingTensor(1, (), dtype, disk=disk) for kind in self.KINDS}
+        self.offsets = {kind: torch.zeros(heads, 0, dtype=torch.int64) for kind in self.KINDS}
+        self.key_rank = torch.zeros(heads, 0, dtype=torch.int64)
+        self.value_rank = torch.zeros(heads, 0, dtype=torch.int64)
+        self.lengths = torch.zeros(0, dtype=torch.int64)
+
+    @property
+    def spans(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def nbytes(self) -> int:
+        tables = (*self.offsets.values(), self.key_rank, self.value_rank, self.lengths)
+        return sum(part.nbytes for part in self.packed.values()) + sum(table.nbytes for table in tables)
+
+    def span_nbytes(self) -> Tensor:
+        """int64 [Hkv, F]: bytes of each span's factors, here, on the way and on the device."""
+        rows = self.lengths[None]
+        numbers = self.key_rank * (rows + self.key_dim + 1) + self.value_rank * (rows + self.value_dim + 1)
+        return numbers * self.dtype.itemsize
+
+    def append(self, factors: list[list[dict[str, Tensor]]], lengths: Tensor) -> None:
+        """Add spans: `factors[head][span]` holds the six tensors of `KINDS`; lengths int64 [F]."""
+        for kind in self.KINDS:
+            flat = [span[kind].to(self.dtype).flatten() for row in factors for span in row]
+            sizes = torch.tensor([part.numel() for part in flat], dtype=torch.int64)
+            offsets = (self.packed[kind].length + sizes.cumsum(0) - sizes).view(self.heads, -1)
+            self.packed[kind].append(torch.cat(flat)[None])
+            self.offsets[kind] = torch.cat([self.offsets[kind], offsets], dim=1)
+        ranks = [
+            torch.tensor([[span[kind].numel() for span in row] for row in factors]) for kind in ("key_s", "value_s")
+        ]
+        self.key_rank = torch.cat([self.key_rank, ranks[0]], dim=1)
+        self.value_rank = torch.cat([self.value_rank, ranks[1]], dim=1)
+        self.lengths = torch.cat([self.lengths, lengths])
+
+    def gather(self, spans: Tensor, skip: Tensor | None = None) -> dict[str, Tensor]:
+        """Factors of `spans` int64 [Hkv, F] (-1 pads), padded with zeros to the largest length and ranks among them.
+
+        Those where `skip` bool [Hkv, F] are not read: their place stays zero. Returns the six tensors of `KINDS`, shaped as
+        in `semkv.ir.memory.Entries` without the batch dimension; keys and
+        values share one rank dimension R.
+        """
+        safe = spans.clamp(min=0)
+        head = torch.arange(self.heads)[:, None]
+        present = spans >= 0
+        length = torch.where(present, self.lengths[safe], 0)
+        ranks = {
+            "key": torch.where(present, self.key_rank[head, safe], 0),
+            "value": torch.where(present, self.value_rank[head, safe], 0),
+        }
+        rank = max(1, int(max(ranks["key"].max(), ranks["value"].max()))) if spans.numel() else 1
+        longest = max(1, int(length.max())) if spans.numel() else 1
+        column = torch.arange(rank)
+        out = {}
+        for kind in self.KINDS:
+            side = kind.split("_")[0]
+            own = ranks[side]
+            start = self.offsets[kind][head, safe]
+            flat = self.packed[kind].data[0]
+            if kind.endswith("_s"):
+                index = start[..., None] + column
+                valid = column < own[..., None]
+            else:
+                rows = longest if kind.endswith("_u") else (self.key_dim if side == "key" else self.value_dim)
+                row = torch.arange(rows)[:, None]
+                index = start[..., None, None] + row * own[..., None, None] + column
+                inside = length if kind.endswith("_u") else torch.where(present, rows, 0)
+                valid = (column < own[..., None, None]) & (row < inside[..., None, None])
+            if skip is not None:
+                valid = valid & ~skip.view(*skip.shape, *([1] * (valid.dim() - 2)))
+            out[kind] = torch.where(valid, flat[torch.where(valid, index, 0)], flat.new_zeros(()))
+        return out
+
+    def clone(self) -> HostFactors:
+        copy = HostFactors(self.heads, self.key_dim, self.value_dim, self.dtype)
+        copy.packed = {kind: part.clone() for kind, part in self.packed.items()}
+        copy.offsets = {kind: offsets.clone() for kind, offsets in self.offsets.items()}
+        copy.key_rank, copy.value_rank, copy.lengths = (
+            self.key_rank.clone(),
+            self.value_rank.clone(),
+            self.lengths.clone(),
+        )
+        return copy
+
+
+__all__ = ["Form", "GrowingTensor", "HostFactors", "HostTokens"]

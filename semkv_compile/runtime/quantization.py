@@ -1,0 +1,76 @@
+"""Vectors in 4 or 8 bits with one half-precision scale each: the form of summaries, indexes and quantised spans."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from semkv.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """Symmetric per-vector quantisation of a tensor [..., D].
+
+    codes: uint8 [..., D] at 8 bits, [..., ceil(D / 2)] at 4 bits (two codes a byte, low half first).
+    scale: float16 [..., 1]; a code c stands for (c - 2**(bits - 1)) * scale.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    bits: int
+    dim: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes + self.scale.nbytes
+
+    def __getitem__(self, index) -> Quantized:
+        """Select along leading dimensions (the last stays whole)."""
+        return Quantized(self.codes[index], self.scale[index], self.bits, self.dim)
+
+    def clone(self) -> Quantized:
+        return Quantized(self.codes.clone(), self.scale.clone(), self.bits, self.dim)
+
+
+def quantize(x: Tensor, bits: int) -> Quantized:
+    """Quantise the vectors of `x` [..., D] to 4 or 8 bits; all-zero vectors stay zero."""
+    if bits not in (4, 8):
+        raise ConfigError(f"bits {bits}: vectors are quantised to 4 or 8 bits")
+    top = 2 ** (bits - 1) - 1
+    largest = x.detach().abs().amax(dim=-1, keepdim=True).float()
+    half = torch.finfo(torch.float16)
+    scale = (
+        (largest / top).clamp(min=half.smallest_normal * half.eps, max=half.max).to(torch.float16)
+    )  # subnormal at least
+    codes = (x.float() / scale.float()).round().clamp(-top, top).add(2 ** (bits - 1)).to(torch.uint8)
+    if bits == 4:
+        if codes.shape[-1] % 2:
+            codes = torch.nn.functional.pad(codes, (0, 1), value=8)
+        codes = codes[..., 0::2] | (codes[..., 1::2] << 4)
+    return Quantized(codes, scale, bits, x.shape[-1])
+
+
+def dequantize(x: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The tensor [..., D] that `x` stands for."""
+    codes = x.codes
+    if x.bits == 4:
+        codes = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)[..., : x.dim]
+    return (codes.to(dtype) - 2 ** (x.bits - 1)) * x.scale.to(dtype)
+
+
+def concatenate(parts: list[Quantized], dim: int) -> Quantized:
+    """Join tensors of one kind along a leading dimension."""
+    return Quantized(
+        torch.cat([part.codes for part in parts], dim),
+        torch.cat([part.scale for part in parts], dim),
+        parts[0].bits,
+        parts[0].dim,
+    )
+
+
+def bytes_per_vector(dim: int, bits: int) -> int:
+    """Bytes of one quantised vector with its scale."""
+    return (dim * bits + 7) // 8 + 2

@@ -1,0 +1,225 @@
+"""The memory of one KV store of one row: exact tokens, the recent window, folded spans, and what a step unfolds."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from semkv.ir.memory import Entries
+from semkv.ir.site import AttentionSite
+from semkv.runtime.components import Components
+from semkv.runtime.quantization import dequantize
+from semkv.runtime.spans import FoldedSpans, Unfolded
+from semkv.runtime.token_store import TokenStore
+
+NEG_INF = float("-inf")
+
+
+class SiteMemory:
+    """Tensors of one store, without a batch dimension.
+
+    kept: exact tokens that stay; recent: the newest ones; spans: what is folded, None where the method folds nothing;
+    recent_surprisal: float32, one for each recent token, in nats.
+    """
+
+    def __init__(
+        self, site: AttentionSite, components: Components, kept: TokenStore, recent: TokenStore, spans: FoldedSpans | None,
+        recent_surprisal: Tensor, *, device: torch.device, elastic: bool = False,
+    ) -> None:  # fmt: skip
+        self.site, self.components, self.device, self.elastic = site, components, device, elastic
+        self.kept, self.recent, self.spans = kept, recent, spans
+        self.recent_surprisal = recent_surprisal
+        self.workspace: Unfolded | None = None
+        self.workspace_nbytes = 0
+        self.moved_nbytes = 0
+        self.zoomed: Tensor | None = None
+
+    # -- sizes -------------------------------------------------------------------------------------------------------
+
+    @property
+    def fixed_nbytes(self) -> int:
+        """Device bytes that stay between steps: exact tokens, window, summaries and indexes."""
+        spans = self.spans.device_nbytes if self.spans is not None else 0
+        return self.kept.nbytes + self.recent.nbytes + spans
+
+    @property
+    def host_nbytes(self) -> int:
+        return self.spans.host_nbytes if self.spans is not None else 0
+
+    @property
+    def page_nbytes(self) -> int:
+        """Device bytes of a page of recent tokens, all KV heads."""
+        store = self.recent
+        return store.page_size * (store._k[:, :1].nbytes + store._v[:, :1].nbytes) + _row_nbytes(store)
+
+    # -- new tokens --------------------------------------------------------------------------------------------------
+
+    def append(
+        self, k: Tensor, v: Tensor, positions: Tensor, surprisal: Tensor, allowance: float, span_limit: float
+    ) -> None:
+        """Store new tokens k [Hkv, t, D], v [Hkv, t, Dv], positions [t], surprisal [t], and stay within `allowance`.
+
+        allowance: device bytes for fixed parts; span_limit: device bytes that one unfolded span may take per KV head.
+        """
+        if allowance != float("inf"):
+            self._make_room(k.shape[1], allowance, span_limit)
+        self.recent.append(k.to(self.recent.k.dtype), v.to(self.recent.v.dtype), positions[None].to(torch.int32))
+        self.recent_surprisal = torch.cat([self.recent_surprisal, surprisal])
+
+    def _make_room(self, tokens: int, allowance: float, span_limit: float) -> None:
+        page = self.recent.page_size
+        grown = -(-(self.recent.length + tokens) // page) * self.page_nbytes
+        others = self.fixed_nbytes - self.recent.nbytes
+        if self.spans is None:
+            over = others + grown - allowance
+            if over > 0 and self.recent.length:
+                drop = min(self.recent.length, -(-int(over) // self.page_nbytes) * page)
+                self._pop(drop)
+            return
+        chunk = self.components.fold_chunk
+        while self.recent.length + tokens > self.window_tokens(allowance) + chunk and self.recent.length >= chunk:
+            self._fold_oldest(chunk)
+        self._shrink(allowance - (-(-(self.recent.length + tokens) // page) * self.page_nbytes), span_limit)
+
+    def window_tokens(self, allowance: float) -> int:
+        """Tokens of the recent window within `allowance` bytes: at most the method's, and its share of the allowance."""
+        page = self.recent.page_size
+        pages = int(allowance * self.components.window_share // self.page_nbytes)
+        return max(page, min(self.components.window, pages * page))
+
+    def _pop(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        self.recent_surprisal = self.recent_surprisal[count:].clone()
+        return self.recent.pop_front(count)
+
+    def _fold_oldest(self, count: int) -> None:
+        surprisal = self.recent_surprisal[:count].clone()
+        k, v, positions = self._pop(count)
+        lengths = self.components.segmenter.divide_more(surprisal)
+        self.spans.fold(k, v, positions[0].long().cpu(), surprisal, lengths)
+
+    def _shrink(self, room: float, span_limit: float) -> None:
+        """Merge spans, then archive the oldest, until kept tokens and spans take at most `room` bytes."""
+        spans = self.spans
+        longest = max(1, int(span_limit // spans.token_nbytes()))
+        while self.kept.nbytes + spans.device_nbytes > room and spans.count:
+            held = spans.device_nbytes
+            per_span = max(1.0, held / spans.count)
+            excess = self.kept.nbytes + held - room
+            pairs = max(1, int(excess / per_span) + 1)
+            if not spans.merge(pairs, longest):
+                spans.archive(pairs)
+
+    # -- attention ---------------------------------------------------------------------------------------------------
+
+    def entries(self, site: AttentionSite, q: Tensor, workspace_allowance: float) -> Entries:
+        """What `site` attends to for q [Hq, T, D]; `workspace_allowance` is device bytes for unfolded spans.
+
+        The result has no batch dimension; its keys and values are in the KV dtype.
+        """
+        k = [self.kept.k, self.recent.k]
+        v = [self.kept.v, self.recent.v]
+        positions = [
+            _per_head(self.kept.positions, self.recent.positions),
+            _per_head(self.recent.positions, self.kept.positions),
+        ]
+        self.workspace_nbytes = self.moved_nbytes = 0
+        self.zoomed = None
+        if self.spans is None or not self.spans.count:
+            return Entries(torch.cat(k, 1), torch.cat(v, 1), torch.cat(positions, 1))
+        spans, components = self.spans, self.components
+        zoom = torch.zeros(site.q_heads, q.shape[1], spans.count, dtype=torch.bool)
+        unfolded = None
+        if components.unfold and components.router is not None:
+            zoom, unfolded = self._unfold(site, q, workspace_allowance)
+        self.zoomed = zoom
+        bias = None
+        factors: dict[str, Tensor] = {}
+        factor_positions = factor_bias = None
+        if unfolded is not None and unfolded.tokens.shape[1]:
+            fixed = self.kept.length + self.recent.length
+            k.append(unfolded.k.to(self.device))
+            v.append(unfolded.v.to(self.device))
+            heads = site.kv_heads
+            positions = [x.expand(heads, -1) for x in positions]
+            positions.append(unfolded.positions.to(self.device))
+            seen = _zoomed_units(zoom, unfolded.unit, site)
+            bias = torch.zeros(site.q_heads, q.shape[1], fixed + seen.shape[-1])
+            bias[..., fixed:].masked_fill_(~seen, NEG_INF)
+            bias = bias.to(self.device)
+        if unfolded is not None and unfolded.factors is not None:
+            factors = {kind: x.to(self.device) for kind, x in unfolded.factors.items()}
+            factor_positions = unfolded.factor_positions.to(self.device)
+            seen = _zoomed_units(zoom, unfolded.factor_unit, site)
+            length = torch.where(
+                unfolded.factor_ids >= 0, spans.host_factors.lengths[unfolded.factor_ids.clamp(min=0)], 0
+            )
+            inside = torch.arange(factor_positions.shape[-1]) < length[..., None]
+            inside = inside.repeat_interleave(site.group_size, 0)[:, None]
+            factor_bias = torch.zeros(seen.shape + inside.shape[-1:]).masked_fill_(~(seen[..., None] & inside), NEG_INF)
+            factor_bias = factor_bias.to(self.device)
+        coarse: list[Tensor | None] = [None] * 4
+        if components.summary is not None and components.summary.attend:
+            size = spans.lengths.float().log()
+            coarse = [
+                dequantize(spans.mean_k, torch.float32).to(self.device),
+                dequantize(spans.mean_v, torch.float32).to(self.device),
+                spans.positions[None].to(self.device),
+                torch.where(zoom, NEG_INF, size).to(self.device),
+            ]
+        return Entries(  # type: ignore[call-arg]
+            torch.cat(k, 1), torch.cat(v, 1), torch.cat(positions, 1), bias, *coarse,
+            *(factors.get(kind) for kind in ("key_u", "key_s", "key_v", "value_u", "value_s", "value_v")),
+            factor_positions, factor_bias,
+        )  # fmt: skip
+
+    def _select(self, site: AttentionSite, q: Tensor, allowance: float) -> Tensor:
+        """Which spans each query head unfolds, bool [Hq, T, M]: above its threshold, or all in order of score where the
+        method fills the cap; over the cap, per KV head, the highest-scored of the group's union."""
+        router = self.components.router
+        score = router.score(site, q, self.spans).float().cpu()
+        wanted = torch.ones_like(score, dtype=torch.bool)
+        if not self.components.fill:
+            wanted = score > router.threshold(site).float()[:, None, None]
+        grouped = score.masked_fill(~wanted, NEG_INF).unflatten(0, (site.kv_heads, site.group_size))
+        best = grouped.amax(dim=(1, 2))  # [Hkv, M]
+        order = best.argsort(dim=1, descending=True, stable=True)
+        cost = self.spans.unit_nbytes().gather(1, order).cumsum(1)
+        fits = (cost <= allowance / site.kv_heads) & (best.gather(1, order) > NEG_INF)
+        chosen = torch.zeros_like(best, dtype=torch.bool).scatter_(1, order, fits)
+        return wanted & chosen.repeat_interleave(site.group_size, 0)[:, None]
+
+    def _unfold(self, site: AttentionSite, q: Tensor, allowance: float) -> tuple[Tensor, Unfolded]:
+        """The zooms of `_select` and the spans that they unfold, whose tensors take at most `allowance` bytes."""
+        room = allowance
+        while True:
+            zoom = self._select(site, q, room)
+            union = zoom.unflatten(0, (site.kv_heads, site.group_size)).any(dim=(1, 2))
+            unfolded = self.spans.unfold(union, self.workspace)
+            if unfolded.nbytes <= allowance or not bool(union.any()):
+                break
+            room *= 0.9 * allowance / unfolded.nbytes  # factors of different ranks are padded to the largest
+        self.workspace_nbytes, self.moved_nbytes = unfolded.nbytes, unfolded.moved_nbytes
+        self.workspace = unfolded if self.elastic else None
+        return zoom, unfolded
+
+    def clone(self) -> SiteMemory:
+        copy = object.__new__(SiteMemory)
+        copy.__dict__.update(self.__dict__)
+        copy.kept, copy.recent = self.kept.clone(), self.recent.clone()
+        copy.spans = self.spans.clone() if self.spans is not None else None
+        return copy
+
+
+def _row_nbytes(store: TokenStore) -> int:
+    return store.page_size * store._positions[:, :1].nbytes
+
+
+def _per_head(positions: Tensor, other: Tensor) -> Tensor:
+    """Positions with as many rows as `other` needs to be joined with."""
+    return positions.expand(max(positions.shape[0], other.shape[0]), -1)
+
+
+def _zoomed_units(zoom: Tensor, unit: Tensor, site: AttentionSite) -> Tensor:
+    """zoom bool [Hq, T, M], unit int64 [Hkv, s] (-1 pads) -> bool [Hq, T, s]: which gathered places each head reads."""
+    index = unit.clamp(min=0).repeat_interleave(site.group_size, 0)[:, None].expand(-1, zoom.shape[1], -1)
+    return zoom.gather(2, index) & (unit >= 0).repeat_interleave(site.group_size, 0)[:, None]

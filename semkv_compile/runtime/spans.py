@@ -1,0 +1,359 @@
+"""The folded spans of one KV store of one row: summaries on the device, tokens or factors on the host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from semkv.ir.site import AttentionSite
+from semkv.runtime.components import Components
+from semkv.runtime.host_pool import HostFactors, HostTokens
+from semkv.runtime.quantization import Quantized, bytes_per_vector, concatenate, dequantize, quantize
+from semkv.runtime.segments import surprisal_weights, uniform_weights, weighted_mean
+
+TOKENS, FACTORS = 0, 1
+
+
+@dataclass
+class Unfolded:
+    """What a step took from the host, per KV head, padded to the longest head.
+
+    tokens: places int64 [Hkv, s] in `HostTokens`, ascending in each head, -1 pads; k, v their keys and values; positions
+    int32 [Hkv, s]; unit int64 [Hkv, s] the span of each. factors: as `HostFactors.gather`, with ids int64 [Hkv, F],
+    positions int32 [Hkv, F, L] and unit [Hkv, F]; None where no factored span was chosen. moved_nbytes: what crossed the
+    link for it; the rest was resident.
+    """
+
+    tokens: Tensor
+    k: Tensor
+    v: Tensor
+    positions: Tensor
+    unit: Tensor
+    factors: dict[str, Tensor] | None
+    factor_ids: Tensor | None
+    factor_positions: Tensor | None
+    factor_unit: Tensor | None
+    moved_nbytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """Device bytes of its tensors, padding included."""
+        return sum(x.nbytes for x in self.tensors)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What is on the device."""
+        parts = [self.k, self.v, self.positions, *(self.factors or {}).values()]
+        return parts if self.factor_positions is None else [*parts, self.factor_positions]
+
+
+def span_cost_bytes(site: AttentionSite, components: Components) -> float:
+    """Device bytes of one folded span, per KV head."""
+    summary = components.summary
+    if summary is None:
+        return 0.0
+    cost = float(bytes_per_vector(site.key_dim, summary.bits)) + 8 / site.kv_heads
+    if summary.attend:
+        cost += bytes_per_vector(site.value_dim, summary.bits)
+    if components.router is not None and components.unfold:
+        dim = getattr(components.router, "routing_dim", 0)
+        own = bytes_per_vector(dim, summary.bits) if summary.routing == "uniform" else 2
+        cost += site.group_size * own
+    return cost
+
+
+class FoldedSpans:
+    """Spans in token order. A span ("unit") is routed and unfolded whole; spans merge as the sequence grows, so a unit is
+    one or more stored segments, each raw tokens or factors.
+
+    Device: mean keys and values quantised [Hkv, M], lengths and positions int32 [M], routing norms float16 [Hq, M] (or
+    routing vectors). Host: tokens and factors.
+    """
+
+    def __init__(self, site: AttentionSite, components: Components, dtype: torch.dtype, *, disk: bool = False) -> None:
+        self.site, self.components, self.dtype = site, components, dtype
+        heads = site.kv_heads
+        self.host_tokens = HostTokens(heads, site.key_dim, site.value_dim, dtype, components.host_form, disk=disk)
+        self.host_factors = HostFactors(heads, site.key_dim, site.value_dim, dtype, disk=disk)
+        self.segment_unit = torch.zeros(0, dtype=torch.int64)
+        self.segment_kind = torch.zeros(0, dtype=torch.int64)
+        self.segment_length = torch.zeros(0, dtype=torch.int64)
+        self.segment_position = torch.zeros(0, dtype=torch.int64)
+        self.segment_start = torch.zeros(
+            0, dtype=torch.int64
+        )  # first token in HostTokens, or the factored span's number
+        self.lengths = torch.zeros(0, dtype=torch.int32)
+        self.positions = torch.zeros(0, dtype=torch.int32)
+        self.mean_k: Quantized | None = None
+        self.mean_v: Quantized | None = None
+        self.norms: Tensor | None = None
+        self.vectors: Quantized | None = None
+        self._costs: tuple[Tensor, Tensor] | None = None
+        self._held: tuple[Tensor, int] | None = None
+
+    # -- sizes -------------------------------------------------------------------------------------------------------
+
+    @property
+    def count(self) -> int:
+        """Units that can be routed to."""
+        return len(self.lengths)
+
+    def device_tensors(self) -> list[Tensor]:
+        tensors = [self.lengths, self.positions]
+        for packed in (self.mean_k, self.mean_v, self.vectors):
+            if packed is not None:
+                tensors += [packed.codes, packed.scale]
+        return tensors if self.norms is None else [*tensors, self.norms]
+
+    @property
+    def device_nbytes(self) -> int:
+        """Bytes of `device_tensors`."""
+        if self._held is None or self._held[0] is not self.lengths:  # replaced whenever units change
+            self._held = (self.lengths, sum(x.nbytes for x in self.device_tensors()))
+        return self._held[1]
+
+    @property
+    def host_nbytes(self) -> int:
+        tables = (self.segment_unit, self.segment_kind, self.segment_length, self.segment_position, self.segment_start)
+        return self.host_tokens.nbytes + self.host_factors.nbytes + sum(table.nbytes for table in tables)
+
+    def token_nbytes(self) -> int:
+        """Device bytes of one unfolded token of one KV head: key, value and position."""
+        return (self.site.key_dim + self.site.value_dim) * self.dtype.itemsize + 4
+
+    def unit_nbytes(self) -> Tensor:
+        """int64 [Hkv, M]: device bytes of each unit when it is unfolded, per KV head."""
+        if self._costs is None or self._costs[0] is not self.segment_unit:  # replaced whenever units change
+            self._costs = (self.segment_unit, self._unit_nbytes())
+        return self._costs[1]
+
+    def _unit_nbytes(self) -> Tensor:
+        per_segment = (self.segment_length * self.token_nbytes()).expand(self.site.kv_heads, -1).clone()
+        factored = self.segment_kind == FACTORS
+        if factored.any():
+            ids = self.segment_start[factored]
+            per_segment[:, factored] = self.host_factors.span_nbytes()[:, ids] + 4 * self.segment_length[factored]
+        out = torch.zeros(self.site.kv_heads, self.count, dtype=torch.int64)
+        alive = self.segment_unit >= 0
+        return out.index_add_(1, self.segment_unit[alive], per_segment[:, alive])
+
+    # -- folding -----------------------------------------------------------------------------------------------------
+
+    def fold(self, k: Tensor, v: Tensor, positions: Tensor, surprisal: Tensor, lengths: Tensor) -> None:
+        """Add spans: k [Hkv, n, D], v [Hkv, n, Dv], positions [n], surprisal [n] of their tokens in order; lengths [m]."""
+        if not len(lengths):
+            return
+        summary = self.components.summary
+        if summary is None:
+            raise ValueError("a method that folds spans needs a summary")
+        k, v = k.cpu(), v.cpu()  # tokens that leave the window come from the device; spans are made on the host
+        uniform = uniform_weights(lengths)
+        weights = uniform if summary.weights == "uniform" else surprisal_weights(surprisal, lengths)
+        mean_k, mean_v = weighted_mean(k, weights, lengths), weighted_mean(v, weights, lengths)
+        self._store(k, v, positions, lengths, mean_k)
+        self._append_device(lengths, weighted_mean(positions.float()[None, :, None], uniform, lengths)[0, :, 0], mean_k, mean_v,
+                            weighted_mean(k, uniform, lengths) if summary.routing == "uniform" else mean_k)  # fmt: skip
+
+    def _append_device(
+        self, lengths: Tensor, positions: Tensor, mean_k: Tensor, mean_v: Tensor, routing_k: Tensor
+    ) -> None:
+        summary, router = self.components.summary, self.components.router
+        self.lengths = torch.cat([self.lengths, lengths.to(torch.int32)])
+        self.positions = torch.cat([self.positions, positions.to(torch.int32)])
+        self.mean_k = _joined(self.mean_k, quantize(mean_k, summary.bits))
+        if summary.attend:
+            self.mean_v = _joined(self.mean_v, quantize(mean_v, summary.bits))
+        project = getattr(router, "project", None)
+        if project is None or not self.components.unfold:
+            return
+        vectors = project(self.site, routing_k)  # [Hq, m, d']
+        norms = vectors.norm(dim=-1)
+        if summary.routing == "uniform":
+            unit = vectors / norms.clamp(min=1e-12)[..., None]
+            self.vectors = _joined(self.vectors, quantize(unit, summary.bits))
+        else:
+            self.norms = torch.cat(
+                [x for x in (self.norms, norms.clamp(1e-4, 6e4).to(torch.float16)) if x is not None], dim=1
+            )
+
+    def _store(self, k: Tensor, v: Tensor, positions: Tensor, lengths: Tensor, mean_k: Tensor) -> None:
+        ends = lengths.cumsum(0)
+        starts = ends - lengths
+        factors: dict[int, list[dict[str, Tensor]]] = {}
+        if self.components.forms is not None:
+            factors = self.components.forms.factorize_spans(self.site, k, v, starts, lengths, mean_k)
+        is_factored = torch.zeros(len(lengths), dtype=torch.bool)
+        if factors:
+            is_factored[list(factors)] = True
+            columns = [[factors[span][head] for span in sorted(factors)] for head in range(self.site.kv_heads)]
+            first = self.host_factors.spans
+            self.host_factors.append(columns, lengths[is_factored])
+        keep = ~is_factored.repeat_interleave(lengths)
+        token_base = self.host_tokens.length
+        self.host_tokens.append(k[:, keep], v[:, keep])
+        token_start = token_base + torch.where(is_factored, 0, lengths).cumsum(0) - torch.where(is_factored, 0, lengths)
+        number = is_factored.long().cumsum(0) - 1 + (first if factors else 0)
+        self.segment_unit = torch.cat([self.segment_unit, self.count + torch.arange(len(lengths))])
+        self.segment_kind = torch.cat([self.segment_kind, is_factored.long()])
+        self.segment_length = torch.cat([self.segment_length, lengths])
+        self.segment_position = torch.cat([self.segment_position, positions[starts].long()])
+        self.segment_start = torch.cat([self.segment_start, torch.where(is_factored, number, token_start)])
+
+    # -- shrinking ---------------------------------------------------------------------------------------------------
+
+    def merge(self, pairs: int, longest: int) -> int:
+        """Merge up to `pairs` pairs of neighbours, the shortest together first, none longer than `longest` tokens.
+
+        Means are combined by size. Returns how many pairs were merged.
+        """
+        if self.count < 2 or pairs < 1:
+            return 0
+        together = (self.lengths[:-1] + self.lengths[1:]).long()
+        target = torch.arange(self.count)
+        taken = torch.zeros(self.count, dtype=torch.bool)
+        merged = 0
+        for left in torch.argsort(together, stable=True).tolist():
+            if merged == pairs or together[left] > longest:
+                break
+            if taken[left] or taken[left + 1]:
+                continue
+            taken[left] = taken[left + 1] = True
+            target[left + 1] = left
+            merged += 1
+        if merged:
+            self._regroup(target)
+        return merged
+
+    def _regroup(self, target: Tensor) -> None:
+        """Make each unit i part of unit target[i] <= i."""
+        kept, group = torch.unique(target, return_inverse=True)
+        size = self.lengths.float()
+        total = torch.zeros(len(kept)).index_add_(0, group, size)
+        share = size / total[group]
+
+        def combine(x: Tensor) -> Tensor:
+            out = torch.zeros(x.shape[0], len(kept), x.shape[2], dtype=torch.float32)
+            return out.index_add_(1, group, x.float() * share[None, :, None])
+
+        bits = self.components.summary.bits if self.components.summary else 8
+        mean_k = combine(dequantize(self.mean_k)) if self.mean_k is not None else None
+        self.positions = combine(self.positions[None, :, None])[0, :, 0].to(torch.int32)
+        self.lengths = total.to(torch.int32)
+        if mean_k is not None:
+            self.mean_k = quantize(mean_k, bits)
+        if self.mean_v is not None:
+            self.mean_v = quantize(combine(dequantize(self.mean_v)), bits)
+        if self.norms is not None and mean_k is not None:
+            vectors = getattr(self.components.router, "project")(self.site, mean_k)  # noqa: B009 - routers with norms have it
+            self.norms = vectors.norm(dim=-1).clamp(1e-4, 6e4).to(torch.float16)
+        if self.vectors is not None:
+            vectors = combine(dequantize(self.vectors))
+            self.vectors = quantize(vectors / vectors.norm(dim=-1, keepdim=True).clamp(min=1e-12), bits)
+        alive = self.segment_unit >= 0
+        self.segment_unit = torch.where(alive, group[self.segment_unit.clamp(min=0)], -1)
+
+    def archive(self, units: int) -> None:
+        """Take the oldest `units` units off the device: they stay on the host, unrouted and unattended."""
+        units = min(units, self.count)
+        keep = slice(units, None)
+        self.lengths, self.positions = self.lengths[keep].clone(), self.positions[keep].clone()
+        for name in ("mean_k", "mean_v", "vectors"):
+            packed = getattr(self, name)
+            if packed is not None:
+                setattr(self, name, packed[:, keep].clone())
+        if self.norms is not None:
+            self.norms = self.norms[:, keep].clone()
+        self.segment_unit = torch.where(self.segment_unit >= units, self.segment_unit - units, -1)
+
+    # -- unfolding ---------------------------------------------------------------------------------------------------
+
+    def unfold(self, union: Tensor, resident: Unfolded | None = None) -> Unfolded:
+        """Bring the units of `union` bool [Hkv, M] to the device, each head its own; what `resident` holds is not moved."""
+        alive = self.segment_unit >= 0
+        chosen = union[:, self.segment_unit.clamp(min=0)] & alive  # [Hkv, segments]
+        places = [torch.nonzero(row)[:, 0] for row in chosen & (self.segment_kind == TOKENS)]
+        spread = [ranges(self.segment_start[at], self.segment_length[at]) for at in places]
+        segment = _padded([at.repeat_interleave(self.segment_length[at]) for at in places])
+        tokens = _padded(spread)
+        k, v, moved = self._gather_tokens(tokens, resident)
+        if tokens.shape[1]:
+            owner = segment.clamp(min=0)
+            positions = self.segment_position[owner] + tokens.clamp(min=0) - self.segment_start[owner]
+            unit = torch.where(tokens >= 0, self.segment_unit[owner], -1)
+        else:
+            positions, unit = tokens, tokens
+        out = Unfolded(tokens, k, v, positions.to(torch.int32), unit, None, None, None, None, moved)
+        factored = self.segment_kind == FACTORS
+        if factored.any() and bool(chosen[:, factored].any()):
+            segments = torch.nonzero(factored)[:, 0]
+            picked = _padded([torch.nonzero(row)[:, 0] for row in chosen[:, segments]])
+            number = segments[picked.clamp(min=0)]
+            ids = torch.where(picked >= 0, self.segment_start[number], -1)
+            out.factors, moved = self._gather_factors(ids, resident)
+            out.moved_nbytes += moved
+            out.factor_ids = ids
+            out.factor_unit = torch.where(picked >= 0, self.segment_unit[number], -1)
+            inside = torch.arange(out.factors["key_u"].shape[2])
+            out.factor_positions = (self.segment_position[number][..., None] + inside).to(torch.int32)
+        return out
+
+    def _gather_tokens(self, tokens: Tensor, resident: Unfolded | None) -> tuple[Tensor, Tensor, int]:
+        """Keys and values at places `tokens` int64 [Hkv, s], zero where padded, and the bytes that came from the host."""
+        site = self.site
+        k, v = (torch.zeros(*tokens.shape, dim, dtype=self.dtype) for dim in (site.key_dim, site.value_dim))
+        missing = tokens >= 0
+        if resident is not None and resident.tokens.shape[1] and tokens.shape[1]:
+            last = torch.iinfo(torch.int64).max
+            order = torch.where(resident.tokens >= 0, resident.tokens, last)  # padding sorts behind every place
+            at = torch.searchsorted(order, tokens).clamp(max=order.shape[1] - 1)
+            held = missing & (order.gather(1, at) == tokens)
+            heads, columns = torch.nonzero(held, as_tuple=True)
+            source = at[heads, columns]
+            k[heads, columns], v[heads, columns] = resident.k[heads, source], resident.v[heads, source]
+            missing = missing & ~held
+        heads, columns = torch.nonzero(missing, as_tuple=True)
+        k[heads, columns], v[heads, columns] = self.host_tokens.gather(tokens[heads, columns], heads)
+        return k, v, len(heads) * self.host_tokens.token_nbytes
+
+    def _gather_factors(self, ids: Tensor, resident: Unfolded | None) -> tuple[dict[str, Tensor], int]:
+        """Factors `ids` int64 [Hkv, F] (-1 pads), and the bytes that came from the host."""
+        held = torch.zeros(ids.shape, dtype=torch.bool)
+        if resident is not None and resident.factor_ids is not None:
+            match = (ids[:, :, None] == resident.factor_ids[:, None, :]) & (ids >= 0)[:, :, None]
+            held, at = match.any(-1), match.int().argmax(-1)
+        out = self.host_factors.gather(ids, skip=held)
+        heads, columns = torch.nonzero(held, as_tuple=True)
+        if len(heads):
+            source = at[heads, columns]
+            for kind, new in out.items():
+                old = resident.factors[kind][heads, source]
+                fits = tuple(slice(min(a, b)) for a, b in zip(old.shape[1:], new.shape[2:]))
+                part = new[heads, columns]
+                part[(slice(None), *fits)] = old[(slice(None), *fits)]
+                new[heads, columns] = part
+        heads, columns = torch.nonzero((ids >= 0) & ~held, as_tuple=True)
+        return out, int(self.host_factors.span_nbytes()[heads, ids[heads, columns]].sum())
+
+    def clone(self) -> FoldedSpans:
+        copy = object.__new__(FoldedSpans)
+        copy.__dict__.update(self.__dict__)
+        copy.host_tokens, copy.host_factors = self.host_tokens.clone(), self.host_factors.clone()
+        return copy  # every other tensor is replaced, never written in place
+
+
+def _joined(old: Quantized | None, new: Quantized) -> Quantized:
+    return new if old is None else concatenate([old, new], 1)
+
+
+def ranges(starts: Tensor, lengths: Tensor) -> Tensor:
+    """The places [start, start + length) of every range, one after the other, int64."""
+    ends = lengths.cumsum(0)
+    shift = (starts - ends + lengths).repeat_interleave(lengths)
+    return shift + torch.arange(len(shift))
+
+
+def _padded(rows: list[Tensor]) -> Tensor:
+    """Rows of different lengths -> int64 [H, longest], padded with -1."""
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1)

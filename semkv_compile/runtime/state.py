@@ -1,0 +1,188 @@
+"""The state of a batch of conversations: what `prefill` makes, `extend` and `generate` go on from."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from semkv.ir.memory import Entries
+from semkv.runtime.batch import stack_entries
+from semkv.runtime.row_memory import Placement, RowMemory
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Traffic since prefill, over the rows of a state.
+
+    steps: forward calls of the row with the most. moved_bytes_per_step: host to device, mean. peak_bytes: the largest
+    device residency of a row's budgeted stores in any step. peak_share: the same as a share of its budget. zoom_rate: per
+    site, float32 [Hq], the share of its spans that each query head unfolded; empty where nothing was folded.
+    """
+
+    steps: int
+    moved_bytes_per_step: float
+    peak_bytes: int
+    peak_share: float
+    zoom_rate: dict[int, Tensor]
+
+
+class State:
+    """Rows of one compiled model, each with its own memory and length; independent of every other state.
+
+    `logits` [B, vocab] are those after the last token of each row. `ids_seen` counts the columns of the running `generate`
+    call's ids that were read, `finished` bool [B] its rows that ended; `pending` int64 [B, 1] is the last token that it
+    generated, read at the start of the next turn. A state belongs to the model, method and budget that made it.
+    """
+
+    is_compileable = False  # what `generate` asks of a cache
+
+    def __init__(self, placement: Placement, rows: list[RowMemory], logits: Tensor) -> None:
+        self.placement = placement
+        self.rows = rows
+        self.logits = logits
+        self.ids_seen = 0
+        self.pending: Tensor | None = None
+        self.finished: Tensor | None = None
+        self._surprisal: Tensor | None = None
+        program = placement.program
+        self._owners = {store.index for store in program.stores}
+
+    # -- what people ask -----------------------------------------------------------------------------------------------
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens so far, per row."""
+        return [row.tokens for row in self.rows]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens of the longest row, under the name that Hugging Face caches give it."""
+        return max(self.lengths, default=0)
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        return self.placement.budget.dtype
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of the full KV of the budgeted stores, over the rows: the budget's denominator."""
+        stores = self.placement.budgeted or self.placement.program.stores
+        return sum(self.placement.budget.full_bytes(store, row.tokens) for row in self.rows for store in stores)
+
+    @property
+    def nbytes(self) -> dict[str, int]:
+        """Bytes now, over the rows, measured from the tensors that exist.
+
+        device: what the budget counts, between steps (all stores where there is no budget). peak: the sum over rows of
+        the largest residency of a step so far. workspace: unfolded spans that stay between steps. window: sliding-window
+        stores, which the budget does not count. reserved: device pages allocated ahead. host, disk: folded tokens.
+        """
+        placement = self.placement
+        out = dict.fromkeys(("device", "peak", "workspace", "window", "reserved", "host", "disk"), 0)
+        for row in self.rows:
+            for memory in row.stores.values():
+                where = "window" if memory.site.treatment == "window" else "device"
+                out[where] += memory.fixed_nbytes
+                out["reserved"] += memory.kept.reserved_nbytes + memory.recent.reserved_nbytes
+                out["disk" if placement.disk else "host"] += memory.host_nbytes
+                if placement.residency == "elastic":
+                    out["workspace"] += memory.workspace_nbytes
+            out["peak"] += row.traffic.peak_bytes
+        out["device"] += out["workspace"]
+        out["peak"] = max(out["peak"], out["device"])
+        return out
+
+    @property
+    def stats(self) -> Stats:
+        traffic = [row.traffic for row in self.rows]
+        steps = sum(t.steps for t in traffic)
+        zooms: dict[int, Tensor] = {}
+        for site in sorted({site for t in traffic for site in t.zooms}):
+            count = sum(t.zooms[site] for t in traffic if site in t.zooms)
+            zooms[site] = torch.as_tensor(count) / max(1, sum(t.decisions.get(site, 0) for t in traffic))
+        return Stats(
+            steps=max((t.steps for t in traffic), default=0),
+            moved_bytes_per_step=sum(t.moved_bytes for t in traffic) / max(1, steps),
+            peak_bytes=max((t.peak_bytes for t in traffic), default=0),
+            peak_share=max((t.peak_share for t in traffic), default=0.0),
+            zoom_rate=zooms,
+        )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write all tiers of all rows as one file; `CompiledModel.load_state` reads it."""
+        from semkv.saving import save_state
+
+        save_state(self, path)
+
+    # -- copies --------------------------------------------------------------------------------------------------------
+
+    def fork(self) -> State:
+        """An independent copy: either may go on without the other noticing."""
+        copy = State(self.placement, [row.clone() for row in self.rows], self.logits.clone())
+        copy.pending = self.pending
+        return copy
+
+    def select(self, rows: list[int]) -> State:
+        """A state of the given rows, copied; a row may be taken several times."""
+        copy = State(self.placement, [self.rows[row].clone() for row in rows], self.logits[rows].clone())
+        copy.pending = None if self.pending is None else self.pending[rows].clone()
+        return copy
+
+    def chunk_limit(self) -> int:
+        """The most tokens that one step may add within the budget of every row."""
+        return min(row.chunk_limit() for row in self.rows)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Replace the rows by copies of those at `beam_idx` int64 [B], in place, as beam search asks."""
+        chosen = self.select(beam_idx.tolist())
+        self.rows, self.logits = chosen.rows, chosen.logits
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def begin_step(self, ids: Tensor) -> None:
+        """Note the surprisal of the tokens `ids` [B, T] about to run: the first follows from `logits`, the rest come later."""
+        if self.placement.components.segmenter is None:
+            self._surprisal = torch.zeros(ids.shape, dtype=torch.float32)
+            return
+        first = torch.nn.functional.cross_entropy(self.logits.float(), ids[:, 0], reduction="none")
+        self._surprisal = torch.cat(
+            [first[:, None], torch.zeros(ids.shape[0], ids.shape[1] - 1, device=first.device)], 1
+        ).cpu()
+
+    def end_step(self, ids: Tensor, logits: Tensor) -> None:
+        """Count the tokens `ids` [B, T] in, given the logits [B, T|1, vocab] after them."""
+        self.logits = logits[:, -1]
+        known = None
+        if ids.shape[1] > 1 and self.placement.components.segmenter is not None:
+            known = torch.nn.functional.cross_entropy(
+                logits[:, :-1].float().transpose(1, 2), ids[:, 1:], reduction="none"
+            ).cpu()  # fmt: skip
+        for index, row in enumerate(self.rows):
+            row.tokens += ids.shape[1]
+            row.traffic.steps += 1
+            if known is not None:
+                row.patch_surprisal(known[index])
+
+    def record(
+        self, site: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor
+    ) -> None:  # pragma: no cover - protocol
+        raise RuntimeError("a state serves extend and decode programs; prefill programs take a recorder")
+
+    def entries(self, site: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Entries:
+        """See `semkv.ir.memory.Memory.entries`."""
+        place = self.placement.program.sites[site]
+        owner = site in self._owners
+        rows = [
+            row.entries(place, owner, q[index], k[index], v[index], positions[index], self._surprisal[index])
+            for index, row in enumerate(self.rows)
+        ]
+        return stack_entries(rows, place.q_heads, q.shape[2])
+
+    def __repr__(self) -> str:
+        parts = ", ".join(f"{tier} {size}" for tier, size in self.nbytes.items() if size)
+        return f"State(rows={len(self.rows)}, tokens={self.lengths}, method={self.placement.method!r}, bytes: {parts})"
+
+
+__all__ = ["State", "Stats"]

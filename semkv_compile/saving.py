@@ -1,0 +1,143 @@
+"""Compiled models and states as files: what `CompiledModel.save`, `semkv.load`, `State.save` and `load_state` do."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.generation.configuration_utils import GenerationConfig
+
+from semkv.artifact.fingerprint import program_fingerprint
+from semkv.artifact.load import load_program
+from semkv.artifact.save import save_program
+from semkv.artifact.state_file import load_tensors, save_tensors
+from semkv.compiled import CompiledModel
+from semkv.errors import ArtifactError, SemkvError
+from semkv.methods import find_method
+from semkv.profiles.schema import Profile
+from semkv.runtime.row_memory import RowMemory
+from semkv.runtime.snapshot import row_from_tensors, row_to_tensors
+from semkv.runtime.state import State
+
+
+def save_compiled(compiled: CompiledModel, path: str | os.PathLike[str]) -> None:
+    """Write the artifact folder of `compiled`; see docs/artifact.md."""
+    config = compiled.config
+    save_program(
+        compiled.program, path,
+        method=compiled.method.name, method_options=compiled.settings.method_options, budget=compiled.budget,
+        config=compiled.settings, profile=compiled.profile, model_fingerprint=compiled.fingerprint,
+        model_config=None if config is None else _plain(config.to_dict()),
+        generation_config=_plain(compiled.generation_config.to_dict()),
+    )  # fmt: skip
+
+
+def load_compiled(path: str | os.PathLike[str], *, device: str | torch.device = "cpu") -> CompiledModel:
+    """The compiled model of an artifact folder; `ArtifactError` where it is damaged, altered or foreign."""
+    program, manifest = load_program(path, device)
+    if program.stage != "lowered" or program.head is None:
+        raise ArtifactError(f"{path}: holds a program at stage {program.stage!r}, expected a compiled model")
+    profile = None if manifest.profile_path is None else Profile.load(manifest.profile_path)
+    if profile is not None and manifest.model.fingerprint is not None:
+        profile.check_model(manifest.model.fingerprint)
+    facts, model = manifest.compile, manifest.model
+    try:
+        method = find_method(facts.method, facts.method_options)
+        config = None if model.config is None else PreTrainedConfig.from_dict(model.config)
+        generation = None if model.generation_config is None else GenerationConfig.from_dict(model.generation_config)
+        return CompiledModel(
+            program,
+            profile,
+            method,
+            facts.budget,
+            facts.config,
+            fingerprint=model.fingerprint,
+            model_config=config,
+            generation_config=generation,
+            lowered=True,
+        )
+    except SemkvError:
+        raise
+    except Exception as error:
+        raise ArtifactError(
+            f"{path}: its settings do not describe a compiled model ({error}); save it again"
+        ) from error
+
+
+def save_state(state: State, path: str | os.PathLike[str]) -> None:
+    """Write a state as one file: every tier of every row."""
+    meta: dict[str, Any] = {"rows": [], "compiled": _identity(state)}
+    tensors: dict[str, Tensor] = {"logits": state.logits}
+    if state.pending is not None:
+        tensors["pending"] = state.pending
+    for index, row in enumerate(state.rows):
+        facts, own = row_to_tensors(row)
+        meta["rows"].append(facts)
+        tensors |= {f"{index}.{name}": tensor for name, tensor in own.items()}
+    save_tensors(path, "state", meta, tensors, fingerprint=program_fingerprint(state.placement.program))
+
+
+def load_state(compiled: CompiledModel, path: str | os.PathLike[str]) -> State:
+    """A state that `compiled`, or a compiled model equal to it, saved; `ArtifactError` for any other."""
+    placement = compiled.placement
+    meta, tensors = load_tensors(path, "state", program_fingerprint(compiled.program))
+    blank = State(placement, [], torch.zeros(0))
+    if meta.get("compiled") != _identity(blank):
+        raise ArtifactError(
+            f"{path}: a state of {meta.get('compiled')}, expected one of {_identity(blank)}; compile with the same settings"
+        )
+    facts = meta.get("rows")
+    logits = tensors.get("logits")
+    if not isinstance(facts, list) or logits is None or logits.shape != (len(facts), compiled.program.vocab_size):
+        raise ArtifactError(f"{path}: its rows and logits do not agree; save the state again")
+    rows: list[RowMemory] = []
+    for index, row in enumerate(facts):
+        own = {name.split(".", 1)[1]: x for name, x in tensors.items() if name.startswith(f"{index}.")}
+        try:
+            rows.append(row_from_tensors(placement, row, own))
+        except (KeyError, TypeError, ValueError, IndexError, RuntimeError) as error:
+            raise ArtifactError(
+                f"{path}: row {index} is not a memory of this model ({error}); save the state again"
+            ) from error
+    state = State(placement, rows, logits.clone().to(placement.device))
+    pending = tensors.get("pending")
+    if pending is not None:
+        if pending.shape != (len(rows), 1) or pending.dtype != torch.int64:
+            raise ArtifactError(
+                f"{path}: unread tokens of shape {tuple(pending.shape)} for {len(rows)} rows; save the state again"
+            )
+        if pending.numel() and not 0 <= int(pending.min()) <= int(pending.max()) < compiled.program.vocab_size:
+            raise ArtifactError(f"{path}: unread tokens outside of the vocabulary; save the state again")
+        state.pending = pending.clone().to(placement.device)
+    return state
+
+
+def _identity(state: State) -> dict[str, Any]:
+    placement = state.placement
+    return {
+        "method": placement.method,
+        "components": repr({k: v for k, v in vars(placement.components).items() if k not in ("router", "forms")}),
+        "router": type(placement.components.router).__name__,  # what spans keep for routing follows from it
+        "budget": placement.budget.value,
+        "kv_dtype": str(placement.budget.dtype),
+        "residency": placement.residency,
+        "page_size": placement.page_size,
+    }
+
+
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    """Values that JSON can hold; the others in words."""
+    out: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            out[str(key)] = _plain(value)
+        elif isinstance(value, (list, tuple)):
+            out[str(key)] = [x if isinstance(x, (str, int, float, bool, type(None))) else str(x) for x in value]
+        elif isinstance(value, (str, int, float, bool, type(None))):
+            out[str(key)] = value
+        else:
+            out[str(key)] = str(value)
+    return out

@@ -1,0 +1,48 @@
+"""Which rows of a running `generate` call are finished, so that their states read nothing more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation.stopping_criteria import StoppingCriteriaList
+
+from semkv.runtime.state import State
+
+
+class FinishedRows(StoppingCriteriaList):
+    """Stopping criteria that tell `state` which rows they stopped and what each row's unread last token is.
+
+    `generate` goes on feeding padding to rows that ended before their neighbours; a state that lives on must not read it.
+    """
+
+    def __init__(self, criteria: Iterable[Any], state: State) -> None:
+        super().__init__(criteria)
+        self.state = state
+        state.finished = torch.zeros(len(state.rows), dtype=torch.bool, device=state.logits.device)
+        self._last: Tensor | None = None
+
+    def take(self, criteria: Iterable[Any]) -> FinishedRows:
+        """Hold all of `criteria`: those that were given and those that `generate` made of its configuration."""
+        self[:] = list(criteria)
+        return self
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
+        """Bool [B], as `StoppingCriteriaList`; input_ids int64 [B, T] end with the tokens just chosen."""
+        done = super().__call__(input_ids, scores, **kwargs)
+        newest = input_ids[:, -1:]
+        finished = self.state.finished
+        self._last = newest if self._last is None else torch.where(finished[:, None], self._last, newest)
+        self.state.finished = finished | done.to(finished.device)
+        return done
+
+    def close(self) -> None:
+        """Leave each row's last token for the next turn to read."""
+        self.state.finished = None
+        if self._last is not None:
+            self.state.pending = self._last
+
+
+__all__ = ["FinishedRows"]

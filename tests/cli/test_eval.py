@@ -1,0 +1,161 @@
+"""`semkv eval` from the command line to files, on a tiny random model."""
+
+import json
+
+import pytest
+
+from semkv.evaluation import Report
+
+ARGUMENTS = (
+    "--methods", "full,streaming_llm,snapkv", "--budgets", "0.5,48", "--lengths", "96,128", "--samples", "3",
+    "--questions-per-context", "2", "--families", "single,dense",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def evaluated(tiny_model, tmp_path_factory):
+    """The folder and output of one finished run."""
+    from typer.testing import CliRunner
+
+    from semkv.cli.main import app
+
+    folder = tmp_path_factory.mktemp("eval")
+    outputs = ["--json", str(folder / "out.json"), "--plot", str(folder / "pictures")]
+    result = CliRunner().invoke(app, ["eval", "--model", str(tiny_model), *ARGUMENTS, *outputs])
+    assert result.exit_code == 0, result.output
+    return folder, result
+
+
+def test_the_report_has_every_cell_and_where_it_comes_from(evaluated):
+    folder, _ = evaluated
+    report = Report.model_validate_json((folder / "out.json").read_text())
+    assert report.complete
+    assert len(report.cells) == 5 * 2 * 2
+    assert {c.accuracy.samples for c in report.cells} == {3}
+    assert {c.accuracy.contexts for c in report.cells} == {2}
+    for cell in report.cells:
+        assert cell.usage.device > 0
+        assert cell.usage.full > 0
+        assert cell.step_us.median > 0
+        if cell.cell.variant.budget == 0.5:
+            assert 0.0 < cell.device_share <= 0.5
+        if cell.cell.variant.budget is not None:
+            assert 0.0 < cell.usage.budget_used <= 1.0
+        else:
+            assert cell.device_share == pytest.approx(1.0, abs=0.2)
+    assert report.environment.versions["torch"]
+    assert report.environment.machine
+    assert report.environment.commit
+
+
+def test_tables_and_file_names_are_printed(evaluated):
+    folder, result = evaluated
+    for part in ("Exact answers (%), 96 tokens", "Memory and time, 128 tokens", "streaming_llm", "50 %", "48 tokens"):
+        assert part in result.stdout
+    assert f"results: {folder / 'out.json'}" in result.stdout
+    pictures = sorted(path.name for path in (folder / "pictures").iterdir())
+    assert pictures == [
+        "accuracy_unseen_128.png",
+        "accuracy_unseen_96.png",
+        "needles_unseen_budget_0.5.png",
+        "needles_unseen_budget_48.png",
+    ]
+
+
+def test_the_same_command_reads_its_rows_back(evaluated, run, tiny_model):
+    folder, _ = evaluated
+    rows = folder / "out.rows.jsonl"
+    before, report = rows.read_text(), json.loads((folder / "out.json").read_text())
+    result = run("eval", "--model", tiny_model, *ARGUMENTS, "--json", folder / "out.json")
+    assert result.exit_code == 0, result.output
+    assert rows.read_text() == before
+    assert json.loads((folder / "out.json").read_text())["cells"] == report["cells"]
+
+
+def test_an_interrupt_says_how_to_go_on(evaluated, run, tiny_model, tmp_path, monkeypatch):
+    from semkv.evaluation.store import RowStore
+
+    add = RowStore.add
+
+    def add_two(self, row):
+        add(self, row)
+        if len(self._rows) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(RowStore, "add", add_two)
+    out = tmp_path / "out.json"
+    result = run("eval", "--model", tiny_model, *ARGUMENTS, "--json", out)
+    assert result.exit_code == 130
+    assert "stopped before it was complete; run the same command to go on" in result.stderr
+    assert len((tmp_path / "out.rows.jsonl").read_text().splitlines()) == 2
+    assert json.loads(out.read_text())["complete"] is False
+
+
+def test_seen_questions_and_elastic_residency(run, tiny_model, tmp_path):
+    result = run(
+        "eval", "--model", tiny_model, "--methods", "full,snapkv", "--budgets", "0.5", "--lengths", "96", "--samples",
+        "1", "--families", "dense", "--question", "both", "--residency", "elastic", "--kv-dtype", "float16",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert "question unseen" in result.stdout
+    assert "question seen" in result.stdout
+
+
+def test_sekv_without_a_profile_says_how_to_make_one(run, tiny_model):
+    result = run("eval", "--model", tiny_model, "--methods", "sekv", "--budgets", "0.5", "--lengths", "96")
+    assert result.exit_code == 2
+    assert "semkv-profile" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_budget_below_the_methods_smallest_is_one_line(run, tiny_model):
+    result = run(
+        "eval", "--model", tiny_model, "--methods", "snapkv", "--budgets", "2", "--lengths", "96", "--samples", "1"
+    )
+    assert result.exit_code == 2
+    assert result.stderr.splitlines()[-1].startswith("error: ")
+    assert "snapkv" in result.stderr
+
+
+def test_explain_prints_a_row_per_site(run, tiny_model):
+    result = run("explain", tiny_model, "--method", "streaming_llm", "--budget", "0.25")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.count("streaming_llm") >= 2
+    assert "GQA x2" in result.stdout
+
+
+@pytest.fixture(scope="module")
+def tiny_profile(tiny_model, tmp_path_factory):
+    """Folder of a profile of the tiny model, calibrated for one step."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from semkv.profiles.calibration import CalibrationSettings, bundled_data, calibrate
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model).eval()
+    settings = CalibrationSettings.checked(length=128, queries=8, max_steps=1, sequences=1, held_out=1, budgets=(0.5,))
+    data = bundled_data(AutoTokenizer.from_pretrained(tiny_model), settings)
+    made = calibrate(model, data, settings, name="tiny")
+    return made.profile.save(tmp_path_factory.mktemp("profile") / "tiny.profile")
+
+
+def test_sekv_with_its_profile_draws_its_zoom_rates(run, tiny_model, tiny_profile, tmp_path):
+    out = tmp_path / "out.json"
+    result = run(
+        "eval", "--model", tiny_model, "--profile", tiny_profile, "--methods", "full,sekv", "--budgets", "0.5",
+        "--lengths", "256", "--samples", "2", "--families", "dense", "--json", out, "--plot", tmp_path,
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "zoom_sekv_unseen_256.png").stat().st_size > 5000
+    cell = next(c for c in Report.model_validate_json(out.read_text()).cells if c.cell.variant.method == "sekv")
+    assert 0.0 < cell.usage.budget_used <= 1.0
+    assert cell.usage.host > 0
+    assert cell.zoom is not None
+    assert [len(rates) for rates in cell.zoom.rates] == [4, 4]
+    assert cell.cell.parameters["router"] == "trained"
+
+
+def test_a_profile_of_another_model_is_refused(run, tiny_profile):
+    result = run("eval", "--profile", tiny_profile, "--methods", "sekv", "--lengths", "256", "--samples", "1")
+    assert result.exit_code == 2
+    assert "this profile belongs to another model" in result.stderr
+    assert result.stderr.splitlines()[-1].startswith("error: ")

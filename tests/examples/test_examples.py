@@ -1,0 +1,52 @@
+"""The examples run as they stand, in a fresh process, and say what they should."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def output(name):
+    result = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / name)],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_every_example_is_tested():
+    tested = {"quickstart.py", "several_turns.py", "save_and_load.py"}
+    assert {path.name for path in (ROOT / "examples").glob("*.py")} == tested
+
+
+@pytest.mark.slow
+def test_quickstart_shows_answers_and_a_memory_within_budget():
+    lines = output("quickstart.py").splitlines()
+    values = {line.split(":")[0].strip(): line.split(":", 1)[1].strip() for line in lines}
+    assert values["full KV"] == values["right answer"]
+    assert len(values["a tenth of it"].split()) == 3
+    share = float(values["peak"].split(",")[1].split("%")[0])
+    assert 0.0 < share <= 10.0
+
+
+@pytest.mark.slow
+def test_several_turns_reads_the_text_once():
+    lines = output("several_turns.py").splitlines()
+    assert len(lines) == 7
+    assert all(" -> " in line and "(right: " in line for line in lines[:6])
+    assert lines[6].startswith("the conversation now has ")
+
+
+@pytest.mark.slow
+def test_save_and_load_gives_the_same_tokens_in_a_fresh_process():
+    lines = output("save_and_load.py").splitlines()
+    assert lines[0].startswith("saved ")
+    assert lines[1].split(":", 1)[1] == lines[2].split(":", 1)[1]

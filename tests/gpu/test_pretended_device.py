@@ -1,0 +1,95 @@
+"""Steps never mix devices: the runtime runs on a pretended CUDA device, where PyTorch's refusals are imitated."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import semkv
+from semkv.capture.device import moved
+
+VOCAB, PROMPT, NEW = 61, 120, 12
+
+
+@pytest.fixture(scope="module")
+def base() -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=512, pad_token_id=0,
+    )  # fmt: skip
+    return semkv.compile(LlamaForCausalLM(config).eval())
+
+
+def _moved(base: Any, mode: Any, method: str, budget: float | None, settings: semkv.CompileConfig) -> Any:
+    """`base` on the pretended GPU, under another method."""
+    there = copy.copy(base)
+    source = moved(base._source, "cuda")
+    for module in (source.body, source.head):
+        mode.move(module)  # parameters are made without the functions that the mode sees
+    object.__setattr__(there, "_source", source)
+    return there.with_method(method, budget, config=settings, **settings.method_options)
+
+
+def test_a_mix_of_devices_is_seen(pretended_cuda: Any) -> None:
+    there = pretended_cuda.mark(torch.ones(3))
+    with pytest.raises(
+        RuntimeError, match=r"expected all tensors to be on the same device, got cuda \(3,\), cpu \(3,\)"
+    ):
+        there + torch.ones(3)
+    with pytest.raises(RuntimeError, match="indices on cuda for a tensor on the CPU"):
+        torch.ones(3)[there.long()]
+    with pytest.raises(TypeError, match="cannot convert a CUDA tensor to numpy"):
+        there.numpy()
+
+
+def test_places_follow_moves(pretended_cuda: Any) -> None:
+    there = torch.ones(3, device="cuda")
+    assert there.device == torch.device("cuda:0")
+    assert there.is_cuda
+    assert (there + 1).device.type == "cuda"
+    assert there.cpu().device.type == "cpu"
+    assert torch.zeros(2).to(there.device).is_cuda
+    assert float(there.sum()) == 3.0
+
+
+CASES = [
+    ("full", None, {}),
+    ("streaming_llm", 0.4, {}),
+    ("snapkv", 0.4, {}),
+    ("sekv", 0.5, {"router": "coarse"}),
+    ("sekv", 0.5, {"router": "untrained", "forms": "factored", "routing": "mean"}),
+]
+
+
+@pytest.mark.parametrize("residency", ["shared", "elastic"])
+@pytest.mark.parametrize(
+    ("method", "budget", "options"), CASES, ids=[f"{m}-{'-'.join(map(str, o.values()))}" for m, _, o in CASES]
+)
+def test_a_conversation_stays_on_its_device(
+    base: Any, pretended_cuda: Any, method: str, budget: float | None, options: dict[str, Any], residency: str
+) -> None:
+    if residency == "elastic" and method != "sekv":
+        pytest.skip("only methods that unfold spans have a residency")
+    settings = semkv.CompileConfig(residency=residency, method_options=options)
+    ids = torch.randint(1, VOCAB, (2, PROMPT), generator=torch.Generator().manual_seed(1))
+    wanted = base.with_method(method, budget, config=settings, **options).generate(
+        ids, max_new_tokens=NEW, do_sample=False
+    )
+    there = _moved(base, pretended_cuda, method, budget, settings)
+    assert there.device.type == "cuda"
+    out = there.generate(pretended_cuda.mark(ids.clone()), max_new_tokens=NEW, do_sample=False)
+    assert out.is_cuda
+    assert out.tolist() == wanted.tolist()
+    state = there.prefill(pretended_cuda.mark(ids.clone()))
+    there.extend(state.fork(), pretended_cuda.mark(ids[:, :20].clone()))
+    assert state.logits.is_cuda
+    for memory in state.rows[0].stores.values():
+        held: list[Tensor] = [memory.kept.k, memory.kept.v, memory.recent.k, memory.recent.v]
+        assert all(tensor.is_cuda for tensor in held)
+        assert memory.spans is None or not any(part.data.is_cuda for part in memory.spans.host_tokens.parts.values())

@@ -1,0 +1,82 @@
+"""Random entries of every kind for `semkv::mixed_attention`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from semkv.ir.memory import Entries
+
+
+def make_entries(
+    *,
+    batch: int = 2,
+    tokens: int = 3,
+    q_heads: int = 4,
+    kv_heads: int = 2,
+    dim: int = 6,
+    value_dim: int | None = None,
+    exact: int = 7,
+    coarse: int = 0,
+    spans: int = 0,
+    length: int = 5,
+    rank: int = 3,
+    heads_of_positions: int | None = None,
+    biased: bool = False,
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor, Entries]:
+    """(q [B, Hq, T, D], q_positions [B, T], entries) with positions before the queries, but for some exact ones."""
+    generator = torch.Generator().manual_seed(seed)
+    value_dim = value_dim or dim
+
+    def numbers(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    def places(*shape: int, high: int) -> torch.Tensor:
+        return torch.randint(0, high, shape, generator=generator)
+
+    def bias(*shape: int) -> torch.Tensor:
+        """Absent entries, never all of a query's: the last place stays."""
+        absent = torch.rand(*shape, generator=generator) < 0.3
+        absent[..., -1] = False
+        return numbers(*shape).masked_fill(absent, float("-inf"))
+
+    heads = kv_heads if heads_of_positions is None else heads_of_positions
+    q = numbers(batch, q_heads, tokens, dim)
+    q_positions = 50 + torch.arange(tokens).expand(batch, -1)
+    fields: dict[str, torch.Tensor] = {
+        "exact_k": numbers(batch, kv_heads, exact, dim),
+        "exact_v": numbers(batch, kv_heads, exact, value_dim),
+        "exact_positions": places(batch, heads, exact, high=50 + tokens),
+    }
+    fields["exact_positions"][..., -1] = 49
+    if biased:
+        fields["exact_bias"] = bias(batch, q_heads, tokens, exact)
+    if coarse:
+        fields |= {
+            "coarse_k": numbers(batch, kv_heads, coarse, dim),
+            "coarse_v": numbers(batch, kv_heads, coarse, value_dim),
+            "coarse_positions": places(batch, 1, coarse, high=50),
+            "coarse_bias": bias(batch, 1, 1, coarse),
+        }
+    if spans:
+        fields |= {
+            "key_u": numbers(batch, kv_heads, spans, length, rank),
+            "key_s": numbers(batch, kv_heads, spans, rank).abs(),
+            "key_v": numbers(batch, kv_heads, spans, dim, rank),
+            "value_u": numbers(batch, kv_heads, spans, length, rank),
+            "value_s": numbers(batch, kv_heads, spans, rank).abs(),
+            "value_v": numbers(batch, kv_heads, spans, value_dim, rank),
+            "factored_positions": places(batch, heads, spans, length, high=50),
+            "factored_bias": bias(batch, q_heads, tokens, spans, length),
+        }
+    return q, q_positions, Entries(**fields)
+
+
+@pytest.fixture(scope="session")
+def entries() -> Callable[..., tuple[torch.Tensor, torch.Tensor, Entries]]:
+    """See `make_entries`."""
+    return make_entries

@@ -1,0 +1,279 @@
+"""SeKV's formulas with loops: Eq. 2, 3, 5 and 9, one softmax over four kinds of entries, the cap, grouped queries, K12."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from semkv.errors import ConfigError
+from semkv.ir.site import AttentionSite
+from semkv.kernels.mixed_attention import mixed_attention_reference
+from semkv.methods import SeKV
+from semkv.methods.routers import CoarseRouter, GateRouter, OracleRouter
+from semkv.methods.segmenters import LiteralSpans
+from semkv.runtime.components import Components, Summary
+from semkv.runtime.quantization import dequantize
+from semkv.runtime.site_memory import SiteMemory
+from semkv.runtime.spans import FoldedSpans
+from semkv.runtime.token_store import TokenStore
+
+SITE = AttentionSite(index=0, name="layer", store=0, q_heads=4, kv_heads=2, key_dim=8, value_dim=6, scale=0.35)
+PROGRAM = SimpleNamespace(sites=(SITE,))
+LENGTHS = [5, 9, 3, 7]
+KEPT, RECENT = 3, 4
+FOLDED = sum(LENGTHS)
+N = KEPT + FOLDED + RECENT
+ALL = float("inf")
+
+
+def gate(seed: int = 0, shared: bool = False) -> GateRouter:
+    generator = torch.Generator().manual_seed(seed)
+    return GateRouter(
+        {0: torch.randn(4, 3, 8, generator=generator)}, {0: torch.randn(4, generator=generator)},
+        {0: torch.randn(4, generator=generator)}, shared,
+    )  # fmt: skip
+
+
+def memory(router=None, **changes) -> tuple[SiteMemory, dict[str, torch.Tensor]]:
+    """A store of kept tokens, folded spans of LENGTHS and a window, and the tokens that it was made of."""
+    generator = torch.Generator().manual_seed(5)
+    made = {
+        "k": torch.randn(2, N, 8, generator=generator), "v": torch.randn(2, N, 6, generator=generator),
+        "surprisal": torch.rand(N, generator=generator), "q": torch.randn(4, 1, 8, generator=generator),
+    }  # fmt: skip
+    summary = Summary(bits=8, **changes.pop("summary", {}))
+    components = Components(summary=summary, router=router or gate(), host_form="raw", outside="folded", **changes)
+    where = torch.arange(N)[None]
+    stores = [
+        TokenStore(made["k"][:, part], made["v"][:, part], where[:, part], 8)
+        for part in (slice(0, KEPT), slice(N - RECENT, N))
+    ]
+    spans = FoldedSpans(SITE, components, torch.float32)
+    inside = slice(KEPT, KEPT + FOLDED)
+    spans.fold(
+        made["k"][:, inside], made["v"][:, inside], where[0, inside], made["surprisal"][inside], torch.tensor(LENGTHS)
+    )
+    return SiteMemory(SITE, components, *stores, spans, made["surprisal"][-RECENT:], device=torch.device("cpu")), made
+
+
+def span_edges() -> list[tuple[int, int]]:
+    ends = [KEPT + sum(LENGTHS[: place + 1]) for place in range(len(LENGTHS))]
+    return [(end - length, end) for end, length in zip(ends, LENGTHS)]
+
+
+def attend(entries, q: torch.Tensor) -> torch.Tensor:
+    batched = (None if x is None else x[None] for x in entries)
+    return mixed_attention_reference(q[None], torch.tensor([[N]]), *batched, scale=SITE.scale)[0]
+
+
+def coarse_means(made: dict[str, torch.Tensor], name: str, uniform: bool = False) -> torch.Tensor:
+    """Eq. 2 and Sec. 3.2: surprisal-weighted means [Hkv, M, D] with loops."""
+    rows = []
+    for start, end in span_edges():
+        weight = [1.0 if uniform else float(made["surprisal"][place]) for place in range(start, end)]
+        total = sum(weight)
+        rows.append(sum(made[name][:, place] * (w / total) for w, place in zip(weight, range(start, end))))
+    return torch.stack(rows, 1)
+
+
+@pytest.mark.parametrize("routing", ["derived", "uniform"])
+def test_gate_logits_are_those_of_equations_3_to_5(routing):
+    router = gate()
+    store, made = memory(router, summary={"routing": routing})
+    means = coarse_means(made, "k", uniform=routing == "uniform")
+    scores = router.score(SITE, made["q"], store.spans)
+    for head in range(4):
+        w = router.weights[0][head]
+        for unit, length in enumerate(LENGTHS):
+            summary = w @ means[head // 2, unit]
+            summary = summary / summary.norm()
+            logit = float((w @ made["q"][head, 0]) @ summary) / math.sqrt(3) + math.log(length)
+            logit -= float(router.offsets[0][head]) + float(router.thresholds[0][head])
+            assert float(scores[head, 0, unit]) == pytest.approx(logit, abs=0.05)
+
+
+def test_spans_above_the_threshold_are_unfolded():
+    """Eq. 9 without the fill: each query head by its own threshold; a shared one replaces them all by their mean."""
+    for shared in (False, True):
+        router = gate(shared=shared)
+        store, made = memory(router, fill=False)
+        zoom = store._select(SITE, made["q"], ALL)
+        raw = router.score(SITE, made["q"], store.spans) + router.thresholds[0][:, None, None]
+        limit = router.thresholds[0].mean().expand(4) if shared else router.thresholds[0]
+        for head in range(4):
+            assert zoom[head, 0].tolist() == [float(raw[head, 0, unit]) > float(limit[head]) for unit in range(4)]
+        assert 0 < int(zoom.sum()) < zoom.numel()
+
+
+@pytest.mark.parametrize("fill", [True, False])
+def test_over_the_cap_spans_are_kept_in_order_of_their_gate(fill):
+    """K9, per KV head, and K14: a group's union is charged once."""
+    router = gate(3)
+    store, made = memory(router, fill=fill)
+    scores = router.score(SITE, made["q"], store.spans)[:, 0]
+    each = store.spans.token_nbytes()
+    for tokens in (0, 4, 12, 17, 24):
+        zoom = store._select(SITE, made["q"], 2 * tokens * each)
+        for kv in range(2):
+            group = slice(2 * kv, 2 * kv + 2)
+            best = {unit: float(scores[group, unit].max()) for unit in range(4)}
+            wanted = [unit for unit in sorted(best, key=lambda unit: -best[unit]) if fill or best[unit] > 0]
+            taken, used = [], 0
+            for unit in wanted:
+                if used + LENGTHS[unit] > tokens:
+                    break
+                taken.append(unit)
+                used += LENGTHS[unit]
+            union = zoom[group, 0].any(0)
+            assert torch.nonzero(union)[:, 0].tolist() == sorted(taken)
+
+
+def naive_attention(made: dict[str, torch.Tensor], zoom: torch.Tensor, coarse: bool = True) -> torch.Tensor:
+    """K8 with loops: anchors, window, the tokens of zoomed spans, and mean + log size for the others, in one softmax."""
+    means = coarse_means(made, "k"), coarse_means(made, "v")
+    rows = []
+    for head in range(4):
+        kv, q = head // 2, made["q"][head, 0]
+        exact = [*range(KEPT), *range(N - RECENT, N)]
+        pairs = []
+        for unit, (start, end) in enumerate(span_edges()):
+            if zoom[head, 0, unit]:
+                exact += range(start, end)
+            elif coarse:
+                logit = float(q @ means[0][kv, unit]) * SITE.scale + math.log(LENGTHS[unit])
+                pairs.append((logit, means[1][kv, unit]))
+        pairs += [(float(q @ made["k"][kv, place]) * SITE.scale, made["v"][kv, place]) for place in exact]
+        total = sum(math.exp(logit) for logit, _ in pairs)
+        rows.append(sum(value * (math.exp(logit) / total) for logit, value in pairs))
+    return torch.stack(rows)[:, None]
+
+
+@pytest.mark.parametrize("fill", [True, False])
+@pytest.mark.parametrize("tokens", [0, 12, 1000])
+def test_one_softmax_over_all_entries(fill, tokens):
+    store, made = memory(gate(3), fill=fill)
+    entries = store.entries(SITE, made["q"], 2.0 * tokens * store.spans.token_nbytes())
+    torch.testing.assert_close(attend(entries, made["q"]), naive_attention(made, store.zoomed), rtol=0, atol=0.02)
+    if tokens == 1000 and fill:
+        assert store.zoomed.all()
+        exact = (
+            torch.softmax((made["q"].unflatten(0, (2, 2)) @ made["k"][:, None].mT) * SITE.scale, -1)
+            @ made["v"][:, None]
+        )
+        torch.testing.assert_close(attend(entries, made["q"]), exact.flatten(0, 1), rtol=1e-4, atol=1e-5)
+
+
+def test_a_head_reads_only_the_spans_that_it_zoomed():
+    """K14: the union is on the device once per KV head, each query head has its own mask."""
+    store, made = memory(gate(3), fill=False)
+    entries = store.entries(SITE, made["q"], ALL)
+    zoom = store.zoomed
+    groups = zoom.unflatten(0, (2, 2))
+    assert (groups[:, 0] != groups[:, 1]).any(), "heads of a group that differ"
+    union = groups.any(dim=(1, 2))
+    held = sum(LENGTHS[unit] for unit in range(4) if bool(union[:, unit].any()))
+    assert entries.exact_k.shape[1] - KEPT - RECENT <= held
+    most = max(sum(LENGTHS[unit] for unit in range(4) if bool(union[kv, unit])) for kv in range(2))
+    assert entries.exact_k.shape[1] == KEPT + RECENT + most
+    seen = (entries.exact_bias == 0)[:, 0, KEPT + RECENT :].sum(-1)
+    assert seen.tolist() == [sum(LENGTHS[unit] for unit in range(4) if bool(zoom[head, 0, unit])) for head in range(4)]
+
+
+def test_without_coarse_entries_folded_spans_are_unseen():
+    store, made = memory(gate(3), summary={"attend": False}, fill=False)
+    entries = store.entries(SITE, made["q"], ALL)
+    assert entries.coarse_k is None
+    expected = naive_attention(made, store.zoomed, coarse=False)
+    torch.testing.assert_close(attend(entries, made["q"]), expected, rtol=0, atol=1e-4)
+
+
+def test_without_unfolding_everything_is_coarse():
+    store, made = memory(gate(3), unfold=False)
+    entries = store.entries(SITE, made["q"], ALL)
+    nothing = torch.zeros(4, 1, 4, dtype=torch.bool)
+    assert store.workspace_nbytes == 0
+    assert store.spans.norms is None
+    torch.testing.assert_close(attend(entries, made["q"]), naive_attention(made, nothing), rtol=0, atol=0.02)
+
+
+def test_the_coarse_router_scores_by_the_direction_of_the_mean_key():
+    store, made = memory(CoarseRouter())
+    scores = CoarseRouter().score(SITE, made["q"], store.spans)
+    means = dequantize(store.spans.mean_k)
+    for head in range(4):
+        for unit in range(len(LENGTHS)):
+            direction = means[head // 2, unit] / means[head // 2, unit].norm()
+            logit = float(made["q"][head, 0] @ direction)
+            assert float(scores[head, 0, unit]) == pytest.approx(logit, abs=1e-4)
+
+
+def test_the_oracle_scores_by_attention_mass():
+    store, made = memory(OracleRouter())
+    scores = OracleRouter().score(SITE, made["q"], store.spans)
+    inside = made["k"][:, KEPT : KEPT + FOLDED]
+    for head in range(4):
+        weights = ((inside[head // 2] @ made["q"][head, 0]) * SITE.scale).softmax(0)
+        for unit, (start, end) in enumerate(span_edges()):
+            mass = float(weights[start - KEPT : end - KEPT].sum())
+            assert float(scores[head, 0, unit]) == pytest.approx(math.log(mass), abs=1e-3)
+
+
+SWITCHES = {
+    "fixed chunks": ({"entropy": False}, {"segmenter"}),
+    "no anchors": ({"anchors": False}, {"segmenter"}),
+    "no surprisal weights": ({"weights": "uniform"}, {"summary"}),
+    "mean-pooled routing": ({"routing": "mean"}, {"summary"}),
+    "no coarse entries": ({"coarse": False}, {"summary"}),
+    "no SVD": ({"unfold": False}, {"unfold"}),
+    "raw spans": ({"forms": "raw"}, {"forms", "host_form"}),
+    "thresholds only": ({"fill": False}, {"fill"}),
+    "fixed share": ({"fixed_share": 0.9}, {"fixed_share"}),
+}
+"""K12 and our own: what a switch changes of the composition, and nothing else."""
+
+
+@pytest.mark.parametrize("name", list(SWITCHES))
+def test_a_switch_changes_what_it_says_and_only_that(name):
+    options, changed = SWITCHES[name]
+    plain = SeKV(router="coarse")
+    before = plain.components(PROGRAM, None)
+    after = plain.with_options(options).components(PROGRAM, None)
+    differing = {
+        field for field in vars(before) if field != "router" and getattr(before, field) != getattr(after, field)
+    }
+    assert differing == changed
+
+
+def test_what_the_switches_of_segmentation_do():
+    surprisal = torch.rand(400, generator=torch.Generator().manual_seed(1)) ** 4 * 9
+    plain = SeKV(min_span=4).segmenter().divide(surprisal, 90.0, 0.4, 1)
+    chunks = SeKV(min_span=4, entropy=False).segmenter().divide(surprisal, 90.0, 0.4, 1)
+    bare = SeKV(min_span=4, anchors=False).segmenter().divide(surprisal, 90.0, 0.4, 1)
+    assert len(plain.kept) > 4
+    assert bare.kept.tolist() == [0, 1, 2, 3]
+    sizes = set((chunks.lengths + 0).tolist())
+    assert max(sizes) - min(sizes) <= 2  # equal chunks, less one token where an anchor was taken out
+    assert len(set(plain.lengths.tolist())) > 5
+
+
+def test_the_literal_mode_has_the_papers_constants():
+    segmenter = SeKV(literal=True).segmenter()
+    assert segmenter == LiteralSpans(alpha=1.0, min_span=16, window=512)
+
+
+def test_an_untrained_router_is_random_and_the_same_every_time():
+    first, second = (SeKV(router="untrained").components(PROGRAM, None).router for _ in range(2))
+    assert torch.equal(first.weights[0], second.weights[0])
+    assert first.weights[0].shape == (4, 2, 8)
+
+
+def test_trained_routing_needs_a_profile():
+    with pytest.raises(
+        ConfigError, match="needs a profile with a trained router: make one with `semkv-profile MODEL -o OUT`"
+    ):
+        SeKV().components(PROGRAM, None)
+    with pytest.raises(ConfigError, match="option 'min_span' of method 'sekv' is 99; expected 1 to max_span"):
+        SeKV().with_options({"min_span": 99})

@@ -1,0 +1,75 @@
+"""A tiny random Llama with its captured program, and data for it."""
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from semkv.passes.assign_budgets import AssignBudgets
+from semkv.passes.base import PassOptions
+from semkv.pipeline import captured_program
+from semkv.profiles.calibration import CalibrationData, CalibrationSettings
+
+VOCABULARY = 40
+
+
+def tiny_llama(seed=0, **changes) -> LlamaForCausalLM:
+    """Two layers, four query heads on two KV heads of dim 16; large weights, so that attention looks far back."""
+    torch.manual_seed(seed)
+    values = {
+        "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 1024,
+        "initializer_range": 0.3,
+    } | changes  # fmt: skip
+    return LlamaForCausalLM(LlamaConfig(**values)).eval()
+
+
+def random_data(settings: CalibrationSettings, seed=0) -> CalibrationData:
+    """Random token sequences of the curriculum's lengths."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(length: int) -> torch.Tensor:
+        return torch.randint(0, VOCABULARY, (length + settings.queries,), generator=generator)
+
+    training = {length: tuple(draw(length) for _ in range(settings.sequences)) for length in settings.lengths}
+    held_out = tuple(draw(settings.length) for _ in range(settings.held_out))
+    return CalibrationData(training, held_out, "random tokens")
+
+
+@pytest.fixture(scope="session")
+def model():
+    return tiny_llama()
+
+
+@pytest.fixture(scope="session")
+def captured(model):
+    return captured_program(model)
+
+
+@pytest.fixture
+def program(captured, model):
+    """The annotated program, its parameters frozen as `calibrate` freezes them."""
+    model.requires_grad_(False)
+    yield AssignBudgets().run(captured, PassOptions(method="sekv"))
+    model.requires_grad_(True)
+
+
+@pytest.fixture(scope="session")
+def settings():
+    return CalibrationSettings(
+        length=192, queries=8, max_steps=12, sequences=2, held_out=1, evaluate_every=4, gate_hidden=16, budgets=(0.5,)
+    )
+
+
+@pytest.fixture
+def data(settings):
+    return random_data(settings)
+
+
+@pytest.fixture(scope="session")
+def make_llama():
+    return tiny_llama
+
+
+@pytest.fixture(scope="session")
+def make_data():
+    return random_data

@@ -1,0 +1,115 @@
+"""A small decoder with realistic head dims, compiled by any method without capture of a model library's code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from semkv.capture.dependence import CheckDependence
+from semkv.compiled import CompiledModel
+from semkv.config import CompileConfig
+from semkv.ir.program import Program
+from semkv.methods import find_method
+from semkv.passes.base import PassOptions
+from semkv.passes.lift_positions import LiftPositions
+from semkv.passes.surprisal_head import SurprisalHead
+from semkv.pipeline import run_passes
+from semkv.runtime.row_memory import RowMemory
+
+VOCAB = 61
+UNTRAINED = {"sekv": {"router": "coarse"}}
+"""Options with which a method runs without a profile."""
+
+
+def understood(program: Program) -> Program:
+    """A found-stage program after the passes that stand between finding attention and lowering."""
+    passes = (LiftPositions(), CheckDependence(), SurprisalHead())
+    return run_passes(program, passes, PassOptions(), ran=["canonicalise", "find_attention"])
+
+
+@pytest.fixture(scope="session")
+def wide_program(decoder_class, make_found) -> Program:
+    """Three layers with 4 query and 2 KV heads of 64 dims, the middle one with a window of 8."""
+    decoder = decoder_class()
+    layer_class = type(decoder.layers[0])
+    torch.manual_seed(3)
+    decoder.layers = nn.ModuleList(layer_class(i, 32, 4, 2, 64, window) for i, window in enumerate((0, 8, 0)))
+    return understood(make_found(decoder.eval(), vocab_size=VOCAB, max_length=1 << 17))
+
+
+@pytest.fixture(scope="session")
+def double_program(decoder_program) -> Program:
+    """The float64 decoder of the common fixtures: heads of 8 dims."""
+    return understood(decoder_program)
+
+
+@pytest.fixture(scope="session")
+def compile_as() -> Callable[..., CompiledModel]:
+    """`compile_as(program, method, budget, options={...}, **config) -> CompiledModel`."""
+
+    def make(program, method, budget=None, *, options=None, **config) -> CompiledModel:
+        options = UNTRAINED.get(method, {}) | (options or {})
+        return CompiledModel(program, None, find_method(method, options), budget, CompileConfig(**config))
+
+    return make
+
+
+def storages(tensors: Iterator[Tensor]) -> int:
+    """Bytes of the distinct storages behind `tensors`."""
+    return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
+
+
+def resident_nbytes(row: RowMemory) -> int:
+    """Bytes of the device tensors of the budgeted stores, found by walking the memory: whole storages, not its own count."""
+    total = 0
+    for store in row.placement.budgeted:
+        memory = row.stores[store.store]
+        tensors = [x for part in (memory.kept, memory.recent) for x in (part._k, part._v, part._positions)]
+        if memory.spans is not None:
+            tensors += memory.spans.device_tensors()
+        if memory.workspace is not None:
+            held = memory.workspace
+            tensors += [held.k, held.v, held.positions, *(held.factors or {}).values()]
+            tensors += [] if held.factor_positions is None else [held.factor_positions]
+        total += storages(iter(tensors))
+    return total
+
+
+def folded_nbytes(row: RowMemory) -> int:
+    """Bytes of what the budgeted stores keep on the host, tables included, found by walking the memory."""
+    total = 0
+    for store in row.placement.budgeted:
+        spans = row.stores[store.store].spans
+        if spans is None:
+            continue
+        tables = [x for name, x in vars(spans).items() if name.startswith("segment_")]
+        factors = spans.host_factors
+        tables += [*factors.offsets.values(), factors.key_rank, factors.value_rank, factors.lengths]
+        total += sum(x.nbytes for x in tables)
+        total += sum(part.data.nbytes for part in (*spans.host_tokens.parts.values(), *factors.packed.values()))
+    return total
+
+
+@pytest.fixture(scope="session")
+def resident() -> Callable[[RowMemory], int]:
+    """`resident(row)`: device bytes of the budgeted stores."""
+    return resident_nbytes
+
+
+@pytest.fixture(scope="session")
+def folded() -> Callable[[RowMemory], int]:
+    """`folded(row)`: host bytes of the budgeted stores."""
+    return folded_nbytes
+
+
+@pytest.fixture
+def prompt() -> Callable[..., Tensor]:
+    """`prompt(n, rows=1, seed=0)`: random ids [rows, n]."""
+
+    def make(n: int, rows: int = 1, seed: int = 0) -> Tensor:
+        return torch.randint(0, VOCAB, (rows, n), generator=torch.Generator().manual_seed(seed))
+
+    return make

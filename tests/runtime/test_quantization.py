@@ -1,0 +1,48 @@
+"""Vectors in 4 and 8 bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from semkv.errors import ConfigError
+from semkv.runtime.quantization import bytes_per_vector, concatenate, dequantize, quantize
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("dim", [1, 7, 64])
+def test_error_is_at_most_half_a_step(bits, dim):
+    torch.manual_seed(0)
+    x = torch.randn(3, 11, dim) * torch.logspace(-3, 3, 11)[:, None]
+    packed = quantize(x, bits)
+    top = 2 ** (bits - 1) - 1
+    step = x.abs().amax(-1, keepdim=True) / top
+    # The scale itself is rounded to half precision, one part in 2048 or 2**-25, and the largest code feels it `top` times.
+    assert ((dequantize(packed) - x).abs() <= step * (0.5 + top / 2048) + top * 2**-25).all()
+    assert packed.nbytes == 33 * bytes_per_vector(dim, bits)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantising_again_changes_nothing(bits):
+    """Merging spans requantises the means of all others: they must not drift."""
+    torch.manual_seed(1)
+    once = dequantize(quantize(torch.randn(5, 40, 33), bits))
+    assert torch.equal(dequantize(quantize(once, bits)), once)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_zero_vectors_stay_zero(bits):
+    assert torch.equal(dequantize(quantize(torch.zeros(2, 3, 5), bits)), torch.zeros(2, 3, 5))
+
+
+def test_selecting_and_joining_along_leading_dimensions():
+    torch.manual_seed(2)
+    packed = quantize(torch.randn(2, 9, 5), 4)
+    joined = concatenate([packed[:, :4], packed[:, 4:]], 1)
+    assert torch.equal(dequantize(joined), dequantize(packed))
+    assert torch.equal(dequantize(packed[:, 3:5]), dequantize(packed)[:, 3:5])
+
+
+def test_other_widths_are_refused():
+    with pytest.raises(ConfigError, match="bits 3: vectors are quantised to 4 or 8 bits"):
+        quantize(torch.zeros(1, 4), 3)

@@ -1,0 +1,84 @@
+"""Every token of a prompt is in exactly one part, and fixed parts stay within their room."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from semkv.errors import BudgetError
+from semkv.methods.segmenters import LiteralSpans, SurprisalSpans
+from semkv.runtime.segments import span_of_token, surprisal_weights, uniform_weights, weighted_mean
+
+
+def parts_of(division, n: int) -> list[int]:
+    return sorted([*division.kept.tolist(), *division.folded.tolist(), *range(division.recent, n)])
+
+
+@given(
+    n=st.integers(1, 700),
+    room=st.floats(24, 600),
+    cost=st.floats(0.05, 1.5),
+    page=st.sampled_from([1, 4, 8]),
+    seed=st.integers(0, 9),
+    entropy=st.booleans(),
+    share=st.sampled_from([0.0, 0.2, 0.9]),
+    spans=st.sampled_from([(1, 1), (4, 32), (8, 16), (16, 16)]),
+)
+@settings(max_examples=150, deadline=None, derandomize=True)
+def test_budgeted_division(n, room, cost, page, seed, entropy, share, spans):
+    surprisal = torch.rand(n, generator=torch.Generator().manual_seed(seed)) ** 4 * 9
+    segmenter = SurprisalSpans(min_span=spans[0], max_span=spans[1], anchor_share=share, window=64, entropy=entropy)
+    division = segmenter.divide(surprisal, room, cost, page)
+    assert parts_of(division, n) == list(range(n))
+    assert (division.lengths > 0).all()
+    assert division.kept.tolist() == sorted(division.kept.tolist())
+    assert division.starts.tolist() == sorted(division.starts.tolist())
+    pages = [-(-count // page) * page for count in (len(division.kept), n - division.recent)]
+    if len(division.lengths) > 1:
+        assert sum(pages) + len(division.lengths) * cost <= room
+
+
+@given(n=st.integers(1, 500), seed=st.integers(0, 9), alpha=st.sampled_from([0.5, 1.0, 3.0]))
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_literal_division(n, seed, alpha):
+    """Boundaries above mean + alpha * std and spans shorter than 16 stay exact (Sec. 3.1)."""
+    surprisal = torch.rand(n, generator=torch.Generator().manual_seed(seed)) ** 6 * 9
+    division = LiteralSpans(alpha, 16, window=40).divide(surprisal, float("inf"), 0.3, 8)
+    assert parts_of(division, n) == list(range(n))
+    assert division.recent == max(0, n - 40)
+    assert (division.lengths >= 16).all()
+    boundary = surprisal > surprisal.mean() + alpha * surprisal.std(unbiased=False)
+    assert not boundary[division.folded].any()
+
+
+def test_the_literal_constants_do_not_fit_a_small_budget():
+    surprisal = torch.rand(2000, generator=torch.Generator().manual_seed(0)) ** 4
+    with pytest.raises(
+        BudgetError, match=r"hold \d+ anchors and short spans of 2000 tokens: \d+ tokens .* has 60 .* literal=False"
+    ):
+        LiteralSpans().divide(surprisal, 60.0, 0.3, 8)
+
+
+def test_boundaries_lie_where_the_text_surprises():
+    surprisal = torch.full((200,), 0.5)
+    surprisal[[40, 90, 130]] = 8.0
+    division = SurprisalSpans(min_span=4, max_span=100, window=16, sinks=0, anchor_share=0.2).divide(
+        surprisal, 120.0, 0.5, 1
+    )
+    assert {40, 90, 130} <= set(division.kept.tolist())
+    assert {41, 91, 131} <= set(division.starts.tolist())
+
+
+def test_weights_of_a_span_are_its_share_of_surprisal():
+    """Eq. 2, with loops; a span without surprisal is weighted uniformly."""
+    surprisal, lengths = torch.tensor([1.0, 3.0, 0.0, 0.0, 2.0]), torch.tensor([2, 2, 1])
+    weights = surprisal_weights(surprisal, lengths)
+    assert weights.tolist() == [0.25, 0.75, 0.5, 0.5, 1.0]
+    assert uniform_weights(lengths).tolist() == [0.5, 0.5, 0.5, 0.5, 1.0]
+    assert span_of_token(lengths).tolist() == [0, 0, 1, 1, 2]
+    x = torch.randn(2, 5, 3)
+    means = weighted_mean(x, weights, lengths)
+    expected = torch.stack((x[:, 0] * 0.25 + x[:, 1] * 0.75, (x[:, 2] + x[:, 3]) / 2, x[:, 4]), 1)
+    torch.testing.assert_close(means, expected)

@@ -1,0 +1,291 @@
+"""States: rows do not see each other, forks are independent, turns continue, files give back what they took."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from semkv.errors import ArtifactError, InputError
+from semkv.ir.memory import Entries
+from semkv.ir.plain_memory import PlainMemory
+from semkv.kernels.mixed_attention import mixed_attention_reference
+from semkv.runtime.batch import stack_entries
+
+SETTINGS = {
+    "full": ("full", None, {}),
+    "streaming_llm": ("streaming_llm", 0.4, {}),
+    "snapkv": ("snapkv", 0.4, {}),
+    "sekv": ("sekv", 0.5, {}),
+    "sekv, elastic, factored": ("sekv", 0.5, {"options": {"forms": "factored", "max_rank": 3}, "residency": "elastic"}),
+    "sekv, thresholds": ("sekv", 0.5, {"options": {"fill": False, "bits": 8}}),
+}
+
+
+@pytest.fixture(params=list(SETTINGS))
+def compiled(request, double_program, compile_as):
+    method, budget, config = SETTINGS[request.param]
+    return compile_as(double_program, method, budget, **config)
+
+
+@pytest.fixture
+def full(double_program, compile_as):
+    return compile_as(double_program, "full")
+
+
+def plain_logits(program, ids: torch.Tensor) -> torch.Tensor:
+    """Stateless logits [B, T, vocab]."""
+    positions = torch.arange(ids.shape[1]).expand(len(ids), -1)
+    return program.head(program.body(ids, positions))
+
+
+def decode(compiled, state, steps: int) -> torch.Tensor:
+    """Greedy tokens [B, steps] and, on the way, what the state reads."""
+    out = []
+    for _ in range(steps):
+        out.append(state.logits.argmax(-1, keepdim=True))
+        compiled.extend(state, out[-1])
+    return torch.cat(out, 1)
+
+
+def same(left: torch.Tensor, right: torch.Tensor) -> None:
+    torch.testing.assert_close(left, right, rtol=1e-9, atol=1e-10)
+
+
+def test_full_equals_the_stateless_forward_and_a_naive_memory(full, prompt):
+    ids = prompt(70, rows=2)
+    state = full.prefill(ids[:, :30])
+    memory = PlainMemory(full.program.sites)
+    where = torch.arange(70).expand(2, -1)
+    full.program.prefill(ids[:, :30], where[:, :30], memory)
+    expected = plain_logits(full.program, ids)
+    same(state.logits, expected[:, 29])
+    for start, end in ((30, 31), (31, 44), (44, 45), (45, 70)):
+        got = full.extend(state, ids[:, start:end], all_logits=True)
+        naive = full.program.head(full.program.extend(ids[:, start:end], where[:, start:end], memory))
+        same(got, expected[:, start:end])
+        same(got, naive)
+    half = PlainMemory(full.program.sites, keep=lambda positions: positions[0] % 2 == 0)
+    full.program.prefill(ids[:, :30], where[:, :30], half)
+    lossy = full.program.head(full.program.extend(ids[:, 30:31], where[:, 30:31], half))
+    assert (lossy - expected[:, 30:31]).abs().max() > 1e-3
+
+
+def test_surprisal_is_that_of_the_stateless_logits(full, prompt):
+    ids = prompt(40)
+    record = full.prefill_record(ids, surprisal=True)
+    logp = plain_logits(full.program, ids)[0].detach().log_softmax(-1)
+    expected = [0.0] + [-float(logp[place, ids[0, place + 1]]) for place in range(39)]
+    torch.testing.assert_close(record.surprisal, torch.tensor(expected), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_rows_do_not_see_each_other(compiled, prompt, side):
+    """Four lengths, padded on either side: each row's tokens are those of the row alone."""
+    lengths = (81, 110, 97, 100)
+    ids, mask = torch.full((4, 110), 7), torch.zeros(4, 110, dtype=torch.int64)
+    rows = [prompt(length, seed=length)[0] for length in lengths]
+    for index, row in enumerate(rows):
+        place = slice(110 - len(row), 110) if side == "left" else slice(0, len(row))
+        ids[index, place], mask[index, place] = row, 1
+    state = compiled.prefill(ids, mask)
+    assert state.lengths == list(lengths)
+    together = decode(compiled, state, 9)
+    for index, row in enumerate(rows):
+        alone = compiled.prefill(row[None])
+        assert decode(compiled, alone, 9)[0].tolist() == together[index].tolist()
+        same(alone.logits[0], state.logits[index])
+
+
+def test_ragged_extension_equals_rows_alone(compiled, prompt):
+    state = compiled.prefill(prompt(90, rows=2))
+    ids, mask = prompt(9, rows=2, seed=3), torch.ones(2, 9, dtype=torch.int64)
+    mask[0, :4] = 0
+    got = compiled.extend(state, ids, mask)
+    for index in range(2):
+        alone = compiled.prefill(prompt(90, rows=2)[index : index + 1])
+        same(compiled.extend(alone, ids[index : index + 1, 4 * (1 - index) :])[0], got[index])
+    assert state.lengths == [95, 99]
+    with pytest.raises(InputError, match="all_logits needs rows of one length"):
+        compiled.extend(state, ids, mask, all_logits=True)
+
+
+def test_a_fork_is_independent(compiled, prompt):
+    state = compiled.prefill(prompt(100))
+    decode(compiled, state, 3)
+    fork = state.fork()
+    untouched = state.fork()
+    compiled.extend(fork, prompt(20, seed=5))
+    assert decode(compiled, state, 10).tolist() == decode(compiled, untouched, 10).tolist()
+    same(state.logits, untouched.logits)
+
+
+def test_states_side_by_side(compiled, prompt):
+    first, second = compiled.prefill(prompt(100)), compiled.prefill(prompt(90, seed=1))
+    alone = compiled.prefill(prompt(100))
+    for step in range(6):
+        compiled.extend(first, prompt(1, seed=step))
+        compiled.extend(second, prompt(1, seed=50 + step))
+    for step in range(6):
+        compiled.extend(alone, prompt(1, seed=step))
+    assert torch.equal(first.logits, alone.logits)
+
+
+def test_one_record_serves_many_states(compiled, prompt):
+    record = compiled.prefill_record(prompt(100))
+    states = [compiled.compress(record) for _ in range(2)]
+    compiled.extend(states[0], prompt(30, seed=2))
+    direct = compiled.prefill(prompt(100))
+    assert decode(compiled, states[1], 6).tolist() == decode(compiled, direct, 6).tolist()
+
+
+def test_selecting_and_reordering_rows(compiled, prompt):
+    state = compiled.prefill(prompt(90, rows=2))
+    state.pending = torch.tensor([[3], [4]])
+    chosen = state.select([1, 1, 0])
+    assert chosen.pending.tolist() == [[4], [4], [3]]
+    chosen.pending = state.pending = None
+    compiled.extend(chosen, torch.tensor([[5], [6], [5]]))
+    compiled.extend(state, torch.tensor([[5], [5]]))
+    same(chosen.logits[0], state.logits[1])
+    same(chosen.logits[2], state.logits[0])
+    assert not torch.allclose(chosen.logits[0], chosen.logits[1])
+    chosen.reorder_cache(torch.tensor([2, 0, 0]))
+    compiled.extend(chosen, torch.tensor([[8], [8], [9]]))
+    compiled.extend(state, torch.tensor([[8], [8]]))
+    same(chosen.logits[0], state.logits[0])
+    same(chosen.logits[1], state.logits[1])
+
+
+def test_a_saved_state_goes_on_bit_for_bit(compiled, prompt, tmp_path):
+    state = compiled.prefill(prompt(100, rows=2))
+    decode(compiled, state, 5)
+    state.save(tmp_path / "turn.state")
+    loaded = compiled.load_state(tmp_path / "turn.state")
+    assert loaded.nbytes | {"peak": 0, "workspace": 0, "device": 0, "reserved": 0} == state.nbytes | {
+        "peak": 0, "workspace": 0, "device": 0, "reserved": 0
+    }  # fmt: skip
+    for step in range(12):
+        compiled.extend(state, prompt(1, rows=2, seed=step))
+        compiled.extend(loaded, prompt(1, rows=2, seed=step))
+        assert torch.equal(state.logits, loaded.logits)
+
+
+def test_a_state_of_another_compilation_is_refused(double_program, compile_as, prompt, tmp_path):
+    small, large = compile_as(double_program, "snapkv", 0.4), compile_as(double_program, "snapkv", 0.5)
+    state = small.prefill(prompt(100))
+    with pytest.raises(InputError, match="made by another compiled model"):
+        large.extend(state, prompt(1))
+    with pytest.raises(InputError, match="expected a State made by prefill, got dict"):
+        small.extend({}, prompt(1))
+    state.save(tmp_path / "s")
+    with pytest.raises(ArtifactError, match=r"'budget': 0\.4.* expected one of .*'budget': 0\.5"):
+        large.load_state(tmp_path / "s")
+
+
+def test_a_state_of_another_router_is_refused(double_program, compile_as, prompt, tmp_path):
+    """What spans keep for routing follows from the router."""
+    coarse = compile_as(double_program, "sekv", 0.5)
+    untrained = compile_as(double_program, "sekv", 0.5, options={"router": "untrained"})
+    coarse.prefill(prompt(100)).save(tmp_path / "s")
+    with pytest.raises(ArtifactError, match=r"'router': 'CoarseRouter'.* expected one of .*'router': 'GateRouter'"):
+        untrained.load_state(tmp_path / "s")
+
+
+def test_chunks_of_any_size_give_the_same_for_full(full, prompt):
+    ids = prompt(60, rows=2)
+    by_token, whole = full.prefill(ids[:, :20]), full.prefill(ids[:, :20])
+    for place in range(20, 60):
+        full.extend(by_token, ids[:, place : place + 1])
+    full.extend(whole, ids[:, 20:])
+    same(by_token.logits, whole.logits)
+    same(by_token.logits, plain_logits(full.program, ids)[:, -1])
+
+
+@pytest.mark.parametrize("options", [{"forms": "raw"}, {"forms": "int8"}, {"forms": "factored", "max_rank": 8}])
+def test_elastic_loading_moves_less_for_the_same_tokens(double_program, compile_as, prompt, options):
+    """With room for everything in either residency the two see the same entries."""
+    states = {}
+    for residency in ("shared", "elastic"):
+        compiled = compile_as(
+            double_program, "sekv", 2000, options=options | {"window": 8, "fixed_share": 0.03}, residency=residency,
+            kv_dtype="float64",
+        )  # fmt: skip
+        state = compiled.prefill(prompt(200))
+        assert state.rows[0].stores[0].spans.count > 3
+        tokens = decode(compiled, state, 10)
+        states[residency] = (tokens.tolist(), state)
+    assert states["shared"][0] == states["elastic"][0]
+    same(states["shared"][1].logits, states["elastic"][1].logits)
+    moved = {name: state.stats.moved_bytes_per_step for name, (_, state) in states.items()}
+    assert 0 < moved["elastic"] < 0.5 * moved["shared"]
+    assert states["shared"][1].nbytes["workspace"] == 0
+    assert states["elastic"][1].nbytes["workspace"] > 0
+
+
+def test_everything_unfolded_raw_is_full_attention(double_program, compile_as, full, prompt):
+    """No approximation is left when all spans are unfolded from raw tokens: layer by layer the entries are all tokens."""
+    compiled = compile_as(
+        double_program, "sekv", 1.0, options={"forms": "raw", "window": 8, "fixed_share": 0.2}, kv_dtype="float64"
+    )
+    state, reference = compiled.prefill(prompt(300)), full.prefill(prompt(300))
+    row = state.rows[0]
+    site = compiled.program.sites[0]
+    memory = row.stores[0]
+    assert memory.spans.count > 3
+    torch.manual_seed(0)
+    q = torch.randn(4, 1, 8, dtype=torch.float64)
+    entries = memory.entries(site, q, float("inf"))
+    whole = reference.rows[0].stores[0].recent
+    expected = mixed_attention_reference(
+        q[None], torch.tensor([[299]]), whole.k[None], whole.v[None], whole.positions[None], scale=0.35
+    )
+    got = mixed_attention_reference(
+        q[None], torch.tensor([[299]]), *(None if x is None else x[None] for x in entries), scale=0.35
+    )
+    same(got, expected)
+    folded = memory.entries(site, q, 0.0)
+    lossy = mixed_attention_reference(
+        q[None], torch.tensor([[299]]), *(None if x is None else x[None] for x in folded), scale=0.35
+    )
+    assert (lossy - expected).abs().max() > 1e-4
+
+
+def test_disk_tier_gives_the_same_tokens(double_program, compile_as, prompt):
+    results = {}
+    for host in ("ram", "disk"):
+        compiled = compile_as(double_program, "sekv", 0.5, host=host)
+        state = compiled.prefill(prompt(150))
+        results[host] = (decode(compiled, state, 12).tolist(), state.nbytes)
+    assert results["ram"][0] == results["disk"][0]
+    assert results["ram"][1]["host"] == results["disk"][1]["disk"] > 0
+    assert results["disk"][1]["host"] == results["ram"][1]["disk"] == 0
+
+
+def test_padding_of_stacked_rows_has_no_weight():
+    torch.manual_seed(0)
+    rows = []
+    for exact, coarse, spans in ((5, 3, 2), (9, 0, 0), (2, 4, 1)):
+        more = {}
+        if coarse:
+            more |= {
+                "coarse_k": torch.randn(2, coarse, 6), "coarse_v": torch.randn(2, coarse, 6),
+                "coarse_positions": torch.zeros(1, coarse).long(), "coarse_bias": torch.randn(4, 1, coarse),
+            }  # fmt: skip
+        if spans:
+            length, rank = 3 + spans, 1 + spans
+            for side in ("key", "value"):
+                more |= {
+                    f"{side}_u": torch.randn(2, spans, length, rank), f"{side}_s": torch.rand(2, spans, rank),
+                    f"{side}_v": torch.randn(2, spans, 6, rank),
+                }  # fmt: skip
+            more |= {
+                "factored_positions": torch.zeros(2, spans, length).long(),
+                "factored_bias": torch.randn(4, 1, spans, length),
+            }
+        rows.append(Entries(torch.randn(2, exact, 6), torch.randn(2, exact, 6), torch.zeros(1, exact).long(), **more))
+    q, where = torch.randn(3, 4, 1, 6), torch.ones(3, 1).long()
+    together = mixed_attention_reference(q, where, *stack_entries(rows, 4, 1), scale=0.4)
+    for index, row in enumerate(rows):
+        alone = (None if x is None else x[None] for x in row)
+        expected = mixed_attention_reference(q[index : index + 1], where[:1], *alone, scale=0.4)[0]
+        torch.testing.assert_close(together[index], expected, rtol=1e-4, atol=1e-5)

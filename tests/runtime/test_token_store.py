@@ -1,0 +1,66 @@
+"""Exact tokens in pages."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from semkv.runtime.token_store import TokenStore
+
+
+def tokens(count: int, first: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    base = torch.arange(first, first + count, dtype=torch.float32)
+    k = base[None, :, None].expand(2, -1, 3) + torch.tensor([0.0, 0.5])[:, None, None]
+    return k, k[..., :2] + 100, torch.arange(first, first + count)[None]
+
+
+@pytest.mark.parametrize("reserve", [False, True])
+@pytest.mark.parametrize("page", [1, 4, 8])
+def test_appends_and_pops_like_a_list(page, reserve):
+    store = TokenStore(*tokens(5), page, reserve=reserve)
+    expected, newest = list(range(5)), 5
+    for added, taken in ((1, 0), (3, 4), (0, 2), (9, 1), (1, 12), (6, 3)):
+        store.append(*tokens(added, newest))
+        expected, newest = expected + list(range(newest, newest + added)), newest + added
+        if taken:
+            k, v, positions = store.pop_front(taken)
+            assert positions[0].tolist() == expected[:taken]
+            assert torch.equal(k, tokens(taken, expected[0])[0])
+            assert torch.equal(v, tokens(taken, expected[0])[1])
+            expected = expected[taken:]
+        assert store.length == len(expected)
+        assert store.positions[0].tolist() == expected
+        assert store.k[1, :, 0].tolist() == [place + 0.5 for place in expected]
+        assert store.v[0, :, 1].tolist() == [place + 100 for place in expected]
+
+
+def test_bytes_are_those_of_occupied_pages():
+    store = TokenStore(*tokens(9), 8)
+    each = 2 * 3 * 4 + 2 * 2 * 4 + 4
+    assert store.nbytes == 16 * each
+    assert store.reserved_nbytes == 0
+    assert sum(x.untyped_storage().nbytes() for x in (store._k, store._v, store._positions)) == store.nbytes
+    store.pop_front(1)
+    assert store.nbytes == 8 * each
+    assert sum(x.untyped_storage().nbytes() for x in (store._k, store._v, store._positions)) == store.nbytes
+    assert TokenStore(*tokens(0), 8).nbytes == 0
+
+
+def test_reserved_pages_are_counted_apart():
+    store = TokenStore(*tokens(64), 8, reserve=True)
+    store.append(*tokens(1, 64))
+    each = 2 * 3 * 4 + 2 * 2 * 4 + 4
+    assert store.nbytes == 72 * each
+    assert store.reserved_nbytes == 8 * each
+    before = store._k.data_ptr()
+    store.append(*tokens(15, 65))
+    assert store._k.data_ptr() == before
+
+
+def test_a_clone_is_independent():
+    store = TokenStore(*tokens(5), 4)
+    copy = store.clone()
+    copy.append(*tokens(1, 90))
+    store.append(*tokens(1, 70))
+    assert store.positions[0].tolist() == [0, 1, 2, 3, 4, 70]
+    assert copy.positions[0].tolist() == [0, 1, 2, 3, 4, 90]

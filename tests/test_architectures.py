@@ -1,0 +1,75 @@
+"""The sweep over architectures on plain decoders and a few families; see benchmarks/architecture_sweep.py."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def sweep():
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        import architecture_sweep
+
+        yield architecture_sweep
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+
+
+PLAIN = ("plain: learned absolute positions", "plain: ALiBi", "plain: positions built inside")
+
+
+@pytest.mark.parametrize("name", [*PLAIN, "llama", "gpt2"])
+def test_row_passes(sweep, name):
+    row = sweep.examine(name)
+    assert row["status"] == "pass", row.get("traceback", row["reason"])
+    assert row["tokens_equal"]
+    assert row["rows_equal"] == [True, True, True]
+    assert row["difference"] <= 1e-6
+    assert row["control_tokens_changed"] or row["control_difference"] > sweep.CONTROL_DIFFERENCE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bloom", "gemma2", "mixtral", "deepseek_v3", "gpt_oss", "opt", "phi3"])
+def test_row_passes_slow(sweep, name):
+    row = sweep.examine(name)
+    assert row["status"] == "pass", row.get("traceback", row["reason"])
+
+
+def test_a_short_convolution_is_refused(sweep):
+    row = sweep.examine("lfm2")
+    assert row["status"] == "refused"
+    assert "conv" in row["reason"]
+
+
+def test_a_model_that_cannot_be_built_has_no_reference(sweep, monkeypatch):
+    def fails(name, dtype):
+        raise ValueError("no such size")
+
+    monkeypatch.setattr(sweep, "tiny_model", fails)
+    row = sweep.examine("llama")
+    assert row["status"] == "no reference"
+    assert "no such size" in row["reason"]
+
+
+def test_a_control_that_goes_unnoticed_is_no_pass(sweep, monkeypatch):
+    monkeypatch.setattr(sweep, "control", lambda *_: {"control_tokens_changed": False, "control_difference": 0.0})
+    row = sweep.examine("llama")
+    assert row["status"] == "fail"
+    assert "the control with half of the KV is not noticed" in row["reason"]
+
+
+def test_published_results_hold(sweep):
+    """The committed table: at least 90 pass, and each other row has its reason."""
+    rows = json.loads(sweep.RESULTS.read_text())["rows"]
+    assert set(rows) >= {*sweep.DECODERS}
+    assert sum(row["status"] == "pass" for row in rows.values()) >= 90
+    assert all(row["reason"] for row in rows.values() if row["status"] != "pass")
+    table = sweep.TABLE.read_text()
+    assert all(f"\n| {name} |" in table for name in {*rows, *sweep.architectures()})
