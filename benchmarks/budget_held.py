@@ -57,6 +57,7 @@ def host_bytes(spans: FoldedSpans) -> int:
     """What one store has on the host: tokens, factors and tables."""
     factors = spans.host_factors
     tables = [x for name, x in vars(spans).items() if name.startswith("segment_")]
+    tables += [] if spans.components.summary is not None else [spans.lengths, spans.positions]
     tables += [*factors.offsets.values(), factors.key_rank, factors.value_rank, factors.lengths]
     parts = (*spans.host_tokens.parts.values(), *factors.packed.values())
     return sum(x.nbytes for x in tables) + sum(part.data.nbytes for part in parts)
@@ -90,7 +91,7 @@ class Watch:
 
     def look(self, tokens: int, running: int = 0) -> None:
         """Measure now; `running` are bytes that the running layer has unfolded and gives back."""
-        stores = [self.row.stores[store.store] for store in self.row.placement.budgeted]
+        stores = list(self.row.budgeted())
         resident = sum(storages(device_tensors(memory)) for memory in stores) + running
         self.device = max(self.device, resident / self.row.cap_bytes(tokens))
         full = sum(self.row.placement.budget.full_bytes(store, tokens) for store in self.row.placement.budgeted)

@@ -83,7 +83,7 @@ class CompiledModel(GenerationMixin, nn.Module):
             raise BudgetError(f"method {method.name!r} keeps everything: pass no budget with it (got {budget!r})")
         object.__setattr__(self, "_source", source)
         self.profile, self.method, self.budget, self.settings = profile, method, budget, settings
-        program = source if lowered else lower(source, PassOptions(method=method.name))
+        program = source if lowered else lower(source, _pass_options(source, method, profile))
         object.__setattr__(self, "program", program)
         self.config = PreTrainedConfig(vocab_size=program.vocab_size) if model_config is None else model_config
         self.generation_config = generation_config or GenerationConfig()
@@ -91,7 +91,7 @@ class CompiledModel(GenerationMixin, nn.Module):
         self.placement = Placement(
             program=program,
             method=method.name,
-            components=method.components(program, profile),
+            plan=method.plan(program, profile),
             budget=Budget(budget, dtype),
             minimum_tokens=in_pages(method.minimum_tokens, settings.page_size),
             residency=settings.residency,
@@ -178,25 +178,36 @@ class CompiledModel(GenerationMixin, nn.Module):
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def prefill_record(self, ids: Tensor, *, surprisal: bool | None = None) -> RowRecord:
+    def prefill_record(
+        self, ids: Tensor, *, surprisal: bool | None = None, all_queries: bool | None = None
+    ) -> RowRecord:
         """Read one prompt ids [n] or [1, n] in full: its KV on the host tier, from which `compress` makes states.
 
-        surprisal: whether to compute it; default: whether this model's method needs it.
+        surprisal: whether to compute it; all_queries: whether to keep every query instead of the last ones; default:
+        whether this model's method needs it.
         """
         ids = self._check_ids(ids[None] if ids.dim() == 1 else ids)
         if ids.shape[0] != 1:
             raise InputError(f"a record is of one row, got {ids.shape[0]}")
-        wanted = self.placement.components.segmenter is not None if surprisal is None else surprisal
-        return prefill_row(self.program, ids[0], self.placement.budget.dtype, surprisal=wanted)
+        plan = self.placement.plan
+        return prefill_row(
+            self.program, ids[0], self.placement.budget.dtype,
+            surprisal=plan.reads_surprisal if surprisal is None else surprisal,
+            all_queries=plan.reads_queries if all_queries is None else all_queries,
+        )  # fmt: skip
 
     @torch.no_grad()
     def compress(self, record: RowRecord | list[RowRecord]) -> State:
         """A state of this model's method and budget from records, a row each; records serve any number of states."""
         records = [record] if isinstance(record, RowRecord) else record
         for one in records:
-            if self.placement.components.segmenter is not None and one.surprisal is None:
+            if self.placement.plan.reads_surprisal and one.surprisal is None:
                 raise InputError(
                     f"method {self.method.name!r} divides by surprisal: make the record with surprisal=True"
+                )
+            if self.placement.plan.reads_queries and not one.all_queries:
+                raise InputError(
+                    f"method {self.method.name!r} reads all queries of a prompt: make the record with all_queries=True"
                 )
         rows = [RowMemory(self.placement, one) for one in records]
         return State(self.placement, rows, torch.stack([one.logits for one in records]))
@@ -247,9 +258,8 @@ class CompiledModel(GenerationMixin, nn.Module):
             return self.settings.extend_chunk
         if not self.method.compresses:
             return UNCAPPED_CHUNK
-        components = self.placement.components
-        unfolds = components.unfold and components.router is not None
-        return 1 if unfolds and tokens <= QUESTION_TOKENS else components.fold_chunk
+        plan = self.placement.plan
+        return 1 if plan.unfolds and tokens <= QUESTION_TOKENS else plan.fold_chunk
 
     def _check_state(self, state: State) -> None:
         if not isinstance(state, State):
@@ -413,3 +423,7 @@ class CompiledModel(GenerationMixin, nn.Module):
 
 
 __all__ = ["CompiledModel"]
+
+
+def _pass_options(source: Program, method: Method, profile: Profile | None) -> PassOptions:
+    return PassOptions(method=method.name, layer_shares=method.layer_shares(source, profile))

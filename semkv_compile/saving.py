@@ -18,6 +18,7 @@ from semkv.compiled import CompiledModel
 from semkv.errors import ArtifactError, SemkvError
 from semkv.methods import find_method
 from semkv.profiles.schema import Profile
+from semkv.runtime.components import Components
 from semkv.runtime.row_memory import RowMemory
 from semkv.runtime.snapshot import row_from_tensors, row_to_tensors
 from semkv.runtime.state import State
@@ -119,13 +120,23 @@ def _identity(state: State) -> dict[str, Any]:
     placement = state.placement
     return {
         "method": placement.method,
-        "components": repr({k: v for k, v in vars(placement.components).items() if k not in ("router", "forms")}),
-        "router": type(placement.components.router).__name__,  # what spans keep for routing follows from it
+        "plan": [
+            [store, part.first, part.last, part.share, _composition(part.components)]
+            for store, parts in sorted(placement.plan.parts.items())
+            for part in parts
+        ],
         "budget": placement.budget.value,
         "kv_dtype": str(placement.budget.dtype),
         "residency": placement.residency,
         "page_size": placement.page_size,
     }
+
+
+def _composition(components: Components) -> str:
+    """A part's components in words: routers and choosers of forms by their class, as weights are no words."""
+    named = ("router", "forms")
+    plain = {name: value for name, value in vars(components).items() if name not in named}
+    return repr(plain | {name: type(getattr(components, name)).__name__ for name in named})
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:

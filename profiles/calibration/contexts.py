@@ -11,7 +11,7 @@ from torch import Tensor
 from semkv.ir.program import Program
 from semkv.runtime.quantization import dequantize, quantize
 from semkv.runtime.record import chunked_surprisal
-from semkv.runtime.segments import Segmentation, surprisal_weights, weighted_mean
+from semkv.runtime.segments import Folding, Segmentation
 
 from .interpreter import SiteCall, full_attention, run_body, scores
 from .segmentation import Divider
@@ -146,10 +146,12 @@ def _fold(
     k = call.k[:, places].float() * real[..., None]
     v = call.v[:, places].float() * real[..., None]
     folded = segmentation.folded.to(device)
-    weights = surprisal_weights(surprisal[segmentation.folded], segmentation.lengths).to(device)
+    known = surprisal[segmentation.folded].to(device)
+    folding = Folding(call.k[:, folded], call.v[:, folded], where[folded], known, lengths)
+    weights = folding.surprisal_weights()
 
     def summary(x: Tensor) -> Tensor:
-        return dequantize(quantize(weighted_mean(x[:, folded], weights, lengths), settings.summary_bits))
+        return dequantize(quantize(folding.mean(x, weights), settings.summary_bits))
 
     rank = min(longest, settings.max_rank)
     key_u, key_sigma = left_factors(k, rank)
@@ -162,7 +164,7 @@ def _fold(
     attention = torch.softmax(attention, -1)
     mass = (attention[..., places] * real).sum(-1)
     spans = Spans(
-        k, v, where[places], real, summary(call.k), summary(call.v), mean_positions, lengths.float().log(),
+        k, v, where[places], real, summary(folding.k), summary(folding.v), mean_positions, lengths.float().log(),
         key_u, key_sigma, value_u, value_sigma,
     )  # fmt: skip
     return SiteContext(call.k[:, kept], call.v[:, kept], where[kept], spans, call.q, mass)

@@ -8,7 +8,7 @@ from semkv.config import CompileConfig
 from semkv.ir.program import Program
 from semkv.methods.sekv import SeKV
 from semkv.runtime.segments import Segmentation
-from semkv.runtime.spans import span_cost_bytes
+from semkv.runtime.spans import unit_cost_bytes
 
 from .settings import CalibrationSettings
 
@@ -24,7 +24,7 @@ class Divider:
         components = method.components(program, None)
         stores = [site for site in program.stores if site.treatment == "method"]
         costs = [
-            span_cost_bytes(site, components) / ((site.key_dim + site.value_dim) * program.dtype.itemsize)
+            unit_cost_bytes(site, components) / ((site.key_dim + site.value_dim) * program.dtype.itemsize)
             for site in stores
         ]
         self.segmenter = method.segmenter()

@@ -42,9 +42,13 @@ class Subject:
         return self._variants[key]
 
     def record(self, ids: Sequence[int], variants: Iterable[Variant]) -> Any:
-        """Prefill `ids` once for all of `variants`, with surprisal where one of them divides by it."""
-        surprisal = any(self.variant(v).placement.components.segmenter is not None for v in variants)
-        return self.compiled.prefill_record(as_ids(ids), surprisal=surprisal)
+        """Prefill `ids` once for all of `variants`, with surprisal and all queries where one of them needs it."""
+        plans = [self.variant(v).placement.plan for v in variants]
+        return self.compiled.prefill_record(
+            as_ids(ids),
+            surprisal=any(plan.reads_surprisal for plan in plans),
+            all_queries=any(plan.reads_queries for plan in plans),
+        )
 
     def synchronise(self) -> None:
         """Wait for the device, so that a clock read means something."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 
@@ -29,6 +29,7 @@ class AttentionSite:
     roles: one role per KV head, from the profile's head taxonomy; empty where there is none.
     head_order: the user's model's KV head that stands at each place, where `group_heads` moved heads; empty where none
         moved. Tensors of a profile that have one row per KV head must be read in this order.
+    first_head: KV head of the model's site that is the first one here, where this describes a part of a site's heads.
     """
 
     index: int
@@ -48,6 +49,7 @@ class AttentionSite:
     budget_share: float = 0.0
     roles: tuple[str, ...] = ()
     head_order: tuple[int, ...] = ()
+    first_head: int = 0
 
     @property
     def group_size(self) -> int:
@@ -58,3 +60,18 @@ class AttentionSite:
     def values_per_token(self) -> int:
         """Numbers that one token's keys and values take over all KV heads."""
         return self.kv_heads * (self.key_dim + self.value_dim)
+
+    @property
+    def query_heads(self) -> slice:
+        """The query heads of the model's site that this part of it has; all of them where it is the whole site."""
+        first = self.first_head * self.group_size
+        return slice(first, first + self.q_heads)
+
+    def part(self, first: int, last: int, share: float) -> AttentionSite:
+        """The site of KV heads [first, last) alone, with `share` of the budget of all."""
+        if (first, last) == (0, self.kv_heads) and share == 1.0:
+            return self
+        return replace(
+            self, q_heads=(last - first) * self.group_size, kv_heads=last - first, first_head=first,
+            budget_share=self.budget_share * share, roles=self.roles[first:last], head_order=self.head_order[first:last],
+        )  # fmt: skip

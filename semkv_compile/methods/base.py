@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 from semkv.errors import ConfigError
 from semkv.ir.program import Program
 from semkv.profiles.schema import Profile
-from semkv.runtime.components import Components
+from semkv.runtime.components import Components, Part, Plan
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,19 @@ class Method(ABC):
     compresses: ClassVar[bool] = True
     minimum_tokens: ClassVar[int] = 0
 
+    def plan(self, program: Program, profile: Profile | None) -> Plan:
+        """The method for this model. By default all KV heads of all stores share one composition, `components`."""
+        components = self.components(program, profile)
+        stores = [site for site in program.stores if site.treatment == "method"]
+        return Plan({site.store: (Part(0, site.kv_heads, components),) for site in stores})
+
     @abstractmethod
     def components(self, program: Program, profile: Profile | None) -> Components:
-        """The components for this model; `ConfigError` where the profile lacks what the method needs."""
+        """The composition for this model; `ConfigError` where the profile lacks what the method needs."""
+
+    def layer_shares(self, program: Program, profile: Profile | None) -> tuple[float, ...] | None:
+        """One positive weight per store of `program.stores`, by which layers divide the budget; None: evenly."""
+        return None
 
     def check(self, profile: Profile | None) -> None:  # noqa: B027 - most methods need nothing
         """Raise `ConfigError` where `profile` lacks what the method needs: called before any work."""

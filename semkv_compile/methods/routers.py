@@ -8,8 +8,30 @@ import torch
 from torch import Tensor
 
 from semkv.ir.site import AttentionSite
+from semkv.runtime.components import IndexPart, Summary
 from semkv.runtime.quantization import dequantize
+from semkv.runtime.segments import Folding
 from semkv.runtime.spans import FACTORS, FoldedSpans
+from semkv.runtime.step import Step
+
+
+def log_sizes(site: AttentionSite, spans: FoldedSpans) -> Tensor:
+    """Log of the units' tokens, [Hq|1, 1, M]."""
+    sizes = spans.lengths.float().log()
+    return (sizes if sizes.shape[0] == 1 else sizes.repeat_interleave(site.group_size, 0))[:, None]
+
+
+class MeansSuffice:
+    """A router that reads nothing on the device but the units' means, if that."""
+
+    def index(self, site: AttentionSite, summary: Summary | None) -> dict[str, IndexPart]:
+        return {}
+
+    def build(self, site: AttentionSite, folding: Folding, mean_k: Tensor | None) -> dict[str, Tensor]:
+        return {}
+
+    def rebuild(self, site: AttentionSite, name: str, mean_k: Tensor) -> Tensor:
+        raise ValueError(f"no index {name!r} to rebuild")
 
 
 @dataclass(frozen=True)
@@ -28,45 +50,67 @@ class GateRouter:
     thresholds: dict[int, Tensor]
     shared_threshold: bool = False
 
-    @property
-    def routing_dim(self) -> int:
-        return next(iter(self.weights.values())).shape[1]
+    def index(self, site: AttentionSite, summary: Summary | None) -> dict[str, IndexPart]:
+        """Norms of the projected mean keys, from which summaries follow; own vectors where they are mean-pooled."""
+        if summary is not None and summary.routing == "uniform":
+            return {"vectors": IndexPart(site.q_heads, self.weights[site.index].shape[1], bits=summary.bits)}
+        return {"norms": IndexPart(site.q_heads, 1, merge="rebuild")}
 
-    def project(self, site: AttentionSite, k: Tensor) -> Tensor:
+    def build(self, site: AttentionSite, folding: Folding, mean_k: Tensor | None) -> dict[str, Tensor]:
+        if mean_k is None:
+            raise ValueError("the trained gate routes by the units' summaries")
+        pooled = self._project(site, folding.mean(folding.k))
+        return {
+            "norms": self._norms(self._project(site, mean_k)),
+            "vectors": torch.nn.functional.normalize(pooled, dim=-1),
+        }
+
+    def rebuild(self, site: AttentionSite, name: str, mean_k: Tensor) -> Tensor:
+        """Norms for the mean keys [Hkv, m, D] of merged units."""
+        return self._norms(self._project(site, mean_k))
+
+    def _project(self, site: AttentionSite, k: Tensor) -> Tensor:
         """W k: keys k [Hkv, m, D] -> [Hq, m, d']."""
-        return k.float().cpu().repeat_interleave(site.group_size, 0) @ self.weights[site.index].transpose(1, 2)
+        return k.float().repeat_interleave(site.group_size, 0) @ self._weight(site).transpose(1, 2)
 
-    def score(self, site: AttentionSite, q: Tensor, spans: FoldedSpans) -> Tensor:
-        w = self.weights[site.index]
+    def _weight(self, site: AttentionSite) -> Tensor:
+        return self.weights[site.index][site.query_heads]
+
+    @staticmethod
+    def _norms(vectors: Tensor) -> Tensor:
+        return vectors.norm(dim=-1, keepdim=True).clamp(1e-4, 6e4)
+
+    def score(self, site: AttentionSite, q: Tensor, spans: FoldedSpans, step: Step) -> Tensor:
+        w = self._weight(site)
         query = q.float().cpu() @ w.transpose(1, 2)  # [Hq, T, d']
-        size = spans.lengths.float().log()
-        if spans.vectors is not None:
-            raw = query @ dequantize(spans.vectors).transpose(1, 2)
+        size = log_sizes(site, spans)
+        if "vectors" in spans.index:
+            raw = query @ spans.indexed("vectors").transpose(1, 2)
         else:
             back = (query @ w).unflatten(0, (site.kv_heads, site.group_size)).flatten(1, 2)  # W^T W q
             raw = (back @ dequantize(spans.mean_k).transpose(1, 2)).view(site.q_heads, q.shape[1], -1)
-            raw = raw / spans.norms.float()[:, None]
-        scores = raw / w.shape[1] ** 0.5 + size - self.offsets[site.index][:, None, None]
+            raw = raw / spans.indexed("norms").transpose(1, 2)
+        scores = raw / w.shape[1] ** 0.5 + size - self.offsets[site.index][site.query_heads, None, None]
         # Heads of a group compete for the same room: what they compare is how far above its own threshold each is.
-        return scores - self.thresholds[site.index][:, None, None]
+        return scores - self.thresholds[site.index][site.query_heads, None, None]
 
     def threshold(self, site: AttentionSite) -> Tensor:
         """Zero: `score` is measured from the learned threshold."""
-        own = self.thresholds[site.index]
+        own = self.thresholds[site.index][site.query_heads]
         if not self.shared_threshold:
             return torch.zeros_like(own)
         return torch.cat(list(self.thresholds.values())).mean() - own
 
 
 @dataclass(frozen=True)
-class CoarseRouter:
+class CoarseRouter(MeansSuffice):
     """No training: a span's logit is the product of the query with its mean key's direction.
 
     Eq. 3-4 with W the identity. The mean key that the coarse entry keeps is all that it needs; its length, which says how
     alike the span's keys are rather than what they hold, does not count.
     """
 
-    def score(self, site: AttentionSite, q: Tensor, spans: FoldedSpans) -> Tensor:
+    def score(self, site: AttentionSite, q: Tensor, spans: FoldedSpans, step: Step) -> Tensor:
         grouped = q.float().cpu().unflatten(0, (site.kv_heads, site.group_size)).flatten(1, 2)
         direction = torch.nn.functional.normalize(dequantize(spans.mean_k), dim=-1)
         return (grouped @ direction.transpose(1, 2)).view(site.q_heads, q.shape[1], -1)
@@ -76,24 +120,25 @@ class CoarseRouter:
 
 
 @dataclass(frozen=True)
-class OracleRouter:
+class OracleRouter(MeansSuffice):
     """True attention chooses: a span's logit is the log of its tokens' softmax mass among all folded tokens.
 
     Not a method: it reads every folded key at every step. It shows what the best selection under the same segmentation and
     budget would give.
     """
 
-    def score(self, site: AttentionSite, q: Tensor, spans: FoldedSpans) -> Tensor:
+    def score(self, site: AttentionSite, q: Tensor, spans: FoldedSpans, step: Step) -> Tensor:
         if bool((spans.segment_kind == FACTORS).any()):
             raise ValueError("oracle selection reads raw tokens: use it with forms='raw' or 'int8'")
         k, _ = spans.host_tokens.all_tokens()
-        unit = spans.segment_unit.repeat_interleave(spans.segment_length)
+        unit = spans.segment_unit.repeat_interleave(spans.segment_length, dim=1)  # [Hkv|1, n]
         grouped = q.float().cpu().unflatten(0, (site.kv_heads, site.group_size)).flatten(1, 2)
         logits = (grouped @ k.float().transpose(1, 2)).view(site.q_heads, q.shape[1], -1) * site.scale
         if site.softcap:
             logits = site.softcap * torch.tanh(logits / site.softcap)
+        unit = unit.expand(site.kv_heads, -1).repeat_interleave(site.group_size, 0)[:, None].expand(logits.shape)
         weights = logits.softmax(-1) * (unit >= 0)
-        mass = torch.zeros(*weights.shape[:2], spans.count).index_add_(2, unit.clamp(min=0), weights)
+        mass = torch.zeros(*weights.shape[:2], spans.count).scatter_add_(2, unit.clamp(min=0), weights)
         return mass.clamp(min=1e-30).log()
 
     def threshold(self, site: AttentionSite) -> Tensor:

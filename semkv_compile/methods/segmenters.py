@@ -3,17 +3,43 @@
 from __future__ import annotations
 
 import heapq
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from semkv.errors import BudgetError
+from semkv.ir.site import AttentionSite
+from semkv.runtime.record import RowRecord
 from semkv.runtime.segments import Segmentation
 
 
+class BySurprisal(ABC):
+    """Segmenters that look at the text's surprisal alone: layers with the same room share a division."""
+
+    per_store: ClassVar[bool] = False
+    reads_surprisal: ClassVar[bool] = True
+
+    @abstractmethod
+    def divide(self, surprisal: Tensor, room: float, span_cost: float, page_size: int) -> Segmentation:
+        """Divide n tokens of surprisal [n] (nats) so that all fixed parts take at most `room` tokens per KV head, where a
+        span's summary costs `span_cost` tokens."""
+
+    def segment(
+        self, record: RowRecord, store: AttentionSite, room: float, unit_cost: float, page_size: int
+    ) -> Segmentation:
+        surprisal = torch.zeros(record.tokens) if record.surprisal is None else record.surprisal
+        return self.divide(surprisal, room, unit_cost, page_size)
+
+    def segment_more(self, ids: Tensor, surprisal: Tensor, k: Tensor) -> Segmentation:
+        """One span of the tokens that leave the window together; spans merge when the budget asks for it."""
+        return Segmentation.of_lengths(torch.tensor([len(surprisal)]))
+
+
 @dataclass(frozen=True)
-class SurprisalSpans:
+class SurprisalSpans(BySurprisal):
     """Entropy-guided spans within a budget (SeKV Sec. 3.1).
 
     Boundaries lie where surprisal exceeds mean + alpha * std, the strongest first. The budget decides how many spans there
@@ -43,8 +69,6 @@ class SurprisalSpans:
     entropy: bool = True
 
     def divide(self, surprisal: Tensor, room: float, span_cost: float, page_size: int) -> Segmentation:
-        """Divide n tokens of surprisal [n] (nats) so that all fixed parts take at most `room` tokens per KV head, where a
-        span's summary costs `span_cost` tokens."""
         n = len(surprisal)
         window = max(page_size, min(self.window, int(room * self.window_share) // page_size * page_size))
         recent = n - min(window, n)
@@ -107,13 +131,9 @@ class SurprisalSpans:
             heapq.heappush(heap, (-(start - size - at), at))
         return sorted(cuts)
 
-    def divide_more(self, surprisal: Tensor) -> Tensor:
-        """One span of the tokens that leave the window together; spans merge when the budget asks for it."""
-        return torch.tensor([len(surprisal)])
-
 
 @dataclass(frozen=True)
-class LiteralSpans:
+class LiteralSpans(BySurprisal):
     """SeKV Sec. 3.1 to the letter: every token above mean + alpha * std is an anchor, spans shorter than `min_span` stay exact.
 
     On ordinary text that holds more than a tenth of the tokens exact at any length; where it does not fit, `BudgetError`.
@@ -145,9 +165,6 @@ class LiteralSpans:
                 "raise the budget or leave literal=False"
             )
         return Segmentation(kept, starts[folded], lengths[folded], recent)
-
-    def divide_more(self, surprisal: Tensor) -> Tensor:
-        return torch.tensor([len(surprisal)])
 
 
 def _equal_cuts(n: int, count: int) -> list[int]:

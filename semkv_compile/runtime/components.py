@@ -2,27 +2,41 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from semkv.ir.site import AttentionSite
-from semkv.runtime.segments import Segmentation
+from semkv.runtime.quantization import bytes_per_vector
+from semkv.runtime.segments import Folding, Segmentation
 
 if TYPE_CHECKING:
     from semkv.runtime.record import RowRecord
     from semkv.runtime.spans import FoldedSpans
+    from semkv.runtime.step import Step
 
 
 class Segmenter(Protocol):
     """Which tokens belong together, and which are kept out as anchors."""
 
-    def divide(self, surprisal: Tensor, room: float, span_cost: float, page_size: int) -> Segmentation:
-        """Divide a prompt: surprisal [n] nats, `room` tokens for all fixed parts per KV head, `span_cost` tokens a span."""
+    @property
+    def per_store(self) -> bool:
+        """Whether the division depends on a layer's keys; where not, layers with the same room share one."""
 
-    def divide_more(self, surprisal: Tensor) -> Tensor:
-        """Divide tokens that leave the window during generation: surprisal [t] -> span lengths int64 [m], summing to t."""
+    @property
+    def reads_surprisal(self) -> bool:
+        """Whether it needs the surprisal of every token."""
+
+    def segment(
+        self, record: RowRecord, store: AttentionSite, room: float, unit_cost: float, page_size: int
+    ) -> Segmentation:
+        """Divide a prompt: `room` tokens for all fixed parts per KV head, `unit_cost` tokens for what a unit keeps there."""
+
+    def segment_more(self, ids: Tensor, surprisal: Tensor, k: Tensor) -> Segmentation:
+        """Divide tokens that leave the window during generation: ids [t], surprisal [t] nats, k [Hkv, t, D]."""
 
 
 class Keeper(Protocol):
@@ -32,14 +46,53 @@ class Keeper(Protocol):
         """Choose at most `room` exact tokens: (int64 [Hkv|1, a] ascending, first token of the recent window)."""
 
 
-class Router(Protocol):
-    """How relevant each folded span is to a query: what the selector sorts by."""
+class Allocator(Protocol):
+    """How the budget of a row is divided among its layers once the prompt was read."""
 
-    def score(self, site: AttentionSite, q: Tensor, spans: FoldedSpans) -> Tensor:
-        """q [Hq, T, D] -> logits [Hq, T, M]; a span is unfolded by default where its logit exceeds the threshold."""
+    def shares(self, stores: tuple[AttentionSite, ...], record: RowRecord) -> tuple[float, ...]:
+        """One positive share per store of `stores`, summing to 1."""
+
+
+@dataclass(frozen=True)
+class IndexPart:
+    """One tensor of an index: `rows` x units x `dim` on the device.
+
+    bits: quantised per vector (4 or 8, see `semkv.runtime.quantization`); None: plain numbers of `dtype`. merge: what becomes
+    of it when units merge: the mean by size, the smaller, the larger; `rebuild`: the router computes it from the units'
+    means (`Router.rebuild`); `never`: such units do not merge.
+    """
+
+    rows: int
+    dim: int
+    bits: int | None = None
+    dtype: torch.dtype = torch.float16
+    merge: Literal["mean", "min", "max", "rebuild", "never"] = "mean"
+
+    @property
+    def unit_nbytes(self) -> int:
+        """Device bytes of one unit, over all rows."""
+        each = self.dim * self.dtype.itemsize if self.bits is None else bytes_per_vector(self.dim, self.bits)
+        return self.rows * each
+
+
+class Router(Protocol):
+    """How relevant each folded unit is to a query: what the selector sorts by, and the index that it reads for it."""
+
+    def index(self, site: AttentionSite, summary: Summary | None) -> Mapping[str, IndexPart]:
+        """The tensors that the device keeps per unit beside the method's summary, by name. Empty: the means suffice."""
+
+    def build(self, site: AttentionSite, folding: Folding, mean_k: Tensor | None) -> Mapping[str, Tensor]:
+        """The tensors of `index` for newly folded units, [rows, units, dim], given their summaries [Hkv, units, D]."""
+
+    def rebuild(self, site: AttentionSite, name: str, mean_k: Tensor) -> Tensor:
+        """One tensor of `index` with the merge rule `rebuild`, from the means [Hkv, units, D] of merged units."""
+
+    def score(self, site: AttentionSite, q: Tensor, spans: FoldedSpans, step: Step) -> Tensor:
+        """q [Hq, T, D] -> logits [Hq, T, M]; a unit is unfolded by default where its logit exceeds the threshold, and
+        never where it is -inf."""
 
     def threshold(self, site: AttentionSite) -> Tensor:
-        """Logits [Hq] above which a span is unfolded."""
+        """Logits [Hq] above which a unit is unfolded."""
 
 
 class FormChooser(Protocol):
@@ -57,7 +110,7 @@ class FormChooser(Protocol):
 
 @dataclass(frozen=True)
 class Summary:
-    """What stands for a folded span in the softmax: its weighted mean key and value with log size.
+    """What stands for a folded unit in the softmax: its weighted mean key and value with log size.
 
     weights: `surprisal` (SeKV Eq. 2) or `uniform`. bits: of keys and values on the device. attend: False keeps the means
     for routing only. routing: `derived` (routing vectors follow from the mean key) or `uniform` (own mean-pooled vectors).
@@ -76,17 +129,20 @@ class Components:
     Attributes
     ----------
     keeper: for methods that choose single tokens; None where the segmenter's `kept` tokens are all.
-    segmenter, summary, router: for methods that fold spans; None where tokens are only kept or dropped.
+    segmenter, router: for methods that fold; None where tokens are only kept or dropped.
+    summary: what stands for a folded unit in the softmax; None: nothing.
     forms: in which form spans wait, see `host_form` for those that it leaves as tokens.
     host_form: `raw` or `int8`.
     outside: where tokens go that are neither exact nor folded: `folded` on or `dropped`.
     fixed_share: part of the budget that fixed parts (exact tokens, window, summaries, indexes) may take; the rest is for
-        unfolded spans.
+        unfolded units.
     floor_tokens: fixed parts may always take this many tokens per KV head.
-    fill: unfold spans in order of score up to the cap (SeKV Sec. 4.1); False: only those above the threshold (Sec. 3.3).
-    unfold: False keeps spans folded (coarse only).
+    fill: unfold in order of score up to the cap (SeKV Sec. 4.1); False: only those above the threshold (Sec. 3.3).
+    most: tokens per KV head that are unfolded at most, whatever room there is; 0: no such limit.
+    unfold: False keeps everything folded (coarse only).
     window: tokens that stay exact behind the newest, before the budget shrinks it to `window_share` of the fixed parts.
     fold_chunk: tokens that leave the window at once.
+    reads_queries: whether the record of a prompt must hold all of its queries, not the last ones only.
     """
 
     keeper: Keeper | None = None
@@ -99,7 +155,91 @@ class Components:
     fixed_share: float = 1.0
     floor_tokens: int = 0
     fill: bool = True
+    most: int = 0
     unfold: bool = True
     window: int = 0
     window_share: float = 1 / 3
     fold_chunk: int = 8
+    reads_queries: bool = False
+
+    @property
+    def reads_surprisal(self) -> bool:
+        """Whether prefill has to compute the surprisal of every token."""
+        return self.segmenter is not None and self.segmenter.reads_surprisal
+
+
+@dataclass(frozen=True)
+class Part:
+    """A run of KV heads of one store with their own composition.
+
+    first, last: KV heads [first, last) in the order of the lowered program. share: of the store's budget, in (0, 1].
+    """
+
+    first: int
+    last: int
+    components: Components
+    share: float = 1.0
+
+
+@dataclass(frozen=True)
+class Note:
+    """What a row remembers under one name: a tensor of `dtype` with the sizes of `shape`, None where any will do."""
+
+    shape: tuple[int | None, ...]
+    dtype: torch.dtype
+
+    def check(self, x: Tensor, name: str) -> Tensor:
+        """`x`, or `ValueError` where it is something else."""
+        fits = x.dim() == len(self.shape) and all(want in (None, have) for want, have in zip(self.shape, x.shape))
+        if not fits or x.dtype != self.dtype:
+            raise ValueError(f"note {name!r} is {x.dtype} {tuple(x.shape)}, expected {self.dtype} {self.shape}")
+        return x
+
+
+class BeforeStep(Protocol):
+    """What a method does with the new tokens before any layer runs; it leaves its result in `passing`."""
+
+    def begin(self, ids: Tensor, tokens: int, notes: dict[str, Tensor], passing: dict[str, object]) -> None:
+        """ids int64 [T] follow `tokens` tokens of the row. notes: kept by the row between steps; passing: for this step."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A method for one program: for each store that it treats, the parts that its KV heads are divided into, in order.
+
+    allocator: divides the budget among layers per prompt; None: the sites' own shares. before: see `BeforeStep`.
+    notes: what its components keep in `Step.notes`, by name.
+    """
+
+    parts: Mapping[int, tuple[Part, ...]]
+    allocator: Allocator | None = None
+    before: BeforeStep | None = None
+    notes: Mapping[str, Note] = field(default_factory=dict)
+
+    def all_components(self) -> tuple[Components, ...]:
+        """The distinct compositions, in order."""
+        seen: dict[int, Components] = {}
+        for parts in self.parts.values():
+            for part in parts:
+                seen.setdefault(id(part.components), part.components)
+        return tuple(seen.values())
+
+    @property
+    def reads_surprisal(self) -> bool:
+        """Whether prefill has to compute the surprisal of every token."""
+        return any(components.reads_surprisal for components in self.all_components())
+
+    @property
+    def reads_queries(self) -> bool:
+        """Whether prefill has to keep every query of the prompt."""
+        return any(components.reads_queries for components in self.all_components())
+
+    @property
+    def unfolds(self) -> bool:
+        """Whether decode steps bring folded tokens back."""
+        return any(part.unfold and part.router is not None for part in self.all_components())
+
+    @property
+    def fold_chunk(self) -> int:
+        """The fewest tokens that leave a window at once."""
+        return min((components.fold_chunk for components in self.all_components()), default=8)

@@ -21,7 +21,7 @@ class RowRecord:
     ----------
     ids: int64 [n].
     keys, values: per KV store [Hkv, n, D] and [Hkv, n, Dv] in the KV dtype, in the host tier.
-    queries: per site, the last min(n, 64) queries [Hq, w, D] in the compute dtype.
+    queries: per site, the last min(n, 64) queries [Hq, w, D] in the compute dtype; all n where `all_queries`, on the host.
     surprisal: float32 [n] in nats, the first token's being 0; None where it was not asked for.
     logits: [vocab] after the last token.
     """
@@ -32,6 +32,7 @@ class RowRecord:
     queries: dict[int, Tensor] = field(default_factory=dict)
     surprisal: Tensor | None = None
     logits: Tensor | None = None
+    all_queries: bool = False
 
     @property
     def tokens(self) -> int:
@@ -49,7 +50,8 @@ class Recorder:
 
     def record(self, site: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> None:
         """Keep one site's row 0; see `semkv.ir.memory.Memory.record`."""
-        self.record_.queries[site] = q[0, :, -OBSERVED_QUERIES:].clone()
+        kept = q[0].cpu() if self.record_.all_queries else q[0, :, -OBSERVED_QUERIES:]
+        self.record_.queries[site] = kept.clone()
         if site in self.owners:
             store = self.sites[site].store
             self.record_.keys[store] = k[0].to("cpu", self.dtype, copy=True).contiguous()

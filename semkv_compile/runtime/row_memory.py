@@ -1,9 +1,12 @@
-"""The memory of one sequence: a store per attention layer, within one budget."""
+"""The memory of one sequence: a store per attention layer, its KV heads in parts, within one budget."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -13,15 +16,21 @@ from semkv.ir.memory import Entries
 from semkv.ir.program import Program
 from semkv.ir.site import AttentionSite
 from semkv.runtime.budget import Budget
-from semkv.runtime.components import Components
+from semkv.runtime.components import Components, Part, Plan
+from semkv.runtime.join import join_parts
 from semkv.runtime.record import RowRecord
-from semkv.runtime.segments import Segmentation
+from semkv.runtime.segments import Folding, Segmentation
 from semkv.runtime.site_memory import SiteMemory
-from semkv.runtime.spans import FoldedSpans, span_cost_bytes
+from semkv.runtime.spans import FoldedSpans, unit_cost_bytes
+from semkv.runtime.step import Step
 from semkv.runtime.token_store import TokenStore
 
 PAGE = 8
 """Tokens in a page at which methods declare their smallest sizes."""
+
+
+Division = tuple[int, int, int, float, float]
+"""What decides how a prompt is divided: segmenter, store and first head (-1 where they do not matter), room, cost of a unit."""
 
 
 def in_pages(tokens: int, page_size: int) -> int:
@@ -31,14 +40,14 @@ def in_pages(tokens: int, page_size: int) -> int:
 
 @dataclass(frozen=True)
 class Placement:
-    """What is the same for every row: the program, the method's components, the budget, and where tiers live.
+    """What is the same for every row: the program, the method's plan, the budget, and where tiers live.
 
     minimum_tokens: smallest budget, in tokens per KV head and layer, that the method can live in at this page size.
     """
 
     program: Program
     method: str
-    components: Components
+    plan: Plan
     budget: Budget
     minimum_tokens: int
     residency: str
@@ -51,14 +60,24 @@ class Placement:
         """The stores that the budget counts."""
         return tuple(store for store in self.program.stores if store.treatment == "method")
 
+    @cached_property
+    def stores(self) -> dict[int, AttentionSite]:
+        """The site that owns each store, by the store's number."""
+        return {store.store: store for store in self.program.stores}
+
+    def parts(self, store: AttentionSite) -> tuple[Part, ...]:
+        """How the KV heads of a store are divided; stores that no method treats are whole."""
+        whole = (Part(0, store.kv_heads, Components()),)
+        return self.plan.parts.get(store.store, whole) if store.treatment == "method" else whole
+
 
 @dataclass
 class Traffic:
     """What decode steps did, summed over the steps of one row.
 
     steps: forward calls; moved_bytes: from the host tier to the device; peak_bytes: largest device residency of budgeted
-    stores; peak_share: largest residency as a share of the budget at that step; zooms: per site, spans unfolded [Hq] and
-    span decisions taken.
+    stores; peak_share: largest residency as a share of the budget at that step; zooms: per site float32 [2, Hq], units
+    unfolded and decisions taken.
     """
 
     steps: int = 0
@@ -66,43 +85,73 @@ class Traffic:
     peak_bytes: int = 0
     peak_share: float = 0.0
     zooms: dict[int, Tensor] = field(default_factory=dict)
-    decisions: dict[int, int] = field(default_factory=dict)
 
     def clone(self) -> Traffic:
         copy = Traffic(**{name: getattr(self, name) for name in ("steps", "moved_bytes", "peak_bytes", "peak_share")})
         copy.zooms = {site: count.clone() for site, count in self.zooms.items()}
-        copy.decisions = dict(self.decisions)
         return copy
 
 
 class RowMemory:
-    """Stores of one row, built from its prefill record."""
+    """Stores of one row, built from its prefill record.
+
+    stores: per KV store the memories of its parts, in the order of their heads. shares: per budgeted store, its part of
+    the row's budget in bytes. notes: what components remember between steps.
+    """
 
     def __init__(self, placement: Placement, record: RowRecord) -> None:
         self.placement = placement
         self.tokens = record.tokens
         self.traffic = Traffic()
+        self.notes: dict[str, Tensor] = {}
+        self.passing: dict[str, object] = {}
+        self.shares = self._shares(record)
         self._check_budget()
-        divided: dict[tuple[float, float], Segmentation] = {}
-        self.stores = {store.store: self._build(store, record, divided) for store in placement.program.stores}
+        divided: dict[Division, Segmentation] = {}
+        self.stores = {
+            store.store: tuple(self._build(store, part, record, divided) for part in placement.parts(store))
+            for store in placement.program.stores
+        }
 
     # -- budget ------------------------------------------------------------------------------------------------------
+
+    def _shares(self, record: RowRecord) -> dict[int, float]:
+        stores = self.placement.budgeted
+        if not stores:
+            return {}
+        shares = [store.budget_share for store in stores]
+        if self.placement.plan.allocator is not None and self.placement.budget.value is not None:
+            shares = list(self.placement.plan.allocator.shares(stores, record))
+        weights = [share * store.values_per_token for share, store in zip(shares, stores)]
+        return {store.store: weight / sum(weights) for store, weight in zip(stores, weights)}
 
     def _check_budget(self) -> None:
         placement = self.placement
         if placement.budget.value is None:
             return
         for store in placement.budgeted:
-            cap = placement.budget.cap_tokens(len(placement.budgeted), store, self.tokens)
-            if cap < placement.minimum_tokens:
-                share = placement.minimum_tokens / max(1, self.tokens)
-                hint = f"budget={placement.minimum_tokens} (tokens per KV head and layer)"
-                if share <= 1 and not isinstance(placement.budget.value, int):
-                    hint += f" or a fraction of at least {share:.3g} at this length"
-                raise BudgetError(
-                    f"budget {placement.budget.value} leaves {cap:.1f} tokens per KV head in layer {store.name or store.index} for a "
-                    f"sequence of {self.tokens} tokens; {placement.method!r} needs at least {placement.minimum_tokens}: use {hint}"
-                )
+            for part in placement.parts(store):
+                site = store.part(part.first, part.last, part.share)
+                cap = self._part_cap(store, part, self.tokens) / self._token_nbytes(site)
+                if cap < placement.minimum_tokens:
+                    self._refuse(store, cap)
+
+    def _refuse(self, store: AttentionSite, cap: float) -> NoReturn:
+        placement, smallest = self.placement, self.placement.minimum_tokens
+        if not isinstance(placement.budget.value, int) and cap > 0:
+            smallest = math.ceil(smallest * placement.budget.value * self.tokens / cap - 1e-6)
+        share = smallest / max(1, self.tokens)
+        hint = f"budget={smallest} (tokens per KV head and layer)"
+        if share <= 1 and not isinstance(placement.budget.value, int):
+            hint += f" or a fraction of at least {share:.3g} at this length"
+        raise BudgetError(
+            f"budget {placement.budget.value} leaves {cap:.1f} tokens per KV head in layer {store.name or store.index} for a "
+            f"sequence of {self.tokens} tokens; {placement.method!r} needs at least {placement.minimum_tokens}: use {hint}"
+        )
+
+    def _token_nbytes(self, site: AttentionSite) -> int:
+        """Bytes of one token in all heads of `site`, at full resolution."""
+        return site.values_per_token * self.placement.budget.dtype.itemsize
 
     def cap_bytes(self, tokens: int) -> float:
         """Device bytes that the budgeted stores together may hold at `tokens` tokens."""
@@ -111,152 +160,175 @@ class RowMemory:
             float("inf") if placement.budget.value is None else placement.budget.cap_bytes(placement.budgeted, tokens)
         )
 
-    def _store_cap(self, store: AttentionSite, tokens: int) -> float:
-        cap = self.placement.budget.cap_tokens(len(self.placement.budgeted), store, tokens)
-        return cap * store.values_per_token * self.placement.budget.dtype.itemsize
+    def _part_cap(self, store: AttentionSite, part: Part, tokens: int) -> float:
+        return self.cap_bytes(tokens) * self.shares[store.store] * part.share
 
-    def fixed_allowance(self, store: AttentionSite, tokens: int) -> float:
-        """Device bytes for what stays between steps in one store."""
+    def fixed_allowance(self, store: AttentionSite, part: Part, tokens: int) -> float:
+        """Device bytes for what stays between steps in one part of a store."""
         if store.treatment != "method" or self.placement.budget.value is None:
             return float("inf")
-        cap, components = self._store_cap(store, tokens), self.placement.components
+        cap, components = self._part_cap(store, part, tokens), part.components
         floor = in_pages(components.floor_tokens, self.placement.page_size)
-        floor *= store.values_per_token * self.placement.budget.dtype.itemsize
-        return min(cap, max(components.fixed_share * cap, floor))
+        return min(
+            cap, max(components.fixed_share * cap, floor * self._token_nbytes(store.part(part.first, part.last, 1.0)))
+        )
 
-    def workspace_allowance(self, store: AttentionSite, tokens: int) -> float:
-        """Device bytes for unfolded spans while one store's layer runs."""
+    def workspace_allowance(self, store: AttentionSite, tokens: int) -> list[float]:
+        """Device bytes for unfolded units while one store's layer runs, per part of it."""
+        parts, memories = self.placement.parts(store), self.stores[store.store]
         if store.treatment != "method" or self.placement.budget.value is None:
-            return float("inf")
+            return [float("inf")] * len(parts)
         if self.placement.residency == "elastic":
-            return max(0.0, self._store_cap(store, tokens) - self.stores[store.store].fixed_nbytes)
-        fixed = sum(self.stores[other.store].fixed_nbytes for other in self.placement.budgeted)
-        return max(0.0, self.cap_bytes(tokens) - fixed)
+            room = [self._part_cap(store, part, tokens) - memory.fixed_nbytes for part, memory in zip(parts, memories)]
+            return [max(0.0, free) for free in room]
+        fixed = sum(memory.fixed_nbytes for memory in self.budgeted())
+        free = max(0.0, self.cap_bytes(tokens) - fixed)
+        weights = [part.share if memory.unfolds else 0.0 for part, memory in zip(parts, memories)]
+        return [free * weight / (sum(weights) or 1.0) for weight in weights]
 
     def chunk_limit(self) -> int:
         """Tokens that one step may add so that they fit beside what stays: whole pages, at least one token."""
         limit = 1 << 30
         for store in self.placement.budgeted:
-            memory = self.stores[store.store]
-            free = self.fixed_allowance(store, self.tokens) - memory.kept.nbytes
-            if free == float("inf"):
-                continue
-            pages = int(free // memory.page_nbytes)
-            if memory.spans is not None:
-                pages = min(pages - 1, max(1, pages // 3))  # a window that is not whole pages, and the spans' summaries
-            limit = min(limit, pages * self.placement.page_size)
+            for part, memory in zip(self.placement.parts(store), self.stores[store.store]):
+                free = self.fixed_allowance(store, part, self.tokens) - memory.kept.nbytes
+                if free == float("inf"):
+                    continue
+                pages = int(free // memory.page_nbytes)
+                if memory.spans is not None:
+                    pages = min(pages - 1, max(1, pages // 3))  # a window that is not whole pages, and units' summaries
+                limit = min(limit, pages * self.placement.page_size)
         return max(1, limit)
 
     # -- building ----------------------------------------------------------------------------------------------------
 
     def _build(
-        self, store: AttentionSite, record: RowRecord, divided: dict[tuple[float, float], Segmentation]
+        self, store: AttentionSite, part: Part, record: RowRecord, divided: dict[Division, Segmentation]
     ) -> SiteMemory:
-        placement, n = self.placement, record.tokens
-        k, v = record.keys[store.store], record.values[store.store]
-        surprisal = record.surprisal if record.surprisal is not None else torch.zeros(n)
-        everything = torch.arange(n)
-        components = placement.components
+        placement, n, components = self.placement, record.tokens, part.components
+        site = store.part(part.first, part.last, part.share)
+        heads = slice(part.first, part.last)
+        made = _Prompt(site, components, record, record.keys[store.store][heads], record.values[store.store][heads])
         if store.treatment == "window":
-            return self._site(store, Components(), k, v, everything[:0], everything[-store.window :], surprisal)
-        allowance = self.fixed_allowance(store, n)
+            return self._site(made, made.everything[:0], made.everything[-store.window :])
+        allowance = self.fixed_allowance(store, part, n)
         if allowance == float("inf"):
-            return self._site(store, components, k, v, everything[:0], everything, surprisal)
-        if components.outside == "folded" and self._fits(store, n, allowance):
+            return self._site(made, made.everything[:0], made.everything)
+        if components.outside == "folded" and self._fits(site, n, allowance):
             sinks = min(getattr(components.segmenter, "sinks", 0), n)
-            return self._site(
-                store, components, k, v, everything[:sinks], everything[sinks:], surprisal, self._spans(store)
-            )
-        token_bytes = store.values_per_token / store.kv_heads * placement.budget.dtype.itemsize + 4
-        room = allowance / store.kv_heads / token_bytes
+            return self._site(made, made.everything[:sinks], made.everything[sinks:], self._spans(made))
+        token_bytes = site.values_per_token / site.kv_heads * placement.budget.dtype.itemsize + 4
+        room = allowance / site.kv_heads / token_bytes
         if components.outside == "dropped":
             if components.keeper is None:
                 raise BudgetError(f"method {placement.method!r} has no rule for what to keep")
             pages = int(room // placement.page_size) * placement.page_size
-            kept, recent = components.keeper.keep(store, record, pages, placement.page_size)
-            return self._site(store, components, k, v, kept, everything[recent:], surprisal)
-        cost = span_cost_bytes(store, components) / token_bytes
-        key = (round(room, 3), round(cost, 6))
+            kept, recent = components.keeper.keep(site, record, pages, placement.page_size)
+            return self._site(made, kept, made.everything[recent:])
+        if components.segmenter is None:
+            raise BudgetError(f"method {placement.method!r} has no rule for what to fold")
+        cost = unit_cost_bytes(site, components) / token_bytes
+        place = (store.store, part.first) if components.segmenter.per_store else (-1, -1)
+        key = (id(components.segmenter), *place, round(room, 3), round(cost, 6))
         if key not in divided:
-            divided[key] = components.segmenter.divide(surprisal, room, cost, placement.page_size)
+            divided[key] = components.segmenter.segment(record, site, room, cost, placement.page_size)
         parts = divided[key]
-        memory = self._site(
-            store, components, k, v, parts.kept, everything[parts.recent :], surprisal, self._spans(store)
-        )
-        folded = parts.folded
-        memory.spans.fold(k[:, folded], v[:, folded], folded, surprisal[folded], parts.lengths)
+        spans, folded = self._spans(made), parts.folded
+        memory = self._site(made, parts.kept, made.everything[parts.recent :], spans)
+        spans.fold(
+            Folding(made.k[:, folded], made.v[:, folded], folded, made.surprisal[folded], parts.lengths, parts.units,
+                    record.ids[folded], record)
+        )  # fmt: skip
         return memory
 
-    def _fits(self, store: AttentionSite, n: int, allowance: float) -> bool:
+    def _fits(self, site: AttentionSite, n: int, allowance: float) -> bool:
         pages = -(-n // self.placement.page_size) + 1  # sinks may take a page of their own
         tokens = pages * self.placement.page_size
-        return tokens * (store.values_per_token * self.placement.budget.dtype.itemsize + 4) <= allowance
+        return tokens * (self._token_nbytes(site) + 4) <= allowance
 
-    def _spans(self, store: AttentionSite) -> FoldedSpans:
+    def _spans(self, made: _Prompt) -> FoldedSpans:
         placement = self.placement
-        return FoldedSpans(store, placement.components, placement.budget.dtype, disk=placement.disk)
+        return FoldedSpans(made.site, made.components, placement.budget.dtype, disk=placement.disk)
 
-    def _site(
-        self, store: AttentionSite, components: Components, k: Tensor, v: Tensor, kept: Tensor, recent: Tensor,
-        surprisal: Tensor, spans: FoldedSpans | None = None,
-    ) -> SiteMemory:  # fmt: skip
-        placement = self.placement
+    def _site(self, made: _Prompt, kept: Tensor, recent: Tensor, spans: FoldedSpans | None = None) -> SiteMemory:
+        placement, site, k, v = self.placement, made.site, made.k, made.v
         device, page = placement.device, placement.page_size
         kept = kept if kept.dim() == 2 else kept[None]
-        per_head = kept.expand(store.kv_heads, -1)
-        heads = torch.arange(store.kv_heads)[:, None]
-        uncapped = store.treatment != "method" or placement.budget.value is None
+        per_head = kept.expand(site.kv_heads, -1)
+        heads = torch.arange(site.kv_heads)[:, None]
+        uncapped = site.treatment != "method" or placement.budget.value is None
         return SiteMemory(
-            store, components,
+            site, made.components,
             TokenStore(k[heads, per_head].to(device), v[heads, per_head].to(device), kept.to(device), page),
             TokenStore(k[:, recent].to(device), v[:, recent].to(device), recent[None].to(device), page, reserve=uncapped),
-            spans, surprisal[recent].clone(), device=device, elastic=placement.residency == "elastic",
+            spans, made.record.ids[recent].clone(), made.surprisal[recent].clone(),
+            device=device, elastic=placement.residency == "elastic",
         )  # fmt: skip
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
-    def entries(
-        self, site: AttentionSite, owner: bool, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, surprisal: Tensor
-    ) -> Entries:
-        """Store new tokens where `site` owns its store, and return what it attends to; tensors without a batch dimension."""
-        memory = self.stores[site.store]
-        store = memory.site
-        tokens = self.tokens + q.shape[1]
-        if owner:
-            if store.treatment == "window":
-                excess = memory.recent.length - (store.window - 1)
-                if excess >= memory.recent.page_size:
-                    memory._pop(excess)
-            limit = self.cap_bytes(tokens) / 4 / store.kv_heads
-            memory.append(k, v, positions, surprisal, self.fixed_allowance(store, tokens), limit)
-        entries = memory.entries(site, q, self.workspace_allowance(store, tokens))
-        self._account(site, memory, tokens)
-        return entries
+    def begin_step(self, ids: Tensor) -> None:
+        """Tokens ids [T] are about to run through all layers."""
+        self.passing = {}
+        if self.placement.plan.before is not None:
+            self.placement.plan.before.begin(ids, self.tokens, self.notes, self.passing)
 
-    def _account(self, site: AttentionSite, memory: SiteMemory, tokens: int) -> None:
+    def entries(
+        self, site: AttentionSite, owner: bool, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, ids: Tensor,
+        surprisal: Tensor,
+    ) -> Entries:  # fmt: skip
+        """Store new tokens where `site` owns its store, and return what it attends to; tensors without a batch dimension."""
+        store, memories = self.placement.stores[site.store], self.stores[site.store]
+        parts, tokens = self.placement.parts(store), self.tokens + q.shape[1]
+        if owner:
+            for part, memory in zip(parts, memories):
+                heads = slice(part.first, part.last)
+                if store.treatment == "window":
+                    memory.slide(store.window)
+                limit = self.cap_bytes(tokens) / 4 / store.kv_heads
+                allowance = self.fixed_allowance(store, part, tokens)
+                memory.append(k[heads], v[heads], positions, ids, surprisal, allowance, limit)
+        step = Step(ids, self.tokens, site, q, memories, self.notes, self.passing)
+        made = []
+        for part, memory, room in zip(parts, memories, self.workspace_allowance(store, tokens)):
+            own = site.part(part.first, part.last, 1.0)
+            made.append(memory.entries(own, q[own.query_heads] if len(parts) > 1 else q, room, step))
+        self._account(site, store, memories, tokens)
+        return join_parts(made, [part.last - part.first for part in parts], site, q.shape[1])
+
+    def _account(
+        self, site: AttentionSite, store: AttentionSite, memories: tuple[SiteMemory, ...], tokens: int
+    ) -> None:
         traffic = self.traffic
-        traffic.moved_bytes += memory.moved_nbytes
-        if memory.site.treatment == "method":
-            resident = self.device_nbytes(running=memory)
+        traffic.moved_bytes += sum(memory.moved_nbytes for memory in memories)
+        if store.treatment == "method":
+            resident = self.device_nbytes(running=memories)
             traffic.peak_bytes = max(traffic.peak_bytes, resident)
             traffic.peak_share = max(traffic.peak_share, resident / self.cap_bytes(tokens))
-        if memory.zoomed is not None:
-            count = memory.zoomed.float().sum(dim=(1, 2))
-            traffic.zooms[site.index] = traffic.zooms.get(site.index, torch.zeros_like(count)) + count
-            taken = memory.zoomed.shape[1] * memory.zoomed.shape[2]
-            traffic.decisions[site.index] = traffic.decisions.get(site.index, 0) + taken
+        if any(memory.zoomed is not None for memory in memories):
+            counts = torch.cat([memory.zoom_counts(site.group_size) for memory in memories], 1)
+            traffic.zooms[site.index] = traffic.zooms.get(site.index, torch.zeros_like(counts)) + counts
 
-    def device_nbytes(self, running: SiteMemory | None = None) -> int:
-        """Device bytes of budgeted stores while `running`'s layer runs; between steps where it is None."""
-        memories = [self.stores[store.store] for store in self.placement.budgeted]
-        fixed = sum(memory.fixed_nbytes for memory in memories)
+    def device_nbytes(self, running: tuple[SiteMemory, ...] = ()) -> int:
+        """Device bytes of budgeted stores while the layer of `running` runs; between steps where it is empty."""
+        fixed = sum(memory.fixed_nbytes for memory in self.budgeted())
         if self.placement.residency == "elastic":
-            return fixed + sum(memory.workspace_nbytes for memory in memories)
-        return fixed + (running.workspace_nbytes if running is not None else 0)
+            return fixed + sum(memory.workspace_nbytes for memory in self.budgeted())
+        return fixed + sum(memory.workspace_nbytes for memory in running)
+
+    def memories(self) -> Iterator[SiteMemory]:
+        """The memories of all parts of all stores."""
+        for parts in self.stores.values():
+            yield from parts
+
+    def budgeted(self) -> Iterator[SiteMemory]:
+        """The memories that the budget counts."""
+        for store in self.placement.budgeted:
+            yield from self.stores[store.store]
 
     def patch_surprisal(self, surprisal: Tensor) -> None:
         """Set the surprisal of the newest tokens, known only after their step: float32 [t]."""
-        for memory in self.stores.values():
+        for memory in self.memories():
             count = min(len(surprisal), len(memory.recent_surprisal))
             if count:
                 known = memory.recent_surprisal.clone()  # forks share it
@@ -265,7 +337,26 @@ class RowMemory:
 
     def clone(self) -> RowMemory:
         copy = object.__new__(RowMemory)
-        copy.placement, copy.tokens = self.placement, self.tokens
-        copy.traffic = self.traffic.clone()
-        copy.stores = {store: memory.clone() for store, memory in self.stores.items()}
+        copy.placement, copy.tokens, copy.shares = self.placement, self.tokens, self.shares
+        copy.traffic, copy.notes, copy.passing = self.traffic.clone(), dict(self.notes), {}
+        copy.stores = {store: tuple(memory.clone() for memory in parts) for store, parts in self.stores.items()}
         return copy
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    """What one part of a store is built from: its heads' keys [Hkv, n, D] and values, and the record."""
+
+    site: AttentionSite
+    components: Components
+    record: RowRecord
+    k: Tensor
+    v: Tensor
+
+    @property
+    def everything(self) -> Tensor:
+        return torch.arange(self.record.tokens)
+
+    @property
+    def surprisal(self) -> Tensor:
+        return torch.zeros(self.record.tokens) if self.record.surprisal is None else self.record.surprisal

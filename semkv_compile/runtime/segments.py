@@ -3,32 +3,46 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from semkv.runtime.record import RowRecord
+
 
 @dataclass(frozen=True)
 class Segmentation:
-    """A division of tokens 0..n-1 of one row, shared by all its layers and heads.
+    """A division of tokens 0..n-1 of one row: what stays exact, what is folded, and in which units.
 
     Attributes
     ----------
     kept: int64 [a], ascending: tokens that stay exact wherever they are (sinks, anchors, short spans).
-    starts, lengths: int64 [m]: spans [start, start + length), ascending, disjoint, none holding a kept token.
+    starts, lengths: int64 [s]: segments [start, start + length), ascending, disjoint, none holding a kept token.
     recent: the first token of the recent window; tokens from there on stay exact.
+    units: int64 [Hkv|1, s], the unit of each segment, numbered 0, 1, ... without gaps in every head; None: each segment is
+        its own unit. Units are summarised, routed to and unfolded whole.
 
-    Every token is in exactly one of the three.
+    A token that is in none of the three is dropped.
     """
 
     kept: Tensor
     starts: Tensor
     lengths: Tensor
     recent: int
+    units: Tensor | None = None
+
+    @classmethod
+    def of_lengths(cls, lengths: Tensor, units: Tensor | None = None) -> Segmentation:
+        """All tokens folded, in neighbouring segments of the given lengths int64 [s]."""
+        starts = lengths.cumsum(0) - lengths
+        return cls(torch.empty(0, dtype=torch.int64), starts, lengths, int(lengths.sum()), units)
 
     @property
     def folded(self) -> Tensor:
-        """int64 [sum of lengths]: the tokens of all spans, in order."""
+        """int64 [sum of lengths]: the tokens of all segments, in order."""
         if not len(self.starts):
             return torch.empty(0, dtype=torch.int64)
         ends = self.lengths.cumsum(0)
@@ -36,28 +50,78 @@ class Segmentation:
         return self.starts.repeat_interleave(self.lengths) + inside
 
 
+@dataclass(frozen=True)
+class Folding:
+    """Tokens as they are folded, for what is kept of them.
+
+    k [Hkv, n, D], v [Hkv, n, Dv]; positions int64 [n]; surprisal float32 [n] in nats; lengths int64 [s] of their segments,
+    in order; units int64 [Hkv|1, s], None where each segment is a unit; ids int64 [n] where they are known. record: of the
+    prompt that they are part of, None for tokens that left the window in generation. All on one device.
+    """
+
+    k: Tensor
+    v: Tensor
+    positions: Tensor
+    surprisal: Tensor
+    lengths: Tensor
+    units: Tensor | None = None
+    ids: Tensor | None = None
+    record: RowRecord | None = None
+
+    @cached_property
+    def count(self) -> int:
+        """Units."""
+        return len(self.lengths) if self.units is None else int(self.units.max()) + 1
+
+    @cached_property
+    def token_unit(self) -> Tensor:
+        """int64 [Hkv|1, n]: the unit of each token."""
+        if self.units is None:
+            return span_of_token(self.lengths)[None]
+        return self.units.repeat_interleave(self.lengths, dim=1)
+
+    @cached_property
+    def sizes(self) -> Tensor:
+        """int64 [Hkv|1, m]: tokens of each unit."""
+        unit = self.token_unit
+        return unit.new_zeros(unit.shape[0], self.count).scatter_add_(1, unit, torch.ones_like(unit))
+
+    def mean(self, x: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Means over units: x [H, n, d] of the tokens, weights [H|1, n] that sum to 1 in each unit (uniform without)
+        -> float32 [H, m, d]; H a multiple of Hkv."""
+        if weights is None:
+            weights = self._uniform()
+        return self._reduce(x.float() * self._rows(weights, x.shape[0])[..., None], "sum")
+
+    def smallest(self, x: Tensor) -> Tensor:
+        """Minimum over units, [H, n, d] -> [H, m, d]."""
+        return self._reduce(x, "amin")
+
+    def largest(self, x: Tensor) -> Tensor:
+        """Maximum over units, [H, n, d] -> [H, m, d]."""
+        return self._reduce(x, "amax")
+
+    def surprisal_weights(self) -> Tensor:
+        """SeKV Eq. 2: each token's share of its unit's surprisal, uniform where a unit's surprisal is zero, [Hkv|1, n]."""
+        unit = self.token_unit
+        surprisal = self.surprisal.expand(unit.shape[0], -1)
+        total = surprisal.new_zeros(unit.shape[0], self.count).scatter_add_(1, unit, surprisal).gather(1, unit)
+        return torch.where(total > 0, surprisal / total.clamp(min=1e-20), self._uniform())
+
+    def _uniform(self) -> Tensor:
+        return 1.0 / self.sizes.gather(1, self.token_unit).float()
+
+    def _reduce(self, x: Tensor, how: str) -> Tensor:
+        unit = self._rows(self.token_unit, x.shape[0])[..., None].expand_as(x)
+        out = x.new_zeros(x.shape[0], self.count, x.shape[2])
+        return out.scatter_reduce_(1, unit, x, how, include_self=how == "sum")
+
+    @staticmethod
+    def _rows(x: Tensor, heads: int) -> Tensor:
+        """x [Hkv|1, n] -> [heads, n]: query heads of a group share a row."""
+        return x.expand(heads, -1) if x.shape[0] == 1 else x.repeat_interleave(heads // x.shape[0], 0)
+
+
 def span_of_token(lengths: Tensor) -> Tensor:
     """int64 [sum of lengths]: for each folded token the span that holds it."""
-    return torch.arange(len(lengths)).repeat_interleave(lengths)
-
-
-def weighted_mean(x: Tensor, weights: Tensor, lengths: Tensor) -> Tensor:
-    """Means over spans: x [H, n, D] of n folded tokens, weights [n] that sum to 1 in each span -> [H, m, D], float32."""
-    out = torch.zeros(x.shape[0], len(lengths), x.shape[2], dtype=torch.float32, device=x.device)
-    return out.index_add_(1, span_of_token(lengths).to(x.device), x.float() * weights[None, :, None])
-
-
-def surprisal_weights(surprisal: Tensor, lengths: Tensor) -> Tensor:
-    """SeKV Eq. 2: each token's share of its span's surprisal; uniform where a span's surprisal is zero.
-
-    surprisal [n] in nats, of the folded tokens in order -> [n].
-    """
-    span = span_of_token(lengths)
-    total = torch.zeros(len(lengths)).index_add_(0, span, surprisal)
-    uniform = 1.0 / lengths.float()
-    return torch.where(total[span] > 0, surprisal / total[span].clamp(min=1e-20), uniform[span])
-
-
-def uniform_weights(lengths: Tensor) -> Tensor:
-    """Equal weights that sum to 1 in each span, [n]."""
-    return (1.0 / lengths.float())[span_of_token(lengths)]
+    return torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)

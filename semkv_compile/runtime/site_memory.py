@@ -1,4 +1,4 @@
-"""The memory of one KV store of one row: exact tokens, the recent window, folded spans, and what a step unfolds."""
+"""The memory of one part of a KV store of one row: exact tokens, the recent window, folded units, and what a step unfolds."""
 
 from __future__ import annotations
 
@@ -9,26 +9,28 @@ from semkv.ir.memory import Entries
 from semkv.ir.site import AttentionSite
 from semkv.runtime.components import Components
 from semkv.runtime.quantization import dequantize
+from semkv.runtime.segments import Folding
 from semkv.runtime.spans import FoldedSpans, Unfolded
+from semkv.runtime.step import Step
 from semkv.runtime.token_store import TokenStore
 
 NEG_INF = float("-inf")
 
 
 class SiteMemory:
-    """Tensors of one store, without a batch dimension.
+    """Tensors of the KV heads that `site` has, without a batch dimension.
 
     kept: exact tokens that stay; recent: the newest ones; spans: what is folded, None where the method folds nothing;
-    recent_surprisal: float32, one for each recent token, in nats.
+    recent_ids int64, recent_surprisal float32 in nats: one for each recent token.
     """
 
     def __init__(
         self, site: AttentionSite, components: Components, kept: TokenStore, recent: TokenStore, spans: FoldedSpans | None,
-        recent_surprisal: Tensor, *, device: torch.device, elastic: bool = False,
+        recent_ids: Tensor, recent_surprisal: Tensor, *, device: torch.device, elastic: bool = False,
     ) -> None:  # fmt: skip
         self.site, self.components, self.device, self.elastic = site, components, device, elastic
         self.kept, self.recent, self.spans = kept, recent, spans
-        self.recent_surprisal = recent_surprisal
+        self.recent_ids, self.recent_surprisal = recent_ids, recent_surprisal
         self.workspace: Unfolded | None = None
         self.workspace_nbytes = 0
         self.moved_nbytes = 0
@@ -52,18 +54,45 @@ class SiteMemory:
         store = self.recent
         return store.page_size * (store._k[:, :1].nbytes + store._v[:, :1].nbytes) + _row_nbytes(store)
 
+    @property
+    def unfolds(self) -> bool:
+        """Whether its method may bring folded tokens back."""
+        return self.components.unfold and self.components.router is not None
+
+    def zoom_counts(self, group_size: int) -> Tensor:
+        """float32 [2, Hq]: units that the last step unfolded per query head, and decisions that it took."""
+        heads = self.site.kv_heads * group_size
+        if self.zoomed is None:
+            return torch.zeros(2, heads)
+        taken = torch.full((heads,), float(self.zoomed.shape[1] * self.zoomed.shape[2]))
+        return torch.stack([self.zoomed.float().sum(dim=(1, 2)), taken])
+
+    def slide(self, window: int) -> None:
+        """Drop whole pages of what a sliding window of `window` tokens no longer sees."""
+        excess = self.recent.length - (window - 1)
+        if excess >= self.recent.page_size:
+            self._pop(excess)
+
     # -- new tokens --------------------------------------------------------------------------------------------------
 
     def append(
-        self, k: Tensor, v: Tensor, positions: Tensor, surprisal: Tensor, allowance: float, span_limit: float
+        self,
+        k: Tensor,
+        v: Tensor,
+        positions: Tensor,
+        ids: Tensor,
+        surprisal: Tensor,
+        allowance: float,
+        span_limit: float,
     ) -> None:
-        """Store new tokens k [Hkv, t, D], v [Hkv, t, Dv], positions [t], surprisal [t], and stay within `allowance`.
+        """Store new tokens k [Hkv, t, D], v [Hkv, t, Dv], positions, ids, surprisal [t], and stay within `allowance`.
 
         allowance: device bytes for fixed parts; span_limit: device bytes that one unfolded span may take per KV head.
         """
         if allowance != float("inf"):
             self._make_room(k.shape[1], allowance, span_limit)
         self.recent.append(k.to(self.recent.k.dtype), v.to(self.recent.v.dtype), positions[None].to(torch.int32))
+        self.recent_ids = torch.cat([self.recent_ids, ids.cpu()])
         self.recent_surprisal = torch.cat([self.recent_surprisal, surprisal])
 
     def _make_room(self, tokens: int, allowance: float, span_limit: float) -> None:
@@ -88,14 +117,14 @@ class SiteMemory:
         return max(page, min(self.components.window, pages * page))
 
     def _pop(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        self.recent_surprisal = self.recent_surprisal[count:].clone()
+        self.recent_ids, self.recent_surprisal = self.recent_ids[count:].clone(), self.recent_surprisal[count:].clone()
         return self.recent.pop_front(count)
 
     def _fold_oldest(self, count: int) -> None:
-        surprisal = self.recent_surprisal[:count].clone()
-        k, v, positions = self._pop(count)
-        lengths = self.components.segmenter.divide_more(surprisal)
-        self.spans.fold(k, v, positions[0].long().cpu(), surprisal, lengths)
+        ids, surprisal = self.recent_ids[:count].clone(), self.recent_surprisal[:count].clone()
+        k, v, positions = (x.cpu() for x in self._pop(count))  # they leave the device: units are made on the host
+        parts = self.components.segmenter.segment_more(ids, surprisal, k)
+        self.spans.fold(Folding(k, v, positions[0].long(), surprisal, parts.lengths, parts.units, ids))
 
     def _shrink(self, room: float, span_limit: float) -> None:
         """Merge spans, then archive the oldest, until kept tokens and spans take at most `room` bytes."""
@@ -111,8 +140,8 @@ class SiteMemory:
 
     # -- attention ---------------------------------------------------------------------------------------------------
 
-    def entries(self, site: AttentionSite, q: Tensor, workspace_allowance: float) -> Entries:
-        """What `site` attends to for q [Hq, T, D]; `workspace_allowance` is device bytes for unfolded spans.
+    def entries(self, site: AttentionSite, q: Tensor, workspace_allowance: float, step: Step) -> Entries:
+        """What `site` attends to for q [Hq, T, D]; `workspace_allowance` is device bytes for unfolded units.
 
         The result has no batch dimension; its keys and values are in the KV dtype.
         """
@@ -130,7 +159,7 @@ class SiteMemory:
         zoom = torch.zeros(site.q_heads, q.shape[1], spans.count, dtype=torch.bool)
         unfolded = None
         if components.unfold and components.router is not None:
-            zoom, unfolded = self._unfold(site, q, workspace_allowance)
+            zoom, unfolded = self._unfold(site, q, workspace_allowance, step)
         self.zoomed = zoom
         bias = None
         factors: dict[str, Tensor] = {}
@@ -159,12 +188,14 @@ class SiteMemory:
             factor_bias = factor_bias.to(self.device)
         coarse: list[Tensor | None] = [None] * 4
         if components.summary is not None and components.summary.attend:
-            size = spans.lengths.float().log()
+            size = spans.lengths.float().log()  # [Hkv|1, M]
+            if size.shape[0] > 1:
+                size = size.repeat_interleave(site.group_size, 0)
             coarse = [
                 dequantize(spans.mean_k, torch.float32).to(self.device),
                 dequantize(spans.mean_v, torch.float32).to(self.device),
-                spans.positions[None].to(self.device),
-                torch.where(zoom, NEG_INF, size).to(self.device),
+                spans.positions.to(self.device),
+                torch.where(zoom, NEG_INF, size[:, None]).to(self.device),
             ]
         return Entries(  # type: ignore[call-arg]
             torch.cat(k, 1), torch.cat(v, 1), torch.cat(positions, 1), bias, *coarse,
@@ -172,14 +203,12 @@ class SiteMemory:
             factor_positions, factor_bias,
         )  # fmt: skip
 
-    def _select(self, site: AttentionSite, q: Tensor, allowance: float) -> Tensor:
-        """Which spans each query head unfolds, bool [Hq, T, M]: above its threshold, or all in order of score where the
-        method fills the cap; over the cap, per KV head, the highest-scored of the group's union."""
-        router = self.components.router
-        score = router.score(site, q, self.spans).float().cpu()
-        wanted = torch.ones_like(score, dtype=torch.bool)
+    def _select(self, site: AttentionSite, score: Tensor, allowance: float) -> Tensor:
+        """Which units each query head unfolds by score [Hq, T, M], bool [Hq, T, M]: those above its threshold, or all in
+        order of score where the method fills the cap; over the cap, per KV head, the highest-scored of the group's union."""
+        wanted = score > NEG_INF
         if not self.components.fill:
-            wanted = score > router.threshold(site).float()[:, None, None]
+            wanted &= score > self.components.router.threshold(site).float()[:, None, None]
         grouped = score.masked_fill(~wanted, NEG_INF).unflatten(0, (site.kv_heads, site.group_size))
         best = grouped.amax(dim=(1, 2))  # [Hkv, M]
         order = best.argsort(dim=1, descending=True, stable=True)
@@ -188,11 +217,14 @@ class SiteMemory:
         chosen = torch.zeros_like(best, dtype=torch.bool).scatter_(1, order, fits)
         return wanted & chosen.repeat_interleave(site.group_size, 0)[:, None]
 
-    def _unfold(self, site: AttentionSite, q: Tensor, allowance: float) -> tuple[Tensor, Unfolded]:
-        """The zooms of `_select` and the spans that they unfold, whose tensors take at most `allowance` bytes."""
+    def _unfold(self, site: AttentionSite, q: Tensor, allowance: float, step: Step) -> tuple[Tensor, Unfolded]:
+        """The zooms of `_select` and the units that they unfold, whose tensors take at most `allowance` bytes."""
+        score = self.components.router.score(site, q, self.spans, step).float().cpu()
+        if self.components.most:
+            allowance = min(allowance, self.components.most * site.kv_heads * self.spans.token_nbytes())
         room = allowance
         while True:
-            zoom = self._select(site, q, room)
+            zoom = self._select(site, score, room)
             union = zoom.unflatten(0, (site.kv_heads, site.group_size)).any(dim=(1, 2))
             unfolded = self.spans.unfold(union, self.workspace)
             if unfolded.nbytes <= allowance or not bool(union.any()):

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from semkv.ir.site import AttentionSite
+from semkv.runtime.components import Part
 from semkv.runtime.quantization import Quantized
 from semkv.runtime.row_memory import Placement, RowMemory, Traffic
 from semkv.runtime.site_memory import SiteMemory
@@ -19,26 +21,28 @@ TABLES = ("segment_unit", "segment_kind", "segment_length", "segment_position", 
 def row_to_tensors(row: RowMemory) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """(facts, tensors) from which `row_from_tensors` makes an equal row. Traffic is not kept."""
     facts: dict[str, Any] = {"tokens": row.tokens, "stores": sorted(row.stores), "folded": []}
-    tensors: dict[str, Tensor] = {}
-    for store, memory in row.stores.items():
-        own = {f"kept.{name}": x for name, x in memory.kept.to_tensors().items()}
-        own |= {f"recent.{name}": x for name, x in memory.recent.to_tensors().items()}
-        own["recent_surprisal"] = memory.recent_surprisal
-        if memory.spans is not None:
-            facts["folded"].append(store)
-            own |= _span_tensors(memory.spans)
-        tensors |= {f"{store}.{name}": x.contiguous() for name, x in own.items()}
+    facts["shares"] = [[store, share] for store, share in sorted(row.shares.items())]
+    tensors = {f"notes.{name}": x.contiguous() for name, x in row.notes.items()}
+    for store, parts in row.stores.items():
+        for number, memory in enumerate(parts):
+            own = {f"kept.{name}": x for name, x in memory.kept.to_tensors().items()}
+            own |= {f"recent.{name}": x for name, x in memory.recent.to_tensors().items()}
+            own |= {"recent_ids": memory.recent_ids, "recent_surprisal": memory.recent_surprisal}
+            if memory.spans is not None:
+                facts["folded"].append([store, number])
+                own |= _span_tensors(memory.spans)
+            tensors |= {f"{store}.{number}.{name}": x.contiguous() for name, x in own.items()}
     return facts, tensors
 
 
 def _span_tensors(spans: FoldedSpans) -> dict[str, Tensor]:
     out = {name: getattr(spans, name) for name in (*TABLES, "lengths", "positions")}
-    for name in ("mean_k", "mean_v", "vectors"):
-        packed = getattr(spans, name)
-        if packed is not None:
-            out |= {f"{name}.codes": packed.codes, f"{name}.scale": packed.scale}
-    if spans.norms is not None:
-        out["norms"] = spans.norms
+    held = {"mean_k": spans.mean_k, "mean_v": spans.mean_v, **{f"index.{name}": x for name, x in spans.index.items()}}
+    for name, part in held.items():
+        if isinstance(part, Quantized):
+            out |= {f"{name}.codes": part.codes, f"{name}.scale": part.scale}
+        elif part is not None:
+            out[name] = part
     out |= {f"tokens.{name}": part.data for name, part in spans.host_tokens.parts.items()}
     factors = spans.host_factors
     if factors.spans:
@@ -55,55 +59,80 @@ def _span_tensors(spans: FoldedSpans) -> dict[str, Tensor]:
 def row_from_tensors(placement: Placement, facts: dict[str, Any], tensors: dict[str, Tensor]) -> RowMemory:
     """The row that `row_to_tensors` described; `ValueError` or `KeyError` where facts and tensors do not fit `placement`."""
     row = object.__new__(RowMemory)
-    row.placement, row.traffic = placement, Traffic()
+    row.placement, row.traffic, row.passing = placement, Traffic(), {}
     row.tokens = facts["tokens"]
-    stores = {store.store: store for store in placement.program.stores}
+    stores = placement.stores
     if not isinstance(row.tokens, int) or row.tokens < 1 or facts["stores"] != sorted(stores):
         raise ValueError(f"{row.tokens!r} tokens in stores {facts['stores']!r}, expected stores {sorted(stores)}")
+    row.shares = _shares(placement, facts["shares"])
+    row.notes = {}
+    for name in [name.removeprefix("notes.") for name in tensors if name.startswith("notes.")]:
+        if name not in placement.plan.notes:
+            raise ValueError(f"it remembers {name!r}, which this method does not")
+        row.notes[name] = placement.plan.notes[name].check(tensors[f"notes.{name}"], name).clone()
     row.stores = {}
-    for number, site in stores.items():
-        own = {name.split(".", 1)[1]: x for name, x in tensors.items() if name.startswith(f"{number}.")}
-        uncapped = site.treatment != "method" or placement.budget.value is None
-        heads, dtype, device = site.kv_heads, placement.budget.dtype, placement.device
-        parts = {}
-        for part in ("kept", "recent"):
-            k, v, positions = (own[f"{part}.{name}"] for name in ("k", "v", "positions"))
-            n = k.shape[1] if k.dim() == 3 else -1
-            _expect(k, f"{part}.k", (heads, n, site.key_dim), dtype)
-            _expect(v, f"{part}.v", (heads, n, site.value_dim), dtype)
-            _expect(positions, f"{part}.positions", (positions.shape[0], n), torch.int32)
-            if positions.shape[0] not in (1, heads) or not _within(positions, 0, row.tokens):
-                raise ValueError(f"{part}.positions are not positions of {row.tokens} tokens in {heads} heads")
-            reserve = uncapped and part == "recent"
-            parts[part] = TokenStore(
-                k.to(device), v.to(device), positions.to(device), placement.page_size, reserve=reserve
-            )
-        surprisal = _expect(
-            own["recent_surprisal"], "recent_surprisal", (parts["recent"].length,), torch.float32
-        ).clone()
-        spans = None
-        if number in facts["folded"]:
-            spans = FoldedSpans(site, placement.components, dtype, disk=placement.disk)
-            _fill_spans(spans, own, row.tokens)
-        components = placement.components
-        row.stores[number] = SiteMemory(
-            site, components, parts["kept"], parts["recent"], spans, surprisal,
-            device=device, elastic=placement.residency == "elastic",
-        )  # fmt: skip
+    for number, store in stores.items():
+        memories = []
+        for place, part in enumerate(placement.parts(store)):
+            prefix = f"{number}.{place}."
+            own = {name[len(prefix) :]: x for name, x in tensors.items() if name.startswith(prefix)}
+            memories.append(_memory(placement, store, part, own, [number, place] in facts["folded"], row.tokens))
+        row.stores[number] = tuple(memories)
     return row
 
 
+def _shares(placement: Placement, listed: list[list[Any]]) -> dict[int, float]:
+    shares = dict(listed)
+    expected = sorted(store.store for store in placement.budgeted)
+    sound = sorted(shares) == expected and all(isinstance(x, float) and 0 < x <= 1 for x in shares.values())
+    if not sound or (shares and abs(sum(shares.values()) - 1) > 1e-6):
+        raise ValueError(f"shares {listed!r} do not divide a budget among the stores {expected}")
+    return shares
+
+
+def _memory(
+    placement: Placement, store: AttentionSite, part: Part, own: dict[str, Tensor], folded: bool, tokens: int
+) -> SiteMemory:
+    """The memory of one part of a store."""
+    site = store.part(part.first, part.last, part.share)
+    uncapped = site.treatment != "method" or placement.budget.value is None
+    heads, dtype, device = site.kv_heads, placement.budget.dtype, placement.device
+    exact = {}
+    for name in ("kept", "recent"):
+        k, v, positions = (own[f"{name}.{kind}"] for kind in ("k", "v", "positions"))
+        n = k.shape[1] if k.dim() == 3 else -1
+        _expect(k, f"{name}.k", (heads, n, site.key_dim), dtype)
+        _expect(v, f"{name}.v", (heads, n, site.value_dim), dtype)
+        _expect(positions, f"{name}.positions", (positions.shape[0], n), torch.int32)
+        if positions.shape[0] not in (1, heads) or not _within(positions, 0, tokens):
+            raise ValueError(f"{name}.positions are not positions of {tokens} tokens in {heads} heads")
+        reserve = uncapped and name == "recent"
+        exact[name] = TokenStore(k.to(device), v.to(device), positions.to(device), placement.page_size, reserve=reserve)
+    count = (exact["recent"].length,)
+    ids = _expect(own["recent_ids"], "recent_ids", count, torch.int64).clone()
+    surprisal = _expect(own["recent_surprisal"], "recent_surprisal", count, torch.float32).clone()
+    spans = None
+    if folded:
+        spans = FoldedSpans(site, part.components, dtype, disk=placement.disk)
+        _fill_spans(spans, own, tokens)
+    return SiteMemory(
+        site, part.components, exact["kept"], exact["recent"], spans, ids, surprisal,
+        device=device, elastic=placement.residency == "elastic",
+    )  # fmt: skip
+
+
 def _fill_spans(spans: FoldedSpans, own: dict[str, Tensor], tokens: int) -> None:
-    site, summary = spans.site, spans.components.summary
-    if summary is None:
-        raise ValueError("folded spans for a method without summaries")
-    heads, m = site.kv_heads, len(own["lengths"])
-    segments = len(own["segment_unit"])
+    site = spans.site
+    heads, m = site.kv_heads, own["lengths"].shape[-1]
+    rows, segments = own["segment_unit"].shape
     stored = own["tokens.k"].shape[1]
-    _expect(own["lengths"], "lengths", (m,), torch.int32)
-    _expect(own["positions"], "positions", (m,), torch.int32)
+    if rows not in (1, heads):
+        raise ValueError(f"units of {rows} heads, expected 1 or {heads}")
+    _expect(own["lengths"], "lengths", (rows, m), torch.int32)
+    _expect(own["positions"], "positions", (rows, m), torch.int32)
     for name in TABLES:
-        setattr(spans, name, _expect(own[name], name, (segments,), torch.int64).clone())
+        shape = (rows, segments) if name == "segment_unit" else (segments,)
+        setattr(spans, name, _expect(own[name], name, shape, torch.int64).clone())
     factored = own["factors.lengths"] if "factors.lengths" in own else torch.zeros(0, dtype=torch.int64)
     starts = own["segment_start"]
     is_factor = own["segment_kind"] == FACTORS
@@ -118,26 +147,26 @@ def _fill_spans(spans: FoldedSpans, own: dict[str, Tensor], tokens: int) -> None
     if not sound:
         raise ValueError("its span tables point outside of what is stored")
     spans.lengths, spans.positions = own["lengths"].clone(), own["positions"].clone()
-    for name, dim, rows in (
-        ("mean_k", site.key_dim, heads),
-        ("mean_v", site.value_dim, heads),
-        ("vectors", None, site.q_heads),
-    ):
-        if f"{name}.codes" not in own:
-            continue
-        dim = getattr(spans.components.router, "routing_dim", 0) if dim is None else dim
-        width = dim if summary.bits == 8 else (dim + 1) // 2
-        codes = _expect(own[f"{name}.codes"], f"{name}.codes", (rows, m, width), torch.uint8).clone()
-        scale = _expect(own[f"{name}.scale"], f"{name}.scale", (rows, m, 1), torch.float16).clone()
-        setattr(spans, name, Quantized(codes, scale, summary.bits, dim))
-    if m and spans.mean_k is None:
-        raise ValueError("its spans have no means")
-    if "norms" in own:
-        spans.norms = _expect(own["norms"], "norms", (site.q_heads, m), torch.float16).clone()
+    if m:
+        _fill_index(spans, own, m)
     for name, part in spans.host_tokens.parts.items():
         part.append(_expect(own[f"tokens.{name}"], f"tokens.{name}", (heads, stored, *part._tail), part.data.dtype))
     if len(factored):
         _fill_factors(spans, own, len(factored))
+
+
+def _fill_index(spans: FoldedSpans, own: dict[str, Tensor], units: int) -> None:
+    """Summaries and the router's index of `units` units."""
+    site, summary = spans.site, spans.components.summary
+    if summary is not None:
+        spans.mean_k = _quantized(own, "mean_k", site.kv_heads, units, site.key_dim, summary.bits)
+        if summary.attend:
+            spans.mean_v = _quantized(own, "mean_v", site.kv_heads, units, site.value_dim, summary.bits)
+    for name, part in spans.index_parts.items():
+        if part.bits is not None:
+            spans.index[name] = _quantized(own, f"index.{name}", part.rows, units, part.dim, part.bits)
+        else:
+            spans.index[name] = _expect(own[f"index.{name}"], name, (part.rows, units, part.dim), part.dtype).clone()
 
 
 def _fill_factors(spans: FoldedSpans, own: dict[str, Tensor], count: int) -> None:
@@ -163,6 +192,13 @@ def _fill_factors(spans: FoldedSpans, own: dict[str, Tensor], count: int) -> Non
             raise ValueError(f"its {kind} factors point outside of what is stored")
         factors.packed[kind].append(flat)
         factors.offsets[kind] = offsets
+
+
+def _quantized(own: dict[str, Tensor], name: str, rows: int, units: int, dim: int, bits: int) -> Quantized:
+    width = (dim * bits + 7) // 8
+    codes = _expect(own[f"{name}.codes"], f"{name}.codes", (rows, units, width), torch.uint8).clone()
+    scale = _expect(own[f"{name}.scale"], f"{name}.scale", (rows, units, 1), torch.float16).clone()
+    return Quantized(codes, scale, bits, dim)
 
 
 def _expect(x: Tensor, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

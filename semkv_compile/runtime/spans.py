@@ -1,17 +1,18 @@
-"""The folded spans of one KV store of one row: summaries on the device, tokens or factors on the host."""
+"""What is folded in one KV store of one row: summaries and indexes on the device, tokens or factors on the host."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from semkv.ir.site import AttentionSite
-from semkv.runtime.components import Components
+from semkv.runtime.components import Components, IndexPart
 from semkv.runtime.host_pool import HostFactors, HostTokens
 from semkv.runtime.quantization import Quantized, bytes_per_vector, concatenate, dequantize, quantize
-from semkv.runtime.segments import surprisal_weights, uniform_weights, weighted_mean
+from semkv.runtime.segments import Folding
 
 TOKENS, FACTORS = 0, 1
 
@@ -49,27 +50,26 @@ class Unfolded:
         return parts if self.factor_positions is None else [*parts, self.factor_positions]
 
 
-def span_cost_bytes(site: AttentionSite, components: Components) -> float:
-    """Device bytes of one folded span, per KV head."""
-    summary = components.summary
-    if summary is None:
-        return 0.0
-    cost = float(bytes_per_vector(site.key_dim, summary.bits)) + 8 / site.kv_heads
-    if summary.attend:
-        cost += bytes_per_vector(site.value_dim, summary.bits)
-    if components.router is not None and components.unfold:
-        dim = getattr(components.router, "routing_dim", 0)
-        own = bytes_per_vector(dim, summary.bits) if summary.routing == "uniform" else 2
-        cost += site.group_size * own
+def unit_cost_bytes(site: AttentionSite, components: Components) -> float:
+    """Device bytes that stay for one folded unit, per KV head."""
+    summary, router = components.summary, components.router
+    cost = 0.0
+    if summary is not None:
+        cost += bytes_per_vector(site.key_dim, summary.bits) + 8 / site.kv_heads
+        cost += bytes_per_vector(site.value_dim, summary.bits) if summary.attend else 0
+    if router is not None and components.unfold:
+        parts = router.index(site, summary)
+        cost += sum(part.unit_nbytes for part in parts.values()) / site.kv_heads
     return cost
 
 
 class FoldedSpans:
-    """Spans in token order. A span ("unit") is routed and unfolded whole; spans merge as the sequence grows, so a unit is
-    one or more stored segments, each raw tokens or factors.
+    """Folded units in the order in which they were made. A unit is routed to and unfolded whole. It is one or more stored
+    segments, each raw tokens or factors: spans merge as the sequence grows, and some units are not runs of tokens. Heads
+    share their units or have their own (`segment_unit` [1, S] or [Hkv, S], -1 where nothing routes to a segment any more).
 
-    Device: mean keys and values quantised [Hkv, M], lengths and positions int32 [M], routing norms float16 [Hq, M] (or
-    routing vectors). Host: tokens and factors.
+    Device: where the method has a summary, mean keys and values quantised [Hkv, M], lengths and mean positions int32
+    [Hkv|1, M]; the router's index, by name, [rows, M, ...]. Host: tokens, factors and tables.
     """
 
     def __init__(self, site: AttentionSite, components: Components, dtype: torch.dtype, *, disk: bool = False) -> None:
@@ -77,35 +77,52 @@ class FoldedSpans:
         heads = site.kv_heads
         self.host_tokens = HostTokens(heads, site.key_dim, site.value_dim, dtype, components.host_form, disk=disk)
         self.host_factors = HostFactors(heads, site.key_dim, site.value_dim, dtype, disk=disk)
-        self.segment_unit = torch.zeros(0, dtype=torch.int64)
+        self.segment_unit = torch.zeros(1, 0, dtype=torch.int64)
         self.segment_kind = torch.zeros(0, dtype=torch.int64)
         self.segment_length = torch.zeros(0, dtype=torch.int64)
         self.segment_position = torch.zeros(0, dtype=torch.int64)
         self.segment_start = torch.zeros(
             0, dtype=torch.int64
         )  # first token in HostTokens, or the factored span's number
-        self.lengths = torch.zeros(0, dtype=torch.int32)
-        self.positions = torch.zeros(0, dtype=torch.int32)
+        self.lengths = torch.zeros(1, 0, dtype=torch.int32)
+        self.positions = torch.zeros(1, 0, dtype=torch.int32)
         self.mean_k: Quantized | None = None
         self.mean_v: Quantized | None = None
-        self.norms: Tensor | None = None
-        self.vectors: Quantized | None = None
+        self.index: dict[str, Quantized | Tensor] = {}
         self._costs: tuple[Tensor, Tensor] | None = None
         self._held: tuple[Tensor, int] | None = None
+
+    @property
+    def index_parts(self) -> Mapping[str, IndexPart]:
+        """What the router keeps per unit."""
+        components = self.components
+        if components.router is None or not components.unfold:
+            return {}
+        return components.router.index(self.site, components.summary)
+
+    def indexed(self, name: str) -> Tensor:
+        """One tensor of the index in float32, [rows, M, dim]."""
+        held = self.index[name]
+        return dequantize(held) if isinstance(held, Quantized) else held.float()
 
     # -- sizes -------------------------------------------------------------------------------------------------------
 
     @property
     def count(self) -> int:
         """Units that can be routed to."""
-        return len(self.lengths)
+        return self.lengths.shape[1]
 
     def device_tensors(self) -> list[Tensor]:
-        tensors = [self.lengths, self.positions]
-        for packed in (self.mean_k, self.mean_v, self.vectors):
-            if packed is not None:
-                tensors += [packed.codes, packed.scale]
-        return tensors if self.norms is None else [*tensors, self.norms]
+        held: list[Quantized | Tensor | None] = [self.mean_k, self.mean_v, *self.index.values()]
+        if self.components.summary is not None:
+            held += [self.lengths, self.positions]
+        tensors = []
+        for part in held:
+            if isinstance(part, Quantized):
+                tensors += [part.codes, part.scale]
+            elif part is not None:
+                tensors.append(part)
+        return tensors
 
     @property
     def device_nbytes(self) -> int:
@@ -117,7 +134,8 @@ class FoldedSpans:
     @property
     def host_nbytes(self) -> int:
         tables = (self.segment_unit, self.segment_kind, self.segment_length, self.segment_position, self.segment_start)
-        return self.host_tokens.nbytes + self.host_factors.nbytes + sum(table.nbytes for table in tables)
+        held = self.host_tokens.nbytes + self.host_factors.nbytes + sum(table.nbytes for table in tables)
+        return held if self.components.summary is not None else held + self.lengths.nbytes + self.positions.nbytes
 
     def token_nbytes(self) -> int:
         """Device bytes of one unfolded token of one KV head: key, value and position."""
@@ -136,53 +154,50 @@ class FoldedSpans:
             ids = self.segment_start[factored]
             per_segment[:, factored] = self.host_factors.span_nbytes()[:, ids] + 4 * self.segment_length[factored]
         out = torch.zeros(self.site.kv_heads, self.count, dtype=torch.int64)
-        alive = self.segment_unit >= 0
-        return out.index_add_(1, self.segment_unit[alive], per_segment[:, alive])
+        unit = self.segment_unit.expand(self.site.kv_heads, -1)
+        if not self.count:
+            return out
+        return out.scatter_add_(1, unit.clamp(min=0), per_segment * (unit >= 0))
 
     # -- folding -----------------------------------------------------------------------------------------------------
 
-    def fold(self, k: Tensor, v: Tensor, positions: Tensor, surprisal: Tensor, lengths: Tensor) -> None:
-        """Add spans: k [Hkv, n, D], v [Hkv, n, Dv], positions [n], surprisal [n] of their tokens in order; lengths [m]."""
-        if not len(lengths):
+    def fold(self, folding: Folding) -> None:
+        """Add the units of `folding`, whose tensors are on the host."""
+        if not len(folding.lengths):
             return
-        summary = self.components.summary
-        if summary is None:
-            raise ValueError("a method that folds spans needs a summary")
-        k, v = k.cpu(), v.cpu()  # tokens that leave the window come from the device; spans are made on the host
-        uniform = uniform_weights(lengths)
-        weights = uniform if summary.weights == "uniform" else surprisal_weights(surprisal, lengths)
-        mean_k, mean_v = weighted_mean(k, weights, lengths), weighted_mean(v, weights, lengths)
-        self._store(k, v, positions, lengths, mean_k)
-        self._append_device(lengths, weighted_mean(positions.float()[None, :, None], uniform, lengths)[0, :, 0], mean_k, mean_v,
-                            weighted_mean(k, uniform, lengths) if summary.routing == "uniform" else mean_k)  # fmt: skip
+        summary, router, heads = self.components.summary, self.components.router, self.site.kv_heads
+        mean_k = None
+        if summary is not None:
+            weights = folding.surprisal_weights() if summary.weights == "surprisal" else None
+            mean_k = folding.mean(folding.k, weights)
+            self.mean_k = _joined(self.mean_k, quantize(mean_k, summary.bits))
+            if summary.attend:
+                self.mean_v = _joined(self.mean_v, quantize(folding.mean(folding.v, weights), summary.bits))
+        parts = self.index_parts
+        if parts and router is not None:
+            built = router.build(self.site, folding, mean_k)
+            for name, part in parts.items():
+                self._append_index(name, part, built[name])
+        self._store(folding, mean_k)
+        rows = folding.sizes.shape[0]
+        where = folding.positions.float()[None, :, None].expand(rows, -1, -1)
+        self.lengths = _same_rows(self.lengths, folding.sizes.to(torch.int32), heads)
+        self.positions = _same_rows(self.positions, folding.mean(where)[..., 0].to(torch.int32), heads)
 
-    def _append_device(
-        self, lengths: Tensor, positions: Tensor, mean_k: Tensor, mean_v: Tensor, routing_k: Tensor
-    ) -> None:
-        summary, router = self.components.summary, self.components.router
-        self.lengths = torch.cat([self.lengths, lengths.to(torch.int32)])
-        self.positions = torch.cat([self.positions, positions.to(torch.int32)])
-        self.mean_k = _joined(self.mean_k, quantize(mean_k, summary.bits))
-        if summary.attend:
-            self.mean_v = _joined(self.mean_v, quantize(mean_v, summary.bits))
-        project = getattr(router, "project", None)
-        if project is None or not self.components.unfold:
-            return
-        vectors = project(self.site, routing_k)  # [Hq, m, d']
-        norms = vectors.norm(dim=-1)
-        if summary.routing == "uniform":
-            unit = vectors / norms.clamp(min=1e-12)[..., None]
-            self.vectors = _joined(self.vectors, quantize(unit, summary.bits))
+    def _append_index(self, name: str, part: IndexPart, x: Tensor) -> None:
+        new = quantize(x, part.bits) if part.bits is not None else x.to(part.dtype)
+        old = self.index.get(name)
+        if isinstance(new, Quantized):
+            self.index[name] = _joined(old if isinstance(old, Quantized) else None, new)
         else:
-            self.norms = torch.cat(
-                [x for x in (self.norms, norms.clamp(1e-4, 6e4).to(torch.float16)) if x is not None], dim=1
-            )
+            self.index[name] = torch.cat([old, new], 1) if isinstance(old, Tensor) else new
 
-    def _store(self, k: Tensor, v: Tensor, positions: Tensor, lengths: Tensor, mean_k: Tensor) -> None:
+    def _store(self, folding: Folding, mean_k: Tensor | None) -> None:
+        k, v, positions, lengths = folding.k, folding.v, folding.positions, folding.lengths
         ends = lengths.cumsum(0)
         starts = ends - lengths
         factors: dict[int, list[dict[str, Tensor]]] = {}
-        if self.components.forms is not None:
+        if self.components.forms is not None and mean_k is not None and folding.units is None:
             factors = self.components.forms.factorize_spans(self.site, k, v, starts, lengths, mean_k)
         is_factored = torch.zeros(len(lengths), dtype=torch.bool)
         if factors:
@@ -195,7 +210,8 @@ class FoldedSpans:
         self.host_tokens.append(k[:, keep], v[:, keep])
         token_start = token_base + torch.where(is_factored, 0, lengths).cumsum(0) - torch.where(is_factored, 0, lengths)
         number = is_factored.long().cumsum(0) - 1 + (first if factors else 0)
-        self.segment_unit = torch.cat([self.segment_unit, self.count + torch.arange(len(lengths))])
+        units = torch.arange(len(lengths))[None] if folding.units is None else folding.units
+        self.segment_unit = _same_rows(self.segment_unit, self.count + units, self.site.kv_heads)
         self.segment_kind = torch.cat([self.segment_kind, is_factored.long()])
         self.segment_length = torch.cat([self.segment_length, lengths])
         self.segment_position = torch.cat([self.segment_position, positions[starts].long()])
@@ -208,9 +224,9 @@ class FoldedSpans:
 
         Means are combined by size. Returns how many pairs were merged.
         """
-        if self.count < 2 or pairs < 1:
+        if self.count < 2 or pairs < 1 or not self._mergeable:
             return 0
-        together = (self.lengths[:-1] + self.lengths[1:]).long()
+        together = (self.lengths[0, :-1] + self.lengths[0, 1:]).long()
         target = torch.arange(self.count)
         taken = torch.zeros(self.count, dtype=torch.bool)
         merged = 0
@@ -226,10 +242,15 @@ class FoldedSpans:
             self._regroup(target)
         return merged
 
+    @property
+    def _mergeable(self) -> bool:
+        parts = self.index_parts.values()
+        return self.segment_unit.shape[0] == 1 and all(part.merge != "never" for part in parts)
+
     def _regroup(self, target: Tensor) -> None:
         """Make each unit i part of unit target[i] <= i."""
         kept, group = torch.unique(target, return_inverse=True)
-        size = self.lengths.float()
+        size = self.lengths[0].float()
         total = torch.zeros(len(kept)).index_add_(0, group, size)
         share = size / total[group]
 
@@ -239,40 +260,49 @@ class FoldedSpans:
 
         bits = self.components.summary.bits if self.components.summary else 8
         mean_k = combine(dequantize(self.mean_k)) if self.mean_k is not None else None
-        self.positions = combine(self.positions[None, :, None])[0, :, 0].to(torch.int32)
-        self.lengths = total.to(torch.int32)
+        self.positions = combine(self.positions[None].transpose(1, 2))[..., 0].to(torch.int32)
+        self.lengths = total[None].to(torch.int32)
         if mean_k is not None:
             self.mean_k = quantize(mean_k, bits)
         if self.mean_v is not None:
             self.mean_v = quantize(combine(dequantize(self.mean_v)), bits)
-        if self.norms is not None and mean_k is not None:
-            vectors = getattr(self.components.router, "project")(self.site, mean_k)  # noqa: B009 - routers with norms have it
-            self.norms = vectors.norm(dim=-1).clamp(1e-4, 6e4).to(torch.float16)
-        if self.vectors is not None:
-            vectors = combine(dequantize(self.vectors))
-            self.vectors = quantize(vectors / vectors.norm(dim=-1, keepdim=True).clamp(min=1e-12), bits)
-        alive = self.segment_unit >= 0
-        self.segment_unit = torch.where(alive, group[self.segment_unit.clamp(min=0)], -1)
+        for name, part in self.index_parts.items():
+            self._regroup_index(name, part, combine, group, mean_k)
+        self.segment_unit = torch.where(self.segment_unit >= 0, group[self.segment_unit.clamp(min=0)], -1)
+
+    def _regroup_index(
+        self, name: str, part: IndexPart, combine: Callable[[Tensor], Tensor], group: Tensor, mean_k: Tensor | None
+    ) -> None:
+        values = self.indexed(name)
+        if part.merge == "rebuild":
+            values = self.components.router.rebuild(self.site, name, mean_k)
+        elif part.merge == "mean":
+            values = combine(values)
+        else:
+            where = group[None, :, None].expand_as(values)
+            out = torch.zeros(values.shape[0], int(group.max()) + 1, values.shape[2])
+            values = out.scatter_reduce_(1, where, values, f"a{part.merge}", include_self=False)
+        self.index.pop(name)
+        self._append_index(name, part, values)
 
     def archive(self, units: int) -> None:
         """Take the oldest `units` units off the device: they stay on the host, unrouted and unattended."""
         units = min(units, self.count)
         keep = slice(units, None)
-        self.lengths, self.positions = self.lengths[keep].clone(), self.positions[keep].clone()
-        for name in ("mean_k", "mean_v", "vectors"):
+        self.lengths, self.positions = self.lengths[:, keep].clone(), self.positions[:, keep].clone()
+        for name in ("mean_k", "mean_v"):
             packed = getattr(self, name)
             if packed is not None:
                 setattr(self, name, packed[:, keep].clone())
-        if self.norms is not None:
-            self.norms = self.norms[:, keep].clone()
+        self.index = {name: part[:, keep].clone() for name, part in self.index.items()}
         self.segment_unit = torch.where(self.segment_unit >= units, self.segment_unit - units, -1)
 
     # -- unfolding ---------------------------------------------------------------------------------------------------
 
     def unfold(self, union: Tensor, resident: Unfolded | None = None) -> Unfolded:
         """Bring the units of `union` bool [Hkv, M] to the device, each head its own; what `resident` holds is not moved."""
-        alive = self.segment_unit >= 0
-        chosen = union[:, self.segment_unit.clamp(min=0)] & alive  # [Hkv, segments]
+        segment_unit = self.segment_unit.expand(self.site.kv_heads, -1)
+        chosen = union.gather(1, segment_unit.clamp(min=0)) & (segment_unit >= 0)  # [Hkv, segments]
         places = [torch.nonzero(row)[:, 0] for row in chosen & (self.segment_kind == TOKENS)]
         spread = [ranges(self.segment_start[at], self.segment_length[at]) for at in places]
         segment = _padded([at.repeat_interleave(self.segment_length[at]) for at in places])
@@ -281,7 +311,7 @@ class FoldedSpans:
         if tokens.shape[1]:
             owner = segment.clamp(min=0)
             positions = self.segment_position[owner] + tokens.clamp(min=0) - self.segment_start[owner]
-            unit = torch.where(tokens >= 0, self.segment_unit[owner], -1)
+            unit = torch.where(tokens >= 0, segment_unit.gather(1, owner), -1)
         else:
             positions, unit = tokens, tokens
         out = Unfolded(tokens, k, v, positions.to(torch.int32), unit, None, None, None, None, moved)
@@ -294,7 +324,7 @@ class FoldedSpans:
             out.factors, moved = self._gather_factors(ids, resident)
             out.moved_nbytes += moved
             out.factor_ids = ids
-            out.factor_unit = torch.where(picked >= 0, self.segment_unit[number], -1)
+            out.factor_unit = torch.where(picked >= 0, segment_unit.gather(1, number), -1)
             inside = torch.arange(out.factors["key_u"].shape[2])
             out.factor_positions = (self.segment_position[number][..., None] + inside).to(torch.int32)
         return out
@@ -340,11 +370,18 @@ class FoldedSpans:
         copy = object.__new__(FoldedSpans)
         copy.__dict__.update(self.__dict__)
         copy.host_tokens, copy.host_factors = self.host_tokens.clone(), self.host_factors.clone()
+        copy.index = dict(self.index)
         return copy  # every other tensor is replaced, never written in place
 
 
 def _joined(old: Quantized | None, new: Quantized) -> Quantized:
     return new if old is None else concatenate([old, new], 1)
+
+
+def _same_rows(old: Tensor, new: Tensor, heads: int) -> Tensor:
+    """old, new [Hkv|1, m] one behind the other; all rows where either has its own per head."""
+    rows = heads if heads in (old.shape[0], new.shape[0]) else 1
+    return torch.cat([old.expand(rows, -1), new.expand(rows, -1)], 1)
 
 
 def ranges(starts: Tensor, lengths: Tensor) -> Tensor:

@@ -46,6 +46,7 @@ class State:
         self.ids_seen = 0
         self.pending: Tensor | None = None
         self.finished: Tensor | None = None
+        self._ids: Tensor | None = None
         self._surprisal: Tensor | None = None
         program = placement.program
         self._owners = {store.index for store in program.stores}
@@ -82,7 +83,7 @@ class State:
         placement = self.placement
         out = dict.fromkeys(("device", "peak", "workspace", "window", "reserved", "host", "disk"), 0)
         for row in self.rows:
-            for memory in row.stores.values():
+            for memory in row.memories():
                 where = "window" if memory.site.treatment == "window" else "device"
                 out[where] += memory.fixed_nbytes
                 out["reserved"] += memory.kept.reserved_nbytes + memory.recent.reserved_nbytes
@@ -100,8 +101,8 @@ class State:
         steps = sum(t.steps for t in traffic)
         zooms: dict[int, Tensor] = {}
         for site in sorted({site for t in traffic for site in t.zooms}):
-            count = sum(t.zooms[site] for t in traffic if site in t.zooms)
-            zooms[site] = torch.as_tensor(count) / max(1, sum(t.decisions.get(site, 0) for t in traffic))
+            unfolded, taken = torch.stack([t.zooms[site] for t in traffic if site in t.zooms]).sum(0)
+            zooms[site] = unfolded / taken.clamp(min=1)
         return Stats(
             steps=max((t.steps for t in traffic), default=0),
             moved_bytes_per_step=sum(t.moved_bytes for t in traffic) / max(1, steps),
@@ -142,8 +143,11 @@ class State:
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def begin_step(self, ids: Tensor) -> None:
-        """Note the surprisal of the tokens `ids` [B, T] about to run: the first follows from `logits`, the rest come later."""
-        if self.placement.components.segmenter is None:
+        """Note the tokens `ids` [B, T] about to run and their surprisal: the first follows from `logits`, the rest come later."""
+        self._ids = ids
+        for index, row in enumerate(self.rows):
+            row.begin_step(ids[index])
+        if not self.placement.plan.reads_surprisal:
             self._surprisal = torch.zeros(ids.shape, dtype=torch.float32)
             return
         first = torch.nn.functional.cross_entropy(self.logits.float(), ids[:, 0], reduction="none")
@@ -155,7 +159,7 @@ class State:
         """Count the tokens `ids` [B, T] in, given the logits [B, T|1, vocab] after them."""
         self.logits = logits[:, -1]
         known = None
-        if ids.shape[1] > 1 and self.placement.components.segmenter is not None:
+        if ids.shape[1] > 1 and self.placement.plan.reads_surprisal:
             known = torch.nn.functional.cross_entropy(
                 logits[:, :-1].float().transpose(1, 2), ids[:, 1:], reduction="none"
             ).cpu()  # fmt: skip
@@ -175,7 +179,9 @@ class State:
         place = self.placement.program.sites[site]
         owner = site in self._owners
         rows = [
-            row.entries(place, owner, q[index], k[index], v[index], positions[index], self._surprisal[index])
+            row.entries(
+                place, owner, q[index], k[index], v[index], positions[index], self._ids[index], self._surprisal[index]
+            )
             for index, row in enumerate(self.rows)
         ]
         return stack_entries(rows, place.q_heads, q.shape[2])

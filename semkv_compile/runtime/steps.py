@@ -11,9 +11,11 @@ from semkv.runtime.state import State
 
 
 @torch.no_grad()
-def prefill_row(program: Program, ids: Tensor, kv_dtype: torch.dtype, *, surprisal: bool) -> RowRecord:
+def prefill_row(
+    program: Program, ids: Tensor, kv_dtype: torch.dtype, *, surprisal: bool, all_queries: bool = False
+) -> RowRecord:
     """Run the prompt ids int64 [n] in full and keep its keys and values on the host."""
-    record = RowRecord(ids=ids.cpu())
+    record = RowRecord(ids=ids.cpu(), all_queries=all_queries)
     positions = torch.arange(len(ids), device=ids.device)[None]
     hidden = program.prefill(ids[None], positions, Recorder(program, record, kv_dtype))
     record.logits = program.head(hidden[:, -1:])[0, 0]
@@ -41,7 +43,7 @@ def step(program: Program, state: State, ids: Tensor, *, all_logits: bool = Fals
             single.begin_step(ids[row : row + 1])
             parts.append(graph(ids[row : row + 1], positions[row : row + 1], single))
         hidden = torch.cat(parts)
-    needed = all_logits or (ids.shape[1] > 1 and state.placement.components.segmenter is not None)
+    needed = all_logits or (ids.shape[1] > 1 and state.placement.plan.reads_surprisal)
     logits = program.head(hidden if needed else hidden[:, -1:])
     state.end_step(ids, logits)
     return logits if all_logits else logits[:, -1:]

@@ -67,7 +67,7 @@ class LookupModel:
         self.device = torch.device("cpu")
         self.segments = False
         self.placement = SimpleNamespace(
-            components=SimpleNamespace(segmenter=None),
+            plan=SimpleNamespace(reads_surprisal=False, reads_queries=False),
             budgeted=("store",),
             budget=SimpleNamespace(cap_tokens=lambda stores, store, tokens: budget * tokens),
             minimum_tokens=8,
@@ -76,7 +76,7 @@ class LookupModel:
     def with_method(self, method, budget=None, *, config=None, **options):
         return LookupModel(self.tokenizer, method, budget, self.log, options)
 
-    def prefill_record(self, ids, *, surprisal):
+    def prefill_record(self, ids, *, surprisal, all_queries):
         assert ids.shape[0] == 1
         assert surprisal == self.segments
         self.log["prefill"] += 1

@@ -89,7 +89,7 @@ def test_a_conversation_stays_on_its_device(
     state = there.prefill(pretended_cuda.mark(ids.clone()))
     there.extend(state.fork(), pretended_cuda.mark(ids[:, :20].clone()))
     assert state.logits.is_cuda
-    for memory in state.rows[0].stores.values():
+    for memory in state.rows[0].memories():
         held: list[Tensor] = [memory.kept.k, memory.kept.v, memory.recent.k, memory.recent.v]
         assert all(tensor.is_cuda for tensor in held)
         assert memory.spans is None or not any(part.data.is_cuda for part in memory.spans.host_tokens.parts.values())

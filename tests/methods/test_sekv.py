@@ -16,8 +16,10 @@ from semkv.methods.routers import CoarseRouter, GateRouter, OracleRouter
 from semkv.methods.segmenters import LiteralSpans
 from semkv.runtime.components import Components, Summary
 from semkv.runtime.quantization import dequantize
+from semkv.runtime.segments import Folding
 from semkv.runtime.site_memory import SiteMemory
 from semkv.runtime.spans import FoldedSpans
+from semkv.runtime.step import Step
 from semkv.runtime.token_store import TokenStore
 
 SITE = AttentionSite(index=0, name="layer", store=0, q_heads=4, kv_heads=2, key_dim=8, value_dim=6, scale=0.35)
@@ -53,10 +55,12 @@ def memory(router=None, **changes) -> tuple[SiteMemory, dict[str, torch.Tensor]]
     ]
     spans = FoldedSpans(SITE, components, torch.float32)
     inside = slice(KEPT, KEPT + FOLDED)
+    lengths = torch.tensor(LENGTHS)
     spans.fold(
-        made["k"][:, inside], made["v"][:, inside], where[0, inside], made["surprisal"][inside], torch.tensor(LENGTHS)
+        Folding(made["k"][:, inside], made["v"][:, inside], where[0, inside], made["surprisal"][inside], lengths)
     )
-    return SiteMemory(SITE, components, *stores, spans, made["surprisal"][-RECENT:], device=torch.device("cpu")), made
+    recent = (torch.zeros(RECENT, dtype=torch.int64), made["surprisal"][-RECENT:])
+    return SiteMemory(SITE, components, *stores, spans, *recent, device=torch.device("cpu")), made
 
 
 def span_edges() -> list[tuple[int, int]]:
@@ -84,7 +88,7 @@ def test_gate_logits_are_those_of_equations_3_to_5(routing):
     router = gate()
     store, made = memory(router, summary={"routing": routing})
     means = coarse_means(made, "k", uniform=routing == "uniform")
-    scores = router.score(SITE, made["q"], store.spans)
+    scores = router.score(SITE, made["q"], store.spans, Step.alone(SITE, made["q"]))
     for head in range(4):
         w = router.weights[0][head]
         for unit, length in enumerate(LENGTHS):
@@ -100,8 +104,9 @@ def test_spans_above_the_threshold_are_unfolded():
     for shared in (False, True):
         router = gate(shared=shared)
         store, made = memory(router, fill=False)
-        zoom = store._select(SITE, made["q"], ALL)
-        raw = router.score(SITE, made["q"], store.spans) + router.thresholds[0][:, None, None]
+        scores = router.score(SITE, made["q"], store.spans, Step.alone(SITE, made["q"]))
+        zoom = store._select(SITE, scores, ALL)
+        raw = scores + router.thresholds[0][:, None, None]
         limit = router.thresholds[0].mean().expand(4) if shared else router.thresholds[0]
         for head in range(4):
             assert zoom[head, 0].tolist() == [float(raw[head, 0, unit]) > float(limit[head]) for unit in range(4)]
@@ -113,13 +118,13 @@ def test_over_the_cap_spans_are_kept_in_order_of_their_gate(fill):
     """K9, per KV head, and K14: a group's union is charged once."""
     router = gate(3)
     store, made = memory(router, fill=fill)
-    scores = router.score(SITE, made["q"], store.spans)[:, 0]
+    scores = router.score(SITE, made["q"], store.spans, Step.alone(SITE, made["q"]))
     each = store.spans.token_nbytes()
     for tokens in (0, 4, 12, 17, 24):
-        zoom = store._select(SITE, made["q"], 2 * tokens * each)
+        zoom = store._select(SITE, scores, 2 * tokens * each)
         for kv in range(2):
             group = slice(2 * kv, 2 * kv + 2)
-            best = {unit: float(scores[group, unit].max()) for unit in range(4)}
+            best = {unit: float(scores[group, 0, unit].max()) for unit in range(4)}
             wanted = [unit for unit in sorted(best, key=lambda unit: -best[unit]) if fill or best[unit] > 0]
             taken, used = [], 0
             for unit in wanted:
@@ -155,7 +160,7 @@ def naive_attention(made: dict[str, torch.Tensor], zoom: torch.Tensor, coarse: b
 @pytest.mark.parametrize("tokens", [0, 12, 1000])
 def test_one_softmax_over_all_entries(fill, tokens):
     store, made = memory(gate(3), fill=fill)
-    entries = store.entries(SITE, made["q"], 2.0 * tokens * store.spans.token_nbytes())
+    entries = store.entries(SITE, made["q"], 2.0 * tokens * store.spans.token_nbytes(), Step.alone(SITE, made["q"]))
     torch.testing.assert_close(attend(entries, made["q"]), naive_attention(made, store.zoomed), rtol=0, atol=0.02)
     if tokens == 1000 and fill:
         assert store.zoomed.all()
@@ -169,7 +174,7 @@ def test_one_softmax_over_all_entries(fill, tokens):
 def test_a_head_reads_only_the_spans_that_it_zoomed():
     """K14: the union is on the device once per KV head, each query head has its own mask."""
     store, made = memory(gate(3), fill=False)
-    entries = store.entries(SITE, made["q"], ALL)
+    entries = store.entries(SITE, made["q"], ALL, Step.alone(SITE, made["q"]))
     zoom = store.zoomed
     groups = zoom.unflatten(0, (2, 2))
     assert (groups[:, 0] != groups[:, 1]).any(), "heads of a group that differ"
@@ -184,7 +189,7 @@ def test_a_head_reads_only_the_spans_that_it_zoomed():
 
 def test_without_coarse_entries_folded_spans_are_unseen():
     store, made = memory(gate(3), summary={"attend": False}, fill=False)
-    entries = store.entries(SITE, made["q"], ALL)
+    entries = store.entries(SITE, made["q"], ALL, Step.alone(SITE, made["q"]))
     assert entries.coarse_k is None
     expected = naive_attention(made, store.zoomed, coarse=False)
     torch.testing.assert_close(attend(entries, made["q"]), expected, rtol=0, atol=1e-4)
@@ -192,16 +197,16 @@ def test_without_coarse_entries_folded_spans_are_unseen():
 
 def test_without_unfolding_everything_is_coarse():
     store, made = memory(gate(3), unfold=False)
-    entries = store.entries(SITE, made["q"], ALL)
+    entries = store.entries(SITE, made["q"], ALL, Step.alone(SITE, made["q"]))
     nothing = torch.zeros(4, 1, 4, dtype=torch.bool)
     assert store.workspace_nbytes == 0
-    assert store.spans.norms is None
+    assert not store.spans.index
     torch.testing.assert_close(attend(entries, made["q"]), naive_attention(made, nothing), rtol=0, atol=0.02)
 
 
 def test_the_coarse_router_scores_by_the_direction_of_the_mean_key():
     store, made = memory(CoarseRouter())
-    scores = CoarseRouter().score(SITE, made["q"], store.spans)
+    scores = CoarseRouter().score(SITE, made["q"], store.spans, Step.alone(SITE, made["q"]))
     means = dequantize(store.spans.mean_k)
     for head in range(4):
         for unit in range(len(LENGTHS)):
@@ -212,7 +217,7 @@ def test_the_coarse_router_scores_by_the_direction_of_the_mean_key():
 
 def test_the_oracle_scores_by_attention_mass():
     store, made = memory(OracleRouter())
-    scores = OracleRouter().score(SITE, made["q"], store.spans)
+    scores = OracleRouter().score(SITE, made["q"], store.spans, Step.alone(SITE, made["q"]))
     inside = made["k"][:, KEPT : KEPT + FOLDED]
     for head in range(4):
         weights = ((inside[head // 2] @ made["q"][head, 0]) * SITE.scale).softmax(0)

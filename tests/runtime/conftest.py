@@ -65,8 +65,7 @@ def storages(tensors: Iterator[Tensor]) -> int:
 def resident_nbytes(row: RowMemory) -> int:
     """Bytes of the device tensors of the budgeted stores, found by walking the memory: whole storages, not its own count."""
     total = 0
-    for store in row.placement.budgeted:
-        memory = row.stores[store.store]
+    for memory in row.budgeted():
         tensors = [x for part in (memory.kept, memory.recent) for x in (part._k, part._v, part._positions)]
         if memory.spans is not None:
             tensors += memory.spans.device_tensors()
@@ -81,11 +80,12 @@ def resident_nbytes(row: RowMemory) -> int:
 def folded_nbytes(row: RowMemory) -> int:
     """Bytes of what the budgeted stores keep on the host, tables included, found by walking the memory."""
     total = 0
-    for store in row.placement.budgeted:
-        spans = row.stores[store.store].spans
+    for memory in row.budgeted():
+        spans = memory.spans
         if spans is None:
             continue
         tables = [x for name, x in vars(spans).items() if name.startswith("segment_")]
+        tables += [] if memory.components.summary is not None else [spans.lengths, spans.positions]
         factors = spans.host_factors
         tables += [*factors.offsets.values(), factors.key_rank, factors.value_rank, factors.lengths]
         total += sum(x.nbytes for x in tables)

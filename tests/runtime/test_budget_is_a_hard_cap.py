@@ -22,7 +22,7 @@ def check(row, resident, folded) -> None:
     assert row.traffic.peak_share <= 1
     full = sum(row.placement.budget.full_bytes(store, row.tokens) for store in row.placement.budgeted)
     assert folded(row) <= 1.02 * full
-    assert folded(row) == sum(row.stores[store.store].host_nbytes for store in row.placement.budgeted)
+    assert folded(row) == sum(memory.host_nbytes for memory in row.budgeted())
 
 
 @given(
@@ -78,7 +78,7 @@ def test_generation_far_beyond_a_budget_in_tokens(wide_program, compile_as, prom
     check(state.rows[0], resident, folded)
     assert state.lengths == [200 + 60 * 24]
     if method == "sekv":
-        memory = state.rows[0].stores[0]
+        memory = state.rows[0].stores[0][0]
         assert memory.kept.length + memory.recent.length + memory.spans.host_tokens.length == 200 + 60 * 24
 
 
@@ -120,7 +120,7 @@ def test_windowed_layers_are_not_counted(wide_program, compile_as, prompt):
     compiled = compile_as(wide_program, "streaming_llm", 0.5, kv_dtype="float16")
     state = compiled.prefill(prompt(200))
     assert [site.treatment for site in compiled.program.sites] == ["method", "window", "method"]
-    memory = state.rows[0].stores[1]
+    memory = state.rows[0].stores[1][0]
     assert memory.kept.length == 0
     assert memory.recent.length == 8
     assert state.nbytes["window"] == memory.fixed_nbytes

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 
 from semkv.errors import BudgetError
 from semkv.methods.segmenters import LiteralSpans, SurprisalSpans
-from semkv.runtime.segments import span_of_token, surprisal_weights, uniform_weights, weighted_mean
+from semkv.runtime.segments import Folding, Segmentation
 
 
 def parts_of(division, n: int) -> list[int]:
@@ -71,14 +73,49 @@ def test_boundaries_lie_where_the_text_surprises():
     assert {41, 91, 131} <= set(division.starts.tolist())
 
 
+def folding(lengths: list[int], units: torch.Tensor | None = None, heads: int = 2) -> Folding:
+    n = sum(lengths)
+    generator = torch.Generator().manual_seed(n)
+    k, v, surprisal = (torch.randn(heads, n, 3, generator=generator) for _ in range(3))
+    return Folding(k, v, torch.arange(n), surprisal[0, :, 0].abs(), torch.tensor(lengths), units)
+
+
 def test_weights_of_a_span_are_its_share_of_surprisal():
     """Eq. 2, with loops; a span without surprisal is weighted uniformly."""
-    surprisal, lengths = torch.tensor([1.0, 3.0, 0.0, 0.0, 2.0]), torch.tensor([2, 2, 1])
-    weights = surprisal_weights(surprisal, lengths)
-    assert weights.tolist() == [0.25, 0.75, 0.5, 0.5, 1.0]
-    assert uniform_weights(lengths).tolist() == [0.5, 0.5, 0.5, 0.5, 1.0]
-    assert span_of_token(lengths).tolist() == [0, 0, 1, 1, 2]
+    made = replace(folding([2, 2, 1]), surprisal=torch.tensor([1.0, 3.0, 0.0, 0.0, 2.0]))
+    weights = made.surprisal_weights()
+    assert weights.tolist() == [[0.25, 0.75, 0.5, 0.5, 1.0]]
+    assert made.token_unit.tolist() == [[0, 0, 1, 1, 2]]
+    assert made.sizes.tolist() == [[2, 2, 1]]
     x = torch.randn(2, 5, 3)
-    means = weighted_mean(x, weights, lengths)
     expected = torch.stack((x[:, 0] * 0.25 + x[:, 1] * 0.75, (x[:, 2] + x[:, 3]) / 2, x[:, 4]), 1)
-    torch.testing.assert_close(means, expected)
+    torch.testing.assert_close(made.mean(x, weights), expected)
+
+
+@given(seed=st.integers(0, 99), per_head=st.booleans())
+@settings(max_examples=30, deadline=None, derandomize=True)
+def test_units_of_scattered_segments_are_reduced_as_loops_do(seed, per_head):
+    """Units need not be runs, and heads may group their tokens differently; query heads share their KV head's units."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, 4, (7,), generator=generator).tolist()
+    rows = 2 if per_head else 1
+    units = torch.stack([torch.randperm(7, generator=generator) % 3 for _ in range(rows)])
+    made = folding(lengths, units)
+    x = torch.randn(4, sum(lengths), 3, generator=generator)  # of query heads, two per KV head
+    owner = [place for place, length in enumerate(lengths) for _ in range(length)]
+    found = {"mean": made.mean(x), "smallest": made.smallest(x), "largest": made.largest(x)}
+    for head in range(4):
+        own = units[head // 2 if per_head else 0]
+        for unit in range(3):
+            members = [token for token, segment in enumerate(owner) if own[segment] == unit]
+            assert int(made.sizes[head // 2 if per_head else 0, unit]) == len(members)
+            torch.testing.assert_close(found["mean"][head, unit], x[head, members].mean(0))
+            torch.testing.assert_close(found["smallest"][head, unit], x[head, members].amin(0))
+            torch.testing.assert_close(found["largest"][head, unit], x[head, members].amax(0))
+
+
+def test_a_division_of_leaving_tokens_folds_them_all():
+    division = Segmentation.of_lengths(torch.tensor([3, 1, 4]))
+    assert division.folded.tolist() == list(range(8))
+    assert division.recent == 8
+    assert not len(division.kept)

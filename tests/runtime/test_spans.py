@@ -10,9 +10,10 @@ import torch
 from semkv.ir.site import AttentionSite
 from semkv.methods.forms import LowRankForms
 from semkv.methods.routers import GateRouter
-from semkv.runtime.components import Components, Summary
+from semkv.runtime.components import Components, IndexPart, Summary
 from semkv.runtime.quantization import dequantize
-from semkv.runtime.spans import FoldedSpans, Unfolded, ranges, span_cost_bytes
+from semkv.runtime.segments import Folding
+from semkv.runtime.spans import FoldedSpans, Unfolded, ranges, unit_cost_bytes
 
 SITE = AttentionSite(index=0, name="layer", store=0, q_heads=4, kv_heads=2, key_dim=16, value_dim=12, scale=0.25)
 LENGTHS = [3, 8, 1, 5, 6, 4]
@@ -38,7 +39,7 @@ def folded(parts: Components, seed: int = 0) -> tuple[FoldedSpans, torch.Tensor,
     cut = sum(LENGTHS[:2])
     positions = torch.arange(10, 10 + N)
     for rows, lengths in ((slice(0, cut), LENGTHS[:2]), (slice(cut, N), LENGTHS[2:])):
-        spans.fold(k[:, rows], v[:, rows], positions[rows], surprisal[rows], torch.tensor(lengths))
+        spans.fold(Folding(k[:, rows], v[:, rows], positions[rows], surprisal[rows], torch.tensor(lengths)))
     return spans, k, v, surprisal
 
 
@@ -56,8 +57,8 @@ def test_summaries_are_weighted_means(weights):
         w = w / w.sum()
         torch.testing.assert_close(got_k[:, unit], (k[:, start:end] * w[:, None]).sum(1), rtol=0, atol=0.02)
         torch.testing.assert_close(got_v[:, unit], (v[:, start:end] * w[:, None]).sum(1), rtol=0, atol=0.02)
-        assert int(spans.positions[unit]) == 10 + (start + end - 1) // 2
-    assert spans.lengths.tolist() == LENGTHS
+        assert int(spans.positions[0, unit]) == 10 + (start + end - 1) // 2
+    assert spans.lengths[0].tolist() == LENGTHS
 
 
 def test_without_coarse_entries_no_values_are_kept():
@@ -72,7 +73,7 @@ def test_without_coarse_entries_no_values_are_kept():
 def test_the_declared_cost_of_a_span_is_what_it_takes(parts):
     spans, *_ = folded(parts)
     held = sum(x.nbytes for x in spans.device_tensors())
-    assert held == pytest.approx(len(LENGTHS) * 2 * span_cost_bytes(SITE, parts))
+    assert held == pytest.approx(len(LENGTHS) * 2 * unit_cost_bytes(SITE, parts))
 
 
 def read(spans: FoldedSpans, union: list[list[int]], resident: Unfolded | None = None) -> Unfolded:
@@ -125,7 +126,7 @@ def test_merging_joins_neighbours_shortest_first():
     assert spans.merge(2, longest=20) == 2
     # [3 8 1 5 6 4]: 1+5 is the shortest pair; 8 and 6 have lost their neighbour; then 6+4, before 3+8.
     groups = [[0], [1], [2, 3], [4, 5]]
-    assert spans.lengths.tolist() == [3, 8, 6, 10]
+    assert spans.lengths[0].tolist() == [3, 8, 6, 10]
     for unit, members in enumerate(groups):
         size = torch.tensor([float(LENGTHS[member]) for member in members])
         expected = (means[:, members] * (size / size.sum())[:, None]).sum(1)
@@ -133,14 +134,14 @@ def test_merging_joins_neighbours_shortest_first():
     tokens = [[place for member in members for place in range(*edges()[member])] for members in groups]
     check_tokens(read(spans, [[2, 3], [0, 2]]), k, v, tokens, [[2, 3], [0, 2]])
     assert spans.unit_nbytes()[0].tolist() == [count * (28 * 4 + 4) for count in (3, 8, 6, 10)]
-    assert spans.norms.shape == (4, 4)
+    assert spans.index["norms"].shape == (4, 4, 1)
 
 
 def test_merging_stops_at_the_longest_span_allowed():
     spans, *_ = folded(components())
     assert spans.merge(9, longest=7) == 1
     assert spans.merge(9, longest=6) == 0
-    assert spans.lengths.tolist() == [3, 8, 6, 6, 4]
+    assert spans.lengths[0].tolist() == [3, 8, 6, 6, 4]
 
 
 def test_archived_spans_stay_on_the_host_only():
@@ -148,7 +149,7 @@ def test_archived_spans_stay_on_the_host_only():
     host = spans.host_nbytes
     spans.merge(1, 20)
     spans.archive(2)
-    assert spans.lengths.tolist() == [6, 6, 4]
+    assert spans.lengths[0].tolist() == [6, 6, 4]
     assert spans.host_nbytes == host
     tokens = [[place for member in members for place in range(*edges()[member])] for members in ([2, 3], [4], [5])]
     check_tokens(read(spans, [[0, 2], [1]]), k, v, tokens, [[0, 2], [1]])
@@ -157,7 +158,7 @@ def test_archived_spans_stay_on_the_host_only():
     assert sum(x.nbytes for x in spans.device_tensors()) == 0
     torch.manual_seed(8)
     new_k, new_v = torch.randn(2, 4, 16), torch.randn(2, 4, 12)
-    spans.fold(new_k, new_v, torch.arange(90, 94), torch.ones(4), torch.tensor([4]))
+    spans.fold(Folding(new_k, new_v, torch.arange(90, 94), torch.ones(4), torch.tensor([4])))
     got = read(spans, [[0], []])
     assert torch.equal(got.k[0], new_k[0])
     assert got.positions[0].tolist() == [90, 91, 92, 93]
@@ -178,7 +179,7 @@ def test_unfolding_factored_spans(resident):
     spans = FoldedSpans(SITE, components(forms=forms), torch.float32)
     torch.manual_seed(0)
     k, v = low_rank(torch.randn(2, N, 16), 2), low_rank(torch.randn(2, N, 12), 3)
-    spans.fold(k, v, torch.arange(10, 10 + N), torch.rand(N), torch.tensor(LENGTHS))
+    spans.fold(Folding(k, v, torch.arange(10, 10 + N), torch.rand(N), torch.tensor(LENGTHS)))
     assert spans.host_tokens.length == 0
     union = [[1, 3], [4]]
     got = read(spans, union, read(spans, [[3, 5], [0, 4]]) if resident else None)
@@ -208,7 +209,7 @@ def test_a_span_waits_in_the_smallest_faithful_form():
         forms=LowRankForms(max_rank=8, only_if_smaller=True),
     )  # fmt: skip
     spans = FoldedSpans(site, parts, torch.float16)
-    spans.fold(k.half(), k.half(), torch.arange(96), torch.rand(96), torch.tensor([48, 48]))
+    spans.fold(Folding(k.half(), k.half(), torch.arange(96), torch.rand(96), torch.tensor([48, 48])))
     assert spans.segment_kind.tolist() == [1, 0]
     assert spans.host_tokens.length == 48
     raw_int8 = 48 * 2 * 2 * (64 + 2)
@@ -225,7 +226,61 @@ def test_a_clone_is_independent():
     copy = spans.clone()
     copy.merge(2, 30)
     copy.archive(1)
-    copy.fold(k[:, :2], v[:, :2], torch.tensor([90, 91]), torch.ones(2), torch.tensor([2]))
-    assert spans.lengths.tolist() == LENGTHS
+    copy.fold(Folding(k[:, :2], v[:, :2], torch.tensor([90, 91]), torch.ones(2), torch.tensor([2])))
+    assert spans.lengths[0].tolist() == LENGTHS
     assert spans.host_tokens.length == N
     check_tokens(read(spans, [[0, 5], [2]]), k, v, [list(range(*edge)) for edge in edges()], [[0, 5], [2]])
+
+
+class Bounds:
+    """An index of the smallest and largest key of each unit."""
+
+    def index(self, site, summary):
+        return {"low": IndexPart(2, 16, merge="min"), "high": IndexPart(2, 16, merge="max")}
+
+    def build(self, site, folding, mean_k):
+        return {"low": folding.smallest(folding.k), "high": folding.largest(folding.k)}
+
+    def rebuild(self, site, name, mean_k):
+        raise AssertionError("bounds merge by themselves")
+
+
+def test_an_index_without_summaries_is_all_that_the_device_keeps():
+    parts = components(summary=None, router=Bounds())
+    spans, k, *_ = folded(parts)
+    assert spans.mean_k is None
+    assert sum(x.nbytes for x in spans.device_tensors()) == 6 * 2 * 2 * 16 * 2 == 6 * 2 * unit_cost_bytes(SITE, parts)
+    assert spans.merge(1, 20) == 1
+    members = [slice(*edge) for edge in edges()]
+    joined = [members[0], members[1], slice(members[2].start, members[3].stop), members[4], members[5]]
+    for unit, tokens in enumerate(joined):
+        torch.testing.assert_close(spans.index["low"][:, unit], k[:, tokens].amin(1).half())
+        torch.testing.assert_close(spans.index["high"][:, unit], k[:, tokens].amax(1).half())
+
+
+def test_heads_may_have_units_of_their_own():
+    torch.manual_seed(3)
+    k, v = torch.randn(2, N, 16), torch.randn(2, N, 12)
+    units = torch.stack([torch.arange(N) % 4, torch.arange(N).flip(0) % 4])
+    spans = FoldedSpans(SITE, components(), torch.float32)
+    ones = torch.ones(N, dtype=torch.int64)
+    for part in (slice(0, 12), slice(12, N)):
+        spans.fold(
+            Folding(
+                k[:, part], v[:, part], torch.arange(10, 10 + N)[part], torch.ones(N)[part], ones[part], units[:, part]
+            )
+        )
+    assert spans.count == 8
+    assert spans.merge(3, 99) == 0, "units that heads do not share do not merge"
+    got = read(spans, [[1, 6], [0]])
+    for head, chosen in enumerate(([1, 6], [0])):
+        wanted = [t for t in range(N) if int(units[head, t]) + (0 if t < 12 else 4) in chosen]
+        count = len(wanted)
+        assert (got.positions[head, :count] - 10).tolist() == wanted
+        assert torch.equal(got.k[head, :count], k[head, wanted])
+        assert [int(x) % 4 for x in got.unit[head, :count]] == units[head, wanted].tolist()
+    costs = spans.unit_nbytes() // spans.token_nbytes()
+    for head in range(2):
+        assert costs[head].tolist() == [
+            int((units[head, p] == u).sum()) for p in (slice(0, 12), slice(12, N)) for u in range(4)
+        ]

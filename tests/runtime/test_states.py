@@ -10,6 +10,7 @@ from semkv.ir.memory import Entries
 from semkv.ir.plain_memory import PlainMemory
 from semkv.kernels.mixed_attention import mixed_attention_reference
 from semkv.runtime.batch import stack_entries
+from semkv.runtime.step import Step
 
 SETTINGS = {
     "full": ("full", None, {}),
@@ -211,7 +212,7 @@ def test_elastic_loading_moves_less_for_the_same_tokens(double_program, compile_
             kv_dtype="float64",
         )  # fmt: skip
         state = compiled.prefill(prompt(200))
-        assert state.rows[0].stores[0].spans.count > 3
+        assert state.rows[0].stores[0][0].spans.count > 3
         tokens = decode(compiled, state, 10)
         states[residency] = (tokens.tolist(), state)
     assert states["shared"][0] == states["elastic"][0]
@@ -230,12 +231,12 @@ def test_everything_unfolded_raw_is_full_attention(double_program, compile_as, f
     state, reference = compiled.prefill(prompt(300)), full.prefill(prompt(300))
     row = state.rows[0]
     site = compiled.program.sites[0]
-    memory = row.stores[0]
+    memory = row.stores[0][0]
     assert memory.spans.count > 3
     torch.manual_seed(0)
     q = torch.randn(4, 1, 8, dtype=torch.float64)
-    entries = memory.entries(site, q, float("inf"))
-    whole = reference.rows[0].stores[0].recent
+    entries = memory.entries(site, q, float("inf"), Step.alone(site, q))
+    whole = reference.rows[0].stores[0][0].recent
     expected = mixed_attention_reference(
         q[None], torch.tensor([[299]]), whole.k[None], whole.v[None], whole.positions[None], scale=0.35
     )
@@ -243,7 +244,7 @@ def test_everything_unfolded_raw_is_full_attention(double_program, compile_as, f
         q[None], torch.tensor([[299]]), *(None if x is None else x[None] for x in entries), scale=0.35
     )
     same(got, expected)
-    folded = memory.entries(site, q, 0.0)
+    folded = memory.entries(site, q, 0.0, Step.alone(site, q))
     lossy = mixed_attention_reference(
         q[None], torch.tensor([[299]]), *(None if x is None else x[None] for x in folded), scale=0.35
     )
