@@ -8,67 +8,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from .facts import MAX_SITES, Digest, Finite, Fraction, ModelFacts, Name, Section, SiteFacts
+from .heads import HeadTaxonomy, LayerErrors, RetrievalHeads, SketchSection
 
 SCHEMA_VERSION: Literal[1] = 1
-
-MAX_SITES = 1024
-MAX_HEADS = 1024
-MAX_DIM = 8192
-
-Name = Annotated[str, Field(min_length=1, max_length=512)]
-Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-Finite = Annotated[float, Field(allow_inf_nan=False)]
-Fraction = Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)]
-Heads = Annotated[int, Field(ge=1, le=MAX_HEADS)]
-Dim = Annotated[int, Field(ge=1, le=MAX_DIM)]
-DtypeName = Literal["float16", "bfloat16", "float32", "float64"]
-
-
-class Section(BaseModel):
-    """Base of every section: immutable, no unknown fields."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class SiteFacts(Section):
-    """One attention site of the calibrated model; see `semkv.ir.site.AttentionSite` for the meaning of the fields."""
-
-    index: int = Field(ge=0, lt=MAX_SITES)
-    name: str = Field(max_length=512)
-    store: int = Field(ge=0, lt=MAX_SITES)
-    q_heads: Heads
-    kv_heads: Heads
-    key_dim: Dim
-    value_dim: Dim
-    treatment: Literal["method", "window", "exact"] = "method"
-
-    @model_validator(mode="after")
-    def _whole_groups(self) -> SiteFacts:
-        if self.q_heads % self.kv_heads:
-            raise ValueError(f"site {self.index}: {self.q_heads} query heads, no multiple of {self.kv_heads} KV heads")
-        return self
-
-
-class ModelFacts(Section):
-    """The shape of the model that was calibrated, for people and for checks before the weights are looked at."""
-
-    name: Name
-    dtype: DtypeName
-    vocab_size: int = Field(ge=1)
-    max_positions: int | None = Field(default=None, ge=1)
-    sites: tuple[SiteFacts, ...] = Field(min_length=1, max_length=MAX_SITES)
-
-    @model_validator(mode="after")
-    def _numbered(self) -> ModelFacts:
-        if [site.index for site in self.sites] != list(range(len(self.sites))):
-            raise ValueError("sites are not numbered 0, 1, 2, ... in execution order")
-        return self
-
-    @property
-    def method_sites(self) -> tuple[SiteFacts, ...]:
-        """The sites whose memory a method may compress."""
-        return tuple(site for site in self.sites if site.treatment == "method")
 
 
 class SekvSection(Section):
@@ -122,49 +67,6 @@ class SekvSection(Section):
         return shapes
 
 
-class HeadTaxonomy(Section):
-    """Roles and clusters of KV heads (HeteroCache). One list per KV store, one entry per KV head."""
-
-    roles: tuple[tuple[Literal["anchor", "volatile", "pivot", "satellite"], ...], ...] = Field(max_length=MAX_SITES)
-    clusters: tuple[tuple[int, ...], ...] = Field(max_length=MAX_SITES)
-    stability: tuple[tuple[Fraction, ...], ...] = Field(max_length=MAX_SITES)
-    tau_stable: Fraction
-    tau_similar: Fraction
-
-
-class RetrievalHeads(Section):
-    """Scores per query head (CompressKV), one list per site: semantic (Eq. 5) and classic top-k."""
-
-    semantic: tuple[tuple[Finite, ...], ...] = Field(max_length=MAX_SITES)
-    classic: tuple[tuple[Finite, ...], ...] = Field(max_length=MAX_SITES)
-
-
-class LayerErrors(Section):
-    """Normalised output error per KV store under extreme compression (CompressKV Eq. 6-12)."""
-
-    errors: tuple[Annotated[float, Field(ge=0.0, allow_inf_nan=False)], ...] = Field(min_length=1, max_length=MAX_SITES)
-
-
-class SketchSection(Section):
-    """A token sketch: per KV head the best rank-r maps of queries and keys under their measured covariances.
-
-    Tensors, for each site index `i` with treatment `method`: `sketch.query.{i}` [Hq, r, D] and `sketch.key.{i}`
-    [Hkv, r, D]; q.k is approximated by (A q).(B k). `energy` is the share of the score's variance kept, mean over KV
-    heads, per site.
-    """
-
-    rank: int = Field(ge=1, le=256)
-    energy: tuple[Fraction, ...] = Field(max_length=MAX_SITES)
-
-    def tensor_shapes(self, model: ModelFacts) -> dict[str, tuple[int, ...]]:
-        """Name and shape of every tensor that this section needs."""
-        shapes: dict[str, tuple[int, ...]] = {}
-        for site in model.method_sites:
-            shapes[f"sketch.query.{site.index}"] = (site.q_heads, min(self.rank, site.key_dim), site.key_dim)
-            shapes[f"sketch.key.{site.index}"] = (site.kv_heads, min(self.rank, site.key_dim), site.key_dim)
-        return shapes
-
-
 class MemoryModel(Section):
     """Constants of the memory model (SpeContext Eq. 6-8), in bytes, and sequence-length thresholds in tokens."""
 
@@ -205,6 +107,24 @@ class Provenance(Section):
     table: tuple[dict[Name, Finite], ...] = Field(default=(), max_length=MAX_SITES)
 
 
+class Measured(Section):
+    """How a section was measured, apart from `Provenance`, which is that of `sekv`.
+
+    data: description of the text. data_digest: sha256 of all token ids. units: samples or tests that were run.
+    note: what a person should know about the result.
+    """
+
+    created: str = Field(max_length=64)
+    command: str = Field(max_length=8192)
+    data: str = Field(max_length=8192)
+    data_digest: Digest
+    units: int = Field(ge=1)
+    wall_minutes: float = Field(ge=0.0, allow_inf_nan=False)
+    versions: dict[Name, str] = Field(max_length=64)
+    settings: dict[Name, Any] = Field(default_factory=dict, max_length=256)
+    note: str = Field(default="", max_length=8192)
+
+
 class TensorFacts(Section):
     """What `tensors.safetensors` must hold under one name."""
 
@@ -213,7 +133,10 @@ class TensorFacts(Section):
 
 
 class ProfileInfo(Section):
-    """Everything in `profile.json` but its own digest. Optional sections are None until they were measured."""
+    """Everything in `profile.json` but its own digest. Optional sections are None until they were measured.
+
+    measured: by the name of a calibration step, how its section came to be.
+    """
 
     schema_version: Literal[1] = SCHEMA_VERSION
     fingerprint: Annotated[str, Field(min_length=8, max_length=256)]
@@ -225,15 +148,40 @@ class ProfileInfo(Section):
     sketch: SketchSection | None = None
     memory_model: MemoryModel | None = None
     choices: tuple[Choice, ...] = Field(default=(), max_length=65536)
+    measured: dict[Name, Measured] = Field(default_factory=dict, max_length=64)
     provenance: Provenance | None = None
     tensors: dict[Name, TensorFacts] = Field(default_factory=dict, max_length=65536)
     tensors_digest: Digest | None = None
 
+    @model_validator(mode="after")
+    def _sections_fit(self) -> ProfileInfo:
+        for section in (self.head_taxonomy, self.retrieval_heads, self.layer_errors, self.sketch):
+            if section is not None:
+                section.check(self.model)
+        return self
+
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every tensor that the sections need."""
         shapes: dict[str, tuple[int, ...]] = {}
-        if self.sekv is not None:
-            shapes |= self.sekv.tensor_shapes(self.model)
-        if self.sketch is not None:
-            shapes |= self.sketch.tensor_shapes(self.model)
+        for section in (self.sekv, self.head_taxonomy, self.sketch):
+            if section is not None:
+                shapes |= section.tensor_shapes(self.model)
         return shapes
+
+
+__all__ = [
+    "SCHEMA_VERSION",
+    "Choice",
+    "HeadTaxonomy",
+    "LayerErrors",
+    "Measured",
+    "MemoryModel",
+    "ModelFacts",
+    "ProfileInfo",
+    "Provenance",
+    "RetrievalHeads",
+    "SekvSection",
+    "SiteFacts",
+    "SketchSection",
+    "TensorFacts",
+]

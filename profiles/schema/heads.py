@@ -1,0 +1,209 @@
+"""What calibration measures of heads and layers: roles, retrieval scores, layer errors, the token sketch."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field, model_validator
+
+from .facts import MAX_HEADS, MAX_SITES, Fraction, ModelFacts, Name, NotNegative, Role, Rows, Section
+
+
+class HeadTaxonomy(Section):
+    """Roles and clusters of KV heads (HeteroCache, SYSTEMS.md H1-H3). One row per KV store, one entry per KV head.
+
+    Tensors: `taxonomy.overlap.{s}` [Hkv, Hkv] for each KV store `s` whose treatment is `method`: median over decode steps
+    of the overlap (Eq. 1) of two heads' top-k sets, mean over samples, with a diagonal of 1. From it and `stability`,
+    `semkv.profiles.schema.roles.head_roles` makes the roles for any thresholds.
+
+    Attributes
+    ----------
+    roles: `anchor`, `volatile`, `pivot` or `satellite`. Stores that keep a window or everything were not measured:
+        their heads are called anchors, with stability 1 and similarity 0.
+    clusters: the KV head whose cluster each head is in: a satellite's pivot, and its own index for all others.
+    stability: Eq. 2. similarity: Eq. 3; both are means over samples.
+    tau_stable, tau_similar: thresholds that the roles were made with.
+    top_share: k of the top-k sets over the length of the prompt. pool: width of the average pooling, in tokens.
+    steps: decode steps per sample. samples: how many were measured.
+    transfer: for each data set, the share of the satellites that are satellites when it alone is measured (H8).
+    """
+
+    roles: tuple[tuple[Role, ...], ...] = Field(max_length=MAX_SITES)
+    clusters: tuple[tuple[Annotated[int, Field(ge=0, lt=MAX_HEADS)], ...], ...] = Field(max_length=MAX_SITES)
+    stability: Rows
+    similarity: Rows
+    tau_stable: Fraction
+    tau_similar: Fraction
+    top_share: Fraction = 0.1
+    pool: int = Field(default=5, ge=1)
+    steps: int = Field(default=100, ge=1)
+    samples: int = Field(default=1, ge=1)
+    transfer: dict[Name, Fraction] = Field(default_factory=dict, max_length=256)
+
+    @model_validator(mode="after")
+    def _whole_clusters(self) -> HeadTaxonomy:
+        for store, (roles, clusters) in enumerate(zip(self.roles, self.clusters, strict=False)):
+            followed = {to for head, to in enumerate(clusters) if to != head}
+            for head, (role, to) in enumerate(zip(roles, clusters, strict=False)):
+                if role == "satellite" and (to >= len(roles) or roles[to] != "pivot"):
+                    raise ValueError(f"store {store}: head {head} is a satellite of head {to}, which is no pivot")
+                if role != "satellite" and to != head:
+                    raise ValueError(f"store {store}: head {head} is a {role} and cannot follow head {to}")
+                if role == "pivot" and head not in followed:
+                    raise ValueError(f"store {store}: head {head} is a pivot without a satellite")
+        return self
+
+    def check(self, model: ModelFacts) -> None:
+        """Raise `ValueError` unless every row fits the model's KV stores."""
+        heads = [site.kv_heads for site in model.stores]
+        for name in ("roles", "clusters", "stability", "similarity"):
+            _fit_rows(f"head_taxonomy.{name}", getattr(self, name), heads, "KV store")
+
+    def tensor_shapes(self, model: ModelFacts) -> dict[str, tuple[int, ...]]:
+        """Name and shape of every tensor that this section needs."""
+        stores = (site for site in model.stores if site.treatment == "method")
+        return {f"taxonomy.overlap.{site.store}": (site.kv_heads, site.kv_heads) for site in stores}
+
+
+class RetrievalHeads(Section):
+    """Scores per query head (CompressKV, SYSTEMS.md C1), one row per site; means over the tests that passed.
+
+    Attributes
+    ----------
+    semantic: Eq. 5: attention on the whole answer span while a correct answer token is generated, divided by the number
+        of answer tokens, so that it is a share of attention.
+    classic: share of the answer tokens that are the token which the head looks at most, inside the span (Wu et al.
+        2024). classic_top_k: the same for the `top_k` tokens that it looks at most.
+    tests, passed: needle tests that were asked, and those with a unigram recall above `pass_recall`.
+    """
+
+    semantic: Rows
+    classic: Rows
+    classic_top_k: Rows
+    top_k: int = Field(default=10, ge=1)
+    tests: int = Field(ge=1)
+    passed: int = Field(ge=1)
+    pass_recall: Fraction = 0.5
+
+    @model_validator(mode="after")
+    def _no_more_than_asked(self) -> RetrievalHeads:
+        if self.passed > self.tests:
+            raise ValueError(f"{self.passed} tests passed of {self.tests}")
+        return self
+
+    def check(self, model: ModelFacts) -> None:
+        """Raise `ValueError` unless every row fits the model's sites."""
+        heads = [site.q_heads for site in model.sites]
+        for name in ("semantic", "classic", "classic_top_k"):
+            _fit_rows(f"retrieval_heads.{name}", getattr(self, name), heads, "site")
+
+
+class LayerErrors(Section):
+    """Output error per KV store under extreme compression (CompressKV Eq. 6-12, SYSTEMS.md C3), one entry per KV store.
+
+    Attributes
+    ----------
+    errors: Eq. 12, a share: they sum to 1. 0 for stores whose treatment is not `method`.
+    relative: mean over steps and samples of |O_comp - O_full| / |O_full| after the output projection.
+    sets: Eq. 10 of each data set.
+    keep: tokens that each store kept. window: those of them that are the prompt's last.
+    steps: decode steps per sample. samples: how many were measured.
+    """
+
+    errors: tuple[Fraction, ...] = Field(min_length=1, max_length=MAX_SITES)
+    relative: tuple[NotNegative, ...] = Field(default=(), max_length=MAX_SITES)
+    sets: dict[Name, tuple[Fraction, ...]] = Field(default_factory=dict, max_length=256)
+    keep: int = Field(default=32, ge=1)
+    window: int = Field(default=8, ge=1)
+    steps: int = Field(default=100, ge=1)
+    samples: int = Field(default=1, ge=1)
+
+    @model_validator(mode="after")
+    def _shares(self) -> LayerErrors:
+        if abs(sum(self.errors) - 1) > 1e-4:
+            raise ValueError(f"errors sum to {sum(self.errors):g}, expected 1")
+        return self
+
+    def check(self, model: ModelFacts) -> None:
+        """Raise `ValueError` unless there is one entry per KV store."""
+        stores = len(model.stores)
+        rows = {"errors": self.errors, "relative": self.relative or self.errors}
+        rows |= {f"sets.{name}": row for name, row in self.sets.items()}
+        for name, row in rows.items():
+            if len(row) != stores:
+                raise ValueError(f"layer_errors.{name} has {len(row)} entries for {stores} KV stores")
+
+
+class SketchSection(Section):
+    """A token sketch: per KV head the best rank-r maps of queries and keys under their measured covariances.
+
+    Tensors, for each site index `i` with treatment `method`, with r = min(rank, D):
+    `sketch.query.{i}`, `sketch.key.{i}` [Hkv, D, r]: q.k is approximated by (q A).(k B) up to a constant per query, for
+    the query heads of the group; the first c columns are the best maps of rank c.
+    `sketch.mean.{i}`, `sketch.std.{i}` [Hkv, r]: of the keys' codes k B, for their quantisation
+    (`semkv.profiles.schema.codes`). `sketch.spectrum.{i}` [Hkv, D]: squared singular values of Lq^T Lk over their sum,
+    descending: the share of the variance of q.k that each component carries. `sketch.caught.{i}` [Hkv, C]: `caught` for
+    each of the `candidates`, from which a method may choose otherwise at another budget.
+
+    Attributes
+    ----------
+    rank: columns that are stored. candidates: (rank, bits) pairs that were measured, by bits per token, ascending.
+    ranks, bits: what each KV head of each site should use, 0 where it does not retrieve. Rows of sites whose treatment is
+        not `method` are empty.
+    energy: share of the variance of q.k that `ranks` keeps. caught: of the attention that `share` of the context's tokens
+        can hold at best, what those chosen by the sketch with `ranks` and `bits` hold, on held-out samples.
+    share: tokens chosen over tokens of the context. target: share that `caught` should reach.
+    centered: keys were centred within their context, which moves no token ahead of another.
+    """
+
+    rank: int = Field(ge=1, le=256)
+    candidates: tuple[tuple[Annotated[int, Field(ge=1, le=256)], Annotated[int, Field(ge=1, le=8)]], ...] = Field(
+        min_length=1, max_length=256
+    )
+    ranks: tuple[tuple[Annotated[int, Field(ge=0, le=256)], ...], ...] = Field(max_length=MAX_SITES)
+    bits: tuple[tuple[Annotated[int, Field(ge=0, le=8)], ...], ...] = Field(max_length=MAX_SITES)
+    energy: Rows
+    caught: Rows
+    share: Fraction = 0.03
+    target: Fraction = 0.9
+    centered: bool = True
+
+    @model_validator(mode="after")
+    def _within_rank(self) -> SketchSection:
+        for site, (ranks, bits) in enumerate(zip(self.ranks, self.bits, strict=False)):
+            for head, (rank, width) in enumerate(zip(ranks, bits, strict=False)):
+                if rank > self.rank or bool(rank) != bool(width):
+                    raise ValueError(
+                        f"site {site}, head {head}: rank {rank} at {width} bits, expected both 0 or a rank of at most "
+                        f"{self.rank} at 1 to 8 bits"
+                    )
+        return self
+
+    def check(self, model: ModelFacts) -> None:
+        """Raise `ValueError` unless every row fits the model's sites."""
+        heads = [site.kv_heads if site.treatment == "method" else 0 for site in model.sites]
+        for name in ("ranks", "bits", "energy", "caught"):
+            _fit_rows(f"sketch.{name}", getattr(self, name), heads, "site")
+
+    def bytes_per_token(self, site: int) -> float:
+        """Bytes that one token's codes take at a site, over all KV heads."""
+        return sum(rank * width for rank, width in zip(self.ranks[site], self.bits[site])) / 8
+
+    def tensor_shapes(self, model: ModelFacts) -> dict[str, tuple[int, ...]]:
+        """Name and shape of every tensor that this section needs."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        for site in model.method_sites:
+            heads, dim, rank = site.kv_heads, site.key_dim, min(self.rank, site.key_dim)
+            shapes[f"sketch.query.{site.index}"] = shapes[f"sketch.key.{site.index}"] = (heads, dim, rank)
+            shapes[f"sketch.mean.{site.index}"] = shapes[f"sketch.std.{site.index}"] = (heads, rank)
+            shapes[f"sketch.spectrum.{site.index}"] = (heads, dim)
+            shapes[f"sketch.caught.{site.index}"] = (heads, len(self.candidates))
+        return shapes
+
+
+def _fit_rows(name: str, rows: tuple[tuple[Any, ...], ...], heads: list[int], what: str) -> None:
+    if len(rows) != len(heads):
+        raise ValueError(f"{name} has {len(rows)} rows for {len(heads)} {what}s")
+    for number, (row, wanted) in enumerate(zip(rows, heads)):
+        if len(row) != wanted:
+            raise ValueError(f"{name}: {what} {number} has {len(row)} entries, expected {wanted}")
