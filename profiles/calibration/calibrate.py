@@ -46,6 +46,7 @@ def calibrate(
     command: str = "",
     checkpoint: Path | None = None,
     progress: Progress | None = None,
+    program: Program | None = None,
 ) -> Calibration:
     """Train SeKV's router, thresholds and rank gates for `model`.
 
@@ -55,17 +56,14 @@ def calibrate(
     name: of the model, for people. command: kept in the provenance.
     checkpoint: file that an interrupted run resumes from; it stays when the run ends.
     progress: see `semkv.profiles.calibration.train.Progress`.
+    program: the model's `annotated_program`, where it is known.
 
     Raises
     ------
     ConfigError: the model is in training mode, the data does not fit it, or the checkpoint is of another run.
     CaptureError: the model cannot be captured.
     """
-    if model.training:
-        raise ConfigError(
-            "the model is in training mode, so dropout would change what it attends to: call model.eval() first"
-        )
-    program = AssignBudgets().run(captured_program(model), PassOptions(method="sekv"))
+    program = program or annotated_program(model)
     check(program, data, settings)
     fingerprint = model_fingerprint(model)
     digest = data.digest()
@@ -99,6 +97,20 @@ def calibrate(
         program, result.parameters, settings, name=name, fingerprint=fingerprint, provenance=provenance
     )
     return Calibration(profile, result.history)
+
+
+def annotated_program(model: torch.nn.Module) -> Program:
+    """The captured program of a model in evaluation mode, its sites annotated as for a method that compresses.
+
+    Raises
+    ------
+    ConfigError: the model is in training mode. CaptureError: it cannot be captured.
+    """
+    if model.training:
+        raise ConfigError(
+            "the model is in training mode, so dropout would change what it attends to: call model.eval() first"
+        )
+    return AssignBudgets().run(captured_program(model), PassOptions(method="sekv"))
 
 
 def check(program: Program, data: CalibrationData, settings: CalibrationSettings) -> None:
@@ -190,7 +202,7 @@ def report(result: Result, settings: CalibrationSettings) -> list[dict[str, floa
 
 def versions() -> dict[str, str]:
     """Versions of what decides the numbers."""
-    names = ("semkv", "torch", "transformers", "safetensors", "numpy")
+    names = ("semkv", "torch", "transformers", "safetensors", "networkx", "numpy")
     found = {"python": platform.python_version()}
     for name in names:
         try:

@@ -7,7 +7,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from semkv.passes.assign_budgets import AssignBudgets
 from semkv.passes.base import PassOptions
 from semkv.pipeline import captured_program
-from semkv.profiles.calibration import CalibrationData, CalibrationSettings
+from semkv.profiles.calibration import CalibrationData, CalibrationSettings, MeasureData, MeasureSettings
+from semkv.profiles.calibration.measure import Subject
+from semkv.profiles.calibration.needles import NeedleQuestion, NeedleTest
+from semkv.profiles.calibration.samples import SampleSet
 
 VOCABULARY = 40
 
@@ -73,3 +76,55 @@ def make_llama():
 @pytest.fixture(scope="session")
 def make_data():
     return random_data
+
+
+@pytest.fixture(scope="session")
+def measure_settings():
+    return MeasureSettings.checked(
+        length=96, steps=12, samples=4, held_out=1, block=5, keep=16, observation=4, selectors=2, classic_top_k=3,
+        sketch_rank=8, sketch_ranks=(2, 8), sketch_bits=(2, 8), sketch_share=0.1, pass_recall=0.0,
+    )  # fmt: skip
+
+
+def random_measure_data(settings: MeasureSettings, seed=0) -> MeasureData:
+    """Two data sets of random tokens, and needle tests whose answers are random too."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(length: int) -> torch.Tensor:
+        return torch.randint(0, VOCABULARY, (length,), generator=generator)
+
+    def draw_set(name: str) -> SampleSet:
+        size = settings.length + settings.steps
+        return SampleSet(name, (draw(size), draw(size)), (draw(size),))
+
+    tests = []
+    for _ in range(6):
+        answer = tuple(draw(5).tolist())
+        question = NeedleQuestion(tuple(draw(7).tolist()), answer, tuple(range(20, 45)))
+        tests.append(NeedleTest(draw(settings.length), (question, question)))
+    return MeasureData((draw_set("one"), draw_set("two")), tuple(tests), "random tokens")
+
+
+@pytest.fixture(scope="session")
+def measure_data(measure_settings):
+    return random_measure_data(measure_settings)
+
+
+@pytest.fixture
+def subject(program, measure_data, measure_settings):
+    return Subject(program, measure_data, measure_settings)
+
+
+@pytest.fixture(scope="session")
+def dense_weights():
+    """Attention weights of a model's layers on ids [T], each [Hq, T, T], by the modelling code's own attention."""
+
+    def weights(model, ids):
+        model.set_attn_implementation("eager")
+        try:
+            with torch.no_grad():
+                return [layer[0] for layer in model(ids[None], output_attentions=True, use_cache=False).attentions]
+        finally:
+            model.set_attn_implementation("sdpa")
+
+    return weights

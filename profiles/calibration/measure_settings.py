@@ -1,0 +1,90 @@
+"""Every setting of the measured calibration steps: taxonomy, retrieval heads, layer errors, sketch."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from semkv.errors import ConfigError
+
+
+class MeasureSettings(BaseModel):
+    """Settings of the steps that measure; defaults are the papers' unless said otherwise.
+
+    Attributes
+    ----------
+    length: tokens of context per sample (HeteroCache: 10,000). steps: tokens that follow it, one decode step each.
+    samples: contexts in all, spread over the data sets. held_out: contexts per data set that layer errors and the choice
+        of the sketch's ranks are measured on.
+    block: queries whose attention is looked at together: memory is one layer's [heads, block, tokens].
+    top_share: k of HeteroCache's top-k sets over the context's length (1K of 10K). pool: width of the average pooling.
+    tau_stable, tau_similar: its thresholds (0.4 and 0.5 for Qwen).
+    needle_lengths, needle_depths: needle tests per kind of needle, as lengths times depths (CompressKV: 20 and 10).
+    needle_questions: questions about each context, where its text holds more than one needle.
+    pass_recall: a test counts when more than this share of the answer's tokens was generated (ROUGE-1 recall 50).
+    classic_top_k: k of the classic top-k retrieval score. Ours: the paper gives none.
+    keep: tokens that layer errors keep of a context. observation: those of them that are its last, and choose the rest.
+    selectors: query heads per layer that choose, those with the best semantic scores; all where there are no scores.
+    epsilon: of Eq. 8.
+    sketch_rank: columns that the sketch stores. sketch_ranks, sketch_bits: what a head may use.
+    sketch_share: tokens that a sketch has to find, over the context's. sketch_target: share of the attention that can be
+        caught which a head's rank and bits should reach.
+    retrieves: a KV head retrieves when the best semantic score of its query heads reaches this share of attention, or
+        `retrieves_relative` times the model's best score where that is less.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    length: int = Field(default=8192, ge=64)
+    steps: int = Field(default=100, ge=1)
+    samples: int = Field(default=50, ge=1)
+    held_out: int = Field(default=2, ge=1)
+    block: int = Field(default=32, ge=1)
+    top_share: float = Field(default=0.1, gt=0, le=1)
+    pool: int = Field(default=5, ge=1)
+    tau_stable: float = Field(default=0.5, ge=0, le=1)
+    tau_similar: float = Field(default=0.5, ge=0, le=1)
+    needle_lengths: int = Field(default=20, ge=1)
+    needle_depths: int = Field(default=10, ge=1)
+    needle_questions: int = Field(default=3, ge=1)
+    pass_recall: float = Field(default=0.5, ge=0, lt=1)
+    classic_top_k: int = Field(default=10, ge=1)
+    keep: int = Field(default=32, ge=1)
+    observation: int = Field(default=8, ge=1)
+    selectors: int = Field(default=4, ge=1)
+    epsilon: float = Field(default=1e-6, gt=0)
+    sketch_rank: int = Field(default=32, ge=1, le=256)
+    sketch_ranks: tuple[int, ...] = Field(default=(4, 8, 16, 32), min_length=1)
+    sketch_bits: tuple[Literal[1, 2, 3, 4, 5, 6, 7, 8], ...] = Field(default=(2, 4), min_length=1)
+    sketch_share: float = Field(default=0.03, gt=0, le=1)
+    sketch_target: float = Field(default=0.9, gt=0, le=1)
+    retrieves: float = Field(default=0.1, ge=0, le=1)
+    retrieves_relative: float = Field(default=0.5, ge=0, le=1)
+    seed: int = 0
+
+    @classmethod
+    def checked(cls, **values: object) -> MeasureSettings:
+        """Build settings; `ConfigError` names the value that is out of range."""
+        try:
+            made = cls(**values)  # type: ignore[arg-type]
+        except ValidationError as error:
+            problem = error.errors(include_url=False)[0]
+            name = ".".join(map(str, problem["loc"]))
+            raise ConfigError(f"setting {name} = {problem['input']!r}: {problem['msg']}") from None
+        if made.observation > made.keep:
+            raise ConfigError(
+                f"setting observation = {made.observation}: these tokens are part of keep = {made.keep}, so give at most that"
+            )
+        if made.pool % 2 == 0:
+            raise ConfigError(f"setting pool = {made.pool}: expected an odd width, so that it has a middle")
+        if made.keep >= made.length:
+            raise ConfigError(
+                f"setting keep = {made.keep}: a context has {made.length} tokens, so nothing would be dropped"
+            )
+        return made
+
+    def identity(self) -> str:
+        """A hash of all settings."""
+        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()
