@@ -6,9 +6,9 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
@@ -171,3 +171,29 @@ def _line_progress(description: str) -> Callable[[int, int, str], None]:
         )
 
     return report
+
+
+class PhaseBars(AbstractContextManager["PhaseBars"]):
+    """A progress bar for each phase of a calibration, one after the other; `indent` stands before their names."""
+
+    def __init__(self, indent: str = "") -> None:
+        self.indent = indent
+        self.phase = ""
+        self.stack = ExitStack()
+        self.report: Any = None
+
+    def __call__(self, phase: str, done: int, total: int, figures: dict[str, float]) -> None:
+        """Show that `done` of `total` of a phase are done, with its latest figures."""
+        if phase != self.phase:
+            self.stack.close()
+            self.phase = phase
+            self.report = self.stack.enter_context(progress_bar(f"{self.indent}{phase}"))
+        self.report(done, total, " ".join(f"{name} {value:.3g}" for name, value in figures.items()))
+
+    def close(self) -> None:
+        """End the bar that is shown, before something else is printed."""
+        self.stack.close()
+        self.phase = ""
+
+    def __exit__(self, *error: object) -> None:
+        self.stack.close()

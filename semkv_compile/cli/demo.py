@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from semkv.cli.common import output_console, progress_bar, quiet_libraries
+from semkv.cli.common import PhaseBars, output_console, progress_bar, quiet_libraries
 
 METHODS = ("full", "streaming_llm", "snapkv", "sekv")
 EXAMPLE_SEED = 11
@@ -83,7 +82,7 @@ def _profile(console: Console, model: Any, tokenizer: Any, out: Path, steps: int
     )
     out.mkdir(parents=True, exist_ok=True)
     checkpoint = out / "calibration.resume.safetensors"
-    with _PhaseBars() as bars:
+    with PhaseBars("   ") as bars:
         profile = calibrate(
             model,
             bundled_data(tokenizer, settings),
@@ -99,24 +98,6 @@ def _profile(console: Console, model: Any, tokenizer: Any, out: Path, steps: int
     if made is not None:
         console.print(f"   {made.steps} steps in {made.wall_minutes:.1f} minutes; written to {folder}")
     return profile
-
-
-class _PhaseBars(AbstractContextManager):
-    """A progress bar for each phase of a calibration, one after the other."""
-
-    def __init__(self) -> None:
-        self.phase = ""
-        self.stack = ExitStack()
-        self.report: Any = None
-
-    def __call__(self, phase: str, done: int, total: int, figures: dict[str, float]) -> None:
-        if phase != self.phase:
-            self.stack.close()
-            self.phase, self.report = phase, self.stack.enter_context(progress_bar(f"   {phase}"))
-        self.report(done, total, " ".join(f"{name} {value:.3g}" for name, value in figures.items()))
-
-    def __exit__(self, *error: object) -> None:
-        self.stack.close()
 
 
 def _example(console: Console, compiled: Any, tokenizer: Any, length: int, budget: int | float) -> None:

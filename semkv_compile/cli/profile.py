@@ -2,34 +2,51 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
 
+from semkv.cli.common import PhaseBars, output_console
 from semkv.errors import ConfigError, SemkvError
 
 BUNDLED = "bundled"
 BUNDLED_SETTINGS: dict[str, Any] = {
     "length": 2048, "max_steps": 240, "sequences": 24, "held_out": 4, "learning_rate": 4e-3,
 }  # fmt: skip
-"""Defaults for the bundled model: a short run with a faster rate, under ten minutes on two cores."""
+"""Training defaults for the bundled model: a short run with a faster rate."""
+BUNDLED_MEASURES: dict[str, Any] = {
+    "length": 2048, "samples": 20, "held_out": 2, "needle_lengths": 3, "needle_depths": 4,
+}  # fmt: skip
+"""Measuring defaults for the bundled model, whose contexts are short: all steps take minutes on two cores."""
 
-STEPS = ("sekv",)
-"""What can be calibrated, in order."""
+STEPS = ("taxonomy", "retrieval-heads", "layer-errors", "sketch", "sekv")
+"""What can be calibrated, in order; a test compares it with `semkv.profiles.calibration.STEPS`."""
 
-HELP = """Calibrate a model: train SeKV's router, zoom thresholds and rank gates on running text, the model itself
-frozen, and write a profile that semkv.compile(model, profile, budget=...) takes.
+HELP = """Calibrate a model and write a profile that semkv.compile(model, profile, budget=...) takes. The model itself is
+frozen; running text is all that is needed.
 
 MODEL is a Hugging Face name, a local folder, or 'bundled' (the default): the small trained model that comes with semkv,
 with text that it generates itself.
+
+Steps, in the order in which they run (--steps takes some of them, separated by commas; by default all run):
+
+  taxonomy         how stable each KV head's attention is and how similar to other heads: anchors, volatile heads,
+                   pivots and satellites (HeteroCache)
+
+  retrieval-heads  which query heads look at the answer while it is generated, in needle tests (CompressKV)
+
+  layer-errors     what each layer's output loses under extreme compression (CompressKV)
+
+  sketch           low-rank, low-bit codes of tokens that find what a query looks for, for the heads that retrieve
+
+  sekv             SeKV's router, zoom thresholds and rank gates, trained
 
 Examples:
 
@@ -37,12 +54,32 @@ Examples:
 
   semkv-profile meta-llama/Llama-3.1-8B --data books.txt --data code.jsonl --length 32768 -o llama.profile
 
-A run that was interrupted goes on where it stopped when the command is repeated (OUT.resume.safetensors holds what it
-needs).
+  semkv-profile --steps taxonomy --tau-similar 0.3 -o bundled.profile --report pictures    # again, the rest is kept
+
+A run that was interrupted goes on where it stopped when the command is repeated, also in the middle of a step
+(OUT.resume holds what it needs, OUT appears or changes at the end). Each --data file that is long enough counts as a data
+set of its own: taxonomy and layer errors are compared across them.
 """
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
-console = Console()
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What the command line asked for, checked. base: the profile at `output` whose other sections are kept."""
+
+    model: str
+    output: Path
+    work: Path
+    steps: tuple[str, ...]
+    chosen: bool
+    base: Any
+    data: Sequence[Path]
+    with_tasks: bool
+    settings: Any
+    measures: Any
+    device: str
+    report: Path | None
 
 
 @app.command(help=HELP)
@@ -56,38 +93,104 @@ def profile(
     with_tasks: Annotated[
         bool,
         typer.Option(
-            "--with-tasks", help="'bundled' only: haystacks with questions instead of prose alone (labelled)."
+            "--with-tasks", help="'bundled' only: SeKV trains on haystacks with questions, not prose alone (labelled)."
         ),
     ] = False,
-    steps: Annotated[list[str] | None, typer.Option("--steps", help=f"What to calibrate: {', '.join(STEPS)}.")] = None,
-    length: Annotated[int | None, typer.Option(help="Tokens of context at the end of the curriculum.")] = None,
-    queries: Annotated[int | None, typer.Option(help="Tokens behind each context that read it compressed.")] = None,
-    max_steps: Annotated[
-        int | None, typer.Option(help="Optimiser steps at most; held-out loss may stop earlier.")
+    steps: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--steps",
+            help=f"What to calibrate: {', '.join(STEPS)}, separated by commas. On a profile that exists, these sections are "
+            "made again and all others stay.",
+        ),
     ] = None,
-    sequences: Annotated[int | None, typer.Option(help="Different training sequences per length.")] = None,
+    length: Annotated[
+        int | None, typer.Option(help="Tokens of context, of SeKV's at the end of its curriculum.")
+    ] = None,
+    samples: Annotated[
+        int | None, typer.Option(help="Contexts that heads are measured on, over all data sets.")
+    ] = None,
+    needle_lengths: Annotated[int | None, typer.Option(help="Context lengths of needle tests.")] = None,
+    needle_depths: Annotated[int | None, typer.Option(help="Depths of needle tests, at each length.")] = None,
+    tau_stable: Annotated[
+        float | None, typer.Option(help="Stability from which a head alone is an anchor, not volatile; default 0.5.")
+    ] = None,
+    tau_similar: Annotated[
+        float | None, typer.Option(help="Overlap from which two heads are similar; default 0.5.")
+    ] = None,
+    queries: Annotated[
+        int | None, typer.Option(help="sekv: tokens behind each context that read it compressed.")
+    ] = None,
+    max_steps: Annotated[
+        int | None, typer.Option(help="sekv: optimiser steps at most; held-out loss may stop earlier.")
+    ] = None,
+    sequences: Annotated[int | None, typer.Option(help="sekv: different training sequences per length.")] = None,
     random_init: Annotated[
-        bool, typer.Option("--random-init", help="Start routers at random instead of from the keys themselves.")
+        bool, typer.Option("--random-init", help="sekv: start routers at random instead of from the keys themselves.")
     ] = False,
-    seed: Annotated[int, typer.Option(help="Of initial values and the order of the data.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the data, of initial values and of the order of training.")] = 0,
     device: Annotated[str, typer.Option(help="Where the model runs: cpu, cuda, cuda:1.")] = "cpu",
     resume: Annotated[
-        bool, typer.Option("--resume/--restart", help="Go on from an interrupted run, or start anew and replace OUT.")
+        bool,
+        typer.Option(
+            "--resume/--restart",
+            help="Go on from an interrupted run, or forget it and start anew: without --steps, OUT is replaced whole.",
+        ),
     ] = True,
-    report: Annotated[Path | None, typer.Option(help="Folder for report.json and losses.png.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Folder for report.json and pictures of every section.")] = None,
 ) -> None:
     """See HELP."""
-    from semkv.profiles.calibration import CalibrationSettings
-
-    unknown = [step for step in steps or () if step not in STEPS]
+    named = [part.strip() for entry in steps or () for part in entry.split(",") if part.strip()]
+    unknown = [step for step in named if step not in STEPS]
     if unknown:
         raise ConfigError(f"--steps {unknown[0]!r} is unknown: it can be {', '.join(STEPS)}")
-    values: dict[str, Any] = dict(BUNDLED_SETTINGS) if model == BUNDLED else {}
-    given = {"length": length, "queries": queries, "max_steps": max_steps, "sequences": sequences}
-    values |= {name: value for name, value in given.items() if value is not None}
-    settings = CalibrationSettings.checked(**values, seed=seed, router_init="random" if random_init else "identity")
-    checkpoint = output.with_name(output.name + ".resume.safetensors")
-    _check_output(output, checkpoint, resume)
+    from semkv.profiles.calibration import CalibrationSettings, MeasureSettings
+
+    training = {"length": length, "queries": queries, "max_steps": max_steps, "sequences": sequences}
+    measuring = {
+        "length": length, "samples": samples, "needle_lengths": needle_lengths, "needle_depths": needle_depths,
+        "tau_stable": tau_stable, "tau_similar": tau_similar,
+    }  # fmt: skip
+    defaults = (BUNDLED_SETTINGS, BUNDLED_MEASURES) if model == BUNDLED else ({}, {})
+    settings = CalibrationSettings.checked(
+        **_over(defaults[0], training), seed=seed, router_init="random" if random_init else "identity"
+    )
+    measures = MeasureSettings.checked(**_over(defaults[1], measuring), seed=seed)
+    work = output.with_name(output.name + ".resume")
+    chosen = tuple(step for step in STEPS if step in named) or STEPS
+    base = _check_output(output, work, bool(named), resume)
+    _check_data(model, data, with_tasks)
+    _run(
+        _Request(
+            model, output, work, chosen, bool(named), base, tuple(data or ()), with_tasks, settings, measures, device, report
+        )
+    )  # fmt: skip
+
+
+def _over(defaults: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    return defaults | {name: value for name, value in given.items() if value is not None}
+
+
+def _check_output(output: Path, work: Path, chosen: bool, resume: bool) -> Any:
+    """The profile at `output` whose other sections are kept, or None; refuses to replace a finished one unasked."""
+    from semkv.profiles.calibration.steps import forget
+    from semkv.profiles.schema import Profile
+
+    if output.exists() and not output.is_dir():
+        raise ConfigError(f"{output} is a file: a profile is written to a folder, give another name with -o")
+    if not resume:
+        forget(work)
+    if chosen and output.exists():
+        return Profile.load(output)
+    if resume and output.exists() and not work.exists():
+        raise ConfigError(
+            f"{output} exists already: pass --steps to make some of its sections again, --restart to replace it, or give "
+            "another name with -o"
+        )
+    return None
+
+
+def _check_data(model: str, data: list[Path] | None, with_tasks: bool) -> None:
     for path in data or ():
         if not path.is_file():
             raise ConfigError(
@@ -99,18 +202,6 @@ def profile(
         raise ConfigError(
             "--with-tasks makes the bundled model's own text: use it with MODEL 'bundled' and without --data"
         )
-    _run(model, output, checkpoint, data, with_tasks, settings, device, report)
-
-
-def _check_output(output: Path, checkpoint: Path, resume: bool) -> None:
-    """Refuse to write over a finished profile, or drop the old run where that was asked for."""
-    if resume:
-        if output.exists() and not checkpoint.exists():
-            raise ConfigError(f"{output} exists already: pass --restart to replace it, or give another name with -o")
-        return
-    checkpoint.unlink(missing_ok=True)
-    if output.exists() and not output.is_dir():
-        raise ConfigError(f"{output} is a file: a profile is written to a folder, give another name with -o")
 
 
 def _load(name: str, device: str) -> tuple[Any, Any]:
@@ -133,121 +224,72 @@ def _load(name: str, device: str) -> tuple[Any, Any]:
     return model.to(device).eval(), tokenizer
 
 
-def _run(
-    name: str,
-    output: Path,
-    checkpoint: Path,
-    paths: list[Path] | None,
-    with_tasks: bool,
-    settings: Any,
-    device: str,
-    report: Path | None,
-) -> None:
-    from semkv.profiles.calibration import bundled_data, calibrate, text_data
+def _job(request: _Request, console: Console) -> Any:
+    """The model and the data of the steps that were asked for."""
+    from semkv.profiles.calibration import Job, bundled_data, bundled_measure_data, text_data, text_measure_data
+
+    model, tokenizer = _load(request.model, request.device)
+    data = measured = None
+    if "sekv" in request.steps:
+        if request.data:
+            data = text_data(request.data, tokenizer, request.settings)
+        else:
+            data = bundled_data(tokenizer, request.settings, with_tasks=request.with_tasks)
+        console.print(
+            f"sekv: {data.tokens:,} tokens ({data.description}), contexts of {request.settings.lengths} tokens"
+        )
+    if set(request.steps) - {"sekv"}:
+        if request.data:
+            measured = text_measure_data(request.data, tokenizer, request.measures)
+        else:
+            measured = bundled_measure_data(tokenizer, request.measures)
+        tests = sum(len(test.questions) for test in measured.needles)
+        console.print(
+            f"other steps: {len(measured.measured)} contexts of {request.measures.length} tokens, {len(measured.held_out)} "
+            f"held out, {tests} needle tests ({measured.description})"
+        )
+    command = shlex.join(["semkv-profile", *sys.argv[1:]])
+    return Job(model, request.model, command, data, request.settings, measured, request.measures)
+
+
+def _run(request: _Request) -> None:
+    from semkv.cli.profile_pictures import write_report
+    from semkv.cli.profile_tables import print_step
+    from semkv.profiles.calibration import run_steps
+    from semkv.profiles.calibration.steps import forget
 
     started = time.monotonic()
-    model, tokenizer = _load(name, device)
-    if paths:
-        data = text_data(paths, tokenizer, settings)
-    else:
-        data = bundled_data(tokenizer, settings, with_tasks=with_tasks)
-    console.print(f"{name}: {data.tokens:,} tokens ({data.description}), contexts of {settings.lengths} tokens")
-    with _progress_bar() as bar:
-        made = calibrate(
-            model,
-            data,
-            settings,
-            name=name,
-            command=shlex.join(["semkv-profile", *sys.argv[1:]]),
-            checkpoint=checkpoint,
-            progress=_Reporter(bar),
+    console = output_console()
+    job = _job(request, console)
+    with PhaseBars() as bars:
+        made = run_steps(
+            job, request.steps, profile=request.base, work=request.work, report=bars, begin=lambda step: bars.close()
         )
-    made.profile.save(output)
-    checkpoint.unlink(missing_ok=True)
-    if report is not None:
-        write_report(report, made.profile, made.history)
-    _print_summary(made.profile)
-    console.print(f"wrote {output} ({made.profile.nbytes / 1e6:.2f} MB) in {(time.monotonic() - started) / 60:.1f} min")
-
-
-def _progress_bar() -> Progress:
-    columns = (
-        TextColumn("{task.description:8}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[figures]}"),
+    made.profile.save(request.output)
+    forget(request.work)
+    for step in request.steps:
+        if step not in made.skipped:
+            print_step(console, step, made.profile, made.notes[step])
+    if request.report is not None:
+        files = write_report(request.report, made.profile, made.history)
+        console.print(f"wrote {', '.join(files)} to {request.report}")
+    minutes = _minutes(made.profile, request.steps)
+    console.print(
+        f"wrote {request.output} ({made.profile.nbytes / 1e6:.2f} MB) in {(time.monotonic() - started) / 60:.1f} min"
+        f" ({minutes})"
     )
-    return Progress(*columns, console=console)
+    for step in made.skipped:
+        console.print(f"{step} was left out: {made.notes[step]}", style="yellow", highlight=False)
+    if request.chosen and made.skipped:
+        raise ConfigError(f"--steps {made.skipped[0]} has no result: {made.notes[made.skipped[0]]}")
 
 
-class _Reporter:
-    """Shows each phase of a calibration as a bar, with the latest losses."""
-
-    def __init__(self, bar: Progress) -> None:
-        self.bar = bar
-        self.tasks: dict[str, Any] = {}
-
-    def __call__(self, phase: str, done: int, total: int, figures: dict[str, float]) -> None:
-        if phase not in self.tasks:
-            self.tasks[phase] = self.bar.add_task(phase, total=total, completed=max(0, done - 1), figures="")
-        shown = " ".join(f"{name} {value:.3g}" for name, value in figures.items())
-        self.bar.update(self.tasks[phase], total=total, completed=done, figures=shown)
-
-
-COLUMNS = (
-    ("site", "site", "{:.0f}"),
-    ("recall", "recall", "{:.2f}"),
-    ("precision", "prec.", "{:.2f}"),
-    ("zoom_rate", "zoomed", "{:.3f}"),
-    ("caught", "caught", "{:.2f}"),
-    ("oracle", "oracle", "{:.2f}"),
-    ("key_rank", "k rank", "{:.1f}"),
-    ("value_rank", "v rank", "{:.1f}"),
-    ("threshold", "tau", "{:.2f}"),
-    ("mined", "mined", "{:.3f}"),
-)
-LEGEND = """recall, prec.: zoomed spans against the targets of Eq. 12, at mined queries
-zoomed: share of the spans above tau, a logit
-caught: of the attention on spans, what the router takes when 6 % of the tokens
-  may be unfolded; oracle: the most that can be taken
-k rank, v rank: components that the gates keep; mined: share of the queries that
-  attend to few, distant spans"""
-
-
-def _print_summary(made: Any) -> None:
-    """The table that a calibration ends with: losses, and figures per site on held-out text."""
-    provenance = made.info.provenance
-    losses = ", ".join(f"{name} {value:.4g}" for name, value in provenance.losses.items())
-    console.print(f"held-out losses after {provenance.steps} steps: {losses}")
-    table = Table(title="per site, held-out contexts", box=None, padding=(0, 1), pad_edge=False)
-    for _, title, _ in COLUMNS:
-        table.add_column(title, justify="right")
-    for row in provenance.table:
-        table.add_row(*(form.format(row[key]) for key, _, form in COLUMNS))
-    console.print(table)
-    console.print(LEGEND, highlight=False)
-
-
-def write_report(folder: Path, made: Any, history: list[dict[str, float]]) -> None:
-    """Write `report.json` (provenance and the held-out losses over the steps) and `losses.png` into `folder`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    content = {"provenance": made.info.provenance.model_dump(mode="json"), "history": history}
-    (folder / "report.json").write_text(json.dumps(content, indent=1) + "\n")
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    names = [name for name in history[0] if name not in ("step", "total")]
-    figure, axes = pyplot.subplots(1, len(names), figsize=(3.2 * len(names), 2.6), squeeze=False, layout="constrained")
-    for axis, name in zip(axes[0], names):
-        axis.plot([row["step"] for row in history], [row[name] for row in history], marker=".")
-        axis.set(title=f"{name}, held out", xlabel="step")
-    figure.savefig(folder / "losses.png", dpi=120)
-    pyplot.close(figure)
+def _minutes(made: Any, steps: Sequence[str]) -> str:
+    """Minutes of each step."""
+    spent = {step: record.wall_minutes for step, record in made.info.measured.items()}
+    if made.info.provenance is not None:
+        spent["sekv"] = made.info.provenance.wall_minutes
+    return ", ".join(f"{step} {spent[step]:.1f}" for step in steps if step in spent)
 
 
 def main() -> None:
@@ -259,7 +301,7 @@ def main() -> None:
         sys.exit(2)
 
 
-__all__ = ["app", "main", "write_report"]
+__all__ = ["app", "main"]
 
 if __name__ == "__main__":
     main()

@@ -4,6 +4,8 @@ import json
 import sys
 
 import pytest
+import torch
+from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
@@ -12,7 +14,10 @@ from semkv.errors import ConfigError
 from semkv.profiles.bundled.tokenizer import build_tokenizer
 from semkv.profiles.schema import Profile
 
-TINY = ["--length", "192", "--queries", "8", "--max-steps", "4", "--sequences", "2"]
+TINY = [
+    "--length", "192", "--queries", "8", "--max-steps", "4", "--sequences", "2", "--samples", "2", "--needle-lengths", "1",
+    "--needle-depths", "1",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -51,12 +56,48 @@ def test_a_local_folder_is_calibrated(folder, text, tmp_path):
     profile = Profile.load(output)
     assert profile.info.provenance.data == "plain text: text.txt"
     assert profile.info.sekv.routing_dims == (16, 16)
-    assert not (tmp_path / "tiny.profile.resume.safetensors").exists()
-    history = json.loads((report / "report.json").read_text())["history"]
-    assert [row["step"] for row in history] == [0, 1, 2, 3, 4]
-    assert (report / "losses.png").read_bytes()[:4] == b"\x89PNG"
-    with pytest.raises(ConfigError, match=r"exists already: pass --restart to replace it"):
+    assert not (tmp_path / "tiny.profile.resume").exists()
+    written = json.loads((report / "report.json").read_text())
+    assert [row["step"] for row in written["history"]] == [0, 1, 2, 3, 4]
+    assert written["layer_errors"]["keep"] == 32
+    for name in ("losses", "heads", "clusters", "layer_errors", "sketch"):
+        assert (report / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
+    for words in ("head roles per KV store", "output error with 32 tokens kept", "token sketch per site"):
+        assert words in result.output
+    with pytest.raises(
+        ConfigError, match=r"exists already: pass --steps to make some of its sections again, --restart"
+    ):
         run_raising(folder, "--data", text, "-o", output, *TINY)
+
+    # One section again, the others stay; what cannot be measured is said where it was asked for.
+    again = run(folder, "--data", text, "-o", output, "--steps", "taxonomy", "--tau-similar", "1", *TINY)
+    assert again.exit_code == 0, again.output
+    made = Profile.load(output)
+    assert made.info.head_taxonomy.tau_similar == 1
+    assert made.info.sekv == profile.info.sekv
+    assert made.info.sketch == profile.info.sketch
+    if profile.info.retrieval_heads is None:
+        assert "retrieval-heads was left out: none of 3 needle tests passed" in " ".join(result.output.split())
+        with pytest.raises(ConfigError, match=r"--steps retrieval-heads has no result: none of 3 needle tests passed"):
+            run_raising(folder, "--data", text, "-o", output, "--steps", "retrieval-heads", *TINY)
+
+
+def test_an_interrupted_command_goes_on(folder, text, tmp_path, monkeypatch):
+    from semkv.profiles.calibration import layer_errors
+
+    output = tmp_path / "tiny.profile"
+    arguments = (folder, "--data", text, "-o", output, "--steps", "taxonomy,layer-errors", *TINY)
+    with monkeypatch.context() as patch:
+        patch.setattr(layer_errors.CompressionErrors, "measure", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert run(*arguments).exit_code != 0
+    assert not output.exists()
+    assert (tmp_path / "tiny.profile.resume" / "run.json").is_file()
+    with monkeypatch.context() as patch:
+        patch.setattr("semkv.profiles.calibration.taxonomy.Taxonomy.measure", None)
+        result = run(*arguments)
+    assert result.exit_code == 0, result.output
+    assert Profile.load(output).info.head_taxonomy is not None
+    assert [path.name for path in tmp_path.iterdir() if "profile" in path.name] == ["tiny.profile"]
 
 
 def run_raising(*arguments):
@@ -70,7 +111,7 @@ def run_raising(*arguments):
     [
         (["-o", "out", "--data", "none.txt"], r"calibration file none\.txt does not exist"),
         (["some/model", "-o", "out"], r"--data is needed to calibrate 'some/model': pass running text"),
-        (["-o", "out", "--steps", "roles"], r"--steps 'roles' is unknown: it can be sekv"),
+        (["-o", "out", "--steps", "roles"], r"--steps 'roles' is unknown: it can be taxonomy, retrieval-heads"),
         (["-o", "out", "--length", "3"], r"setting length = 3"),
         (
             ["some/model", "-o", "out", "--with-tasks", "--data", __file__],
@@ -102,8 +143,79 @@ def test_errors_reach_people_without_a_traceback(tmp_path, monkeypatch, capsys):
     assert "calibration file none.txt does not exist" in " ".join(capsys.readouterr().err.split())
 
 
+def test_the_steps_are_those_of_the_calibration():
+    from semkv.profiles.calibration import STEPS
+
+    assert command.STEPS == STEPS
+    assert all(step in command.HELP for step in STEPS)
+
+
+def test_a_report_of_every_section_is_drawn(tmp_path):
+    """Pictures of a profile with retrieval heads, which a random model has not, and with a window layer."""
+    from semkv.cli.profile_pictures import write_report
+    from semkv.cli.profile_tables import TABLES, print_step
+    from semkv.profiles.schema import (
+        HeadTaxonomy,
+        LayerErrors,
+        ModelFacts,
+        ProfileInfo,
+        RetrievalHeads,
+        SiteFacts,
+        SketchSection,
+    )  # fmt: skip
+
+    def site(index, treatment):
+        return SiteFacts(
+            index=index, name="a", store=index, q_heads=4, kv_heads=2, key_dim=8, value_dim=8, treatment=treatment
+        )
+
+    rows = ((0.5, 0.1, 0.0, 0.0), (0.0, 0.0, 0.2, 0.0))
+    info = ProfileInfo(
+        fingerprint="f" * 64,
+        model=ModelFacts(name="m", dtype="float32", vocab_size=9, sites=(site(0, "window"), site(1, "method"))),
+        head_taxonomy=HeadTaxonomy(
+            roles=(("anchor", "anchor"), ("pivot", "satellite")), clusters=((0, 1), (0, 0)), stability=((1, 1), (0.5, 0.2)),
+            similarity=((0, 0), (0.7, 0.7)), tau_stable=0.5, tau_similar=0.5, transfer={"text": 1.0},
+        ),
+        retrieval_heads=RetrievalHeads(semantic=rows, classic=rows, classic_top_k=rows, tests=2, passed=1),
+        layer_errors=LayerErrors(errors=(0, 1), relative=(0, 0.4), sets={"text": (0, 1)}),
+        sketch=SketchSection(
+            rank=4, candidates=((2, 2), (4, 2)), ranks=((), (4, 0)), bits=((), (2, 0)), energy=((), (0.9, 0)),
+            caught=((), (0.8, 0)),
+        ),
+    )  # fmt: skip
+    tensors = {name: torch.full(shape, 0.125) for name, shape in info.tensor_shapes().items()}
+    made = Profile(info, tensors)
+    files = write_report(tmp_path / "report", made, [])
+    assert files == [
+        "report.json",
+        "heads.png",
+        "clusters.png",
+        "retrieval_heads.png",
+        "layer_errors.png",
+        "sketch.png",
+    ]
+    console = Console(record=True, width=160)
+    for step in TABLES:
+        print_step(console, step, made, "a note")
+    text = console.export_text()
+    for shown in (
+        "2 anchor, 0 volatile, 1 pivot, 1 satellite of 4 KV heads",
+        "best semantic heads (site.head): 0.0 0.50",
+        "4x2 -",
+    ):
+        assert shown in text
+
+
 def test_help_teaches():
     result = run("--help")
     assert result.exit_code == 0
-    for word in ("semkv.compile(model, profile, budget=...)", "--with-tasks", "--restart", "bundled"):
+    for word in (
+        "semkv.compile(model, profile, budget=...)",
+        "--with-tasks",
+        "--restart",
+        "bundled",
+        "layer-errors",
+        "OUT.resume",
+    ):
         assert word in " ".join(result.output.split())
