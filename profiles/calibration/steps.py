@@ -130,6 +130,8 @@ def run_steps(
         _check_measurable(program, job)
         job.measure_data.check(program.vocab_size, program.max_positions, measured.length, measured.steps)
     history = _read_history(work)
+    if work is not None:
+        _write_json(work / RUN_FILE, vars(state))
     for step in steps:
         if step in state.notes:
             continue

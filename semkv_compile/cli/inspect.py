@@ -66,9 +66,11 @@ def profile_lines(path: Path) -> list[tuple[str, str]]:
     if info.sekv is not None:
         state = "trained" if info.sekv.trained else "untrained"
         lines.append(("sekv", f"router {state}, ranks up to {info.sekv.max_rank}"))
-    for name in ("head_taxonomy", "retrieval_heads", "layer_errors", "sketch", "memory_model"):
-        if getattr(info, name) is not None:
-            lines.append((name.replace("_", " "), "measured"))
+    for step, record in info.measured.items():
+        note = f"; {record.note}" if record.note else ""
+        lines.append((step, f"{record.created}, {record.units} samples in {record.wall_minutes:.1f} minutes{note}"))
+    if info.memory_model is not None:
+        lines.append(("memory model", "measured"))
     for choice in info.choices:
         lines.append((f"measured at {100 * choice.budget:g} %", _choice(choice)))
     made = info.provenance

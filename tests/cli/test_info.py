@@ -2,7 +2,7 @@
 
 import pytest
 
-from semkv.profiles.schema import Choice, ModelFacts, Profile, ProfileInfo, Provenance, SiteFacts
+from semkv.profiles.schema import Choice, Measured, ModelFacts, Profile, ProfileInfo, Provenance, SiteFacts
 
 
 @pytest.fixture
@@ -12,6 +12,18 @@ def profile_folder(tmp_path):
         fingerprint="0123456789abcdef",
         model=ModelFacts(name="tiny", dtype="float32", vocab_size=602, max_positions=512, sites=(site,)),
         choices=(Choice(method="sekv", budget=0.1, length=4096, score=0.875, samples=200),),
+        measured={
+            "taxonomy": Measured(
+                created="2026-01-03T03:04:05+00:00",
+                command="semkv-profile",
+                data="plain text: book.txt",
+                data_digest="a" * 64,
+                units=50,
+                wall_minutes=2.0,
+                versions={"torch": "2.13.0"},
+                note="a note",
+            )
+        },
         provenance=Provenance(
             created="2026-01-02T03:04:05+00:00",
             command="semkv-profile tiny -o tiny.profile",
@@ -36,6 +48,7 @@ def test_info_of_a_profile(run, profile_folder):
         "model tiny, 1 attention sites, float32",
         "fingerprint 0123456789abcdef",
         "measured at 10 % sekv: 87.5 % at 4096 tokens, 200 questions",
+        "taxonomy 2026-01-03T03:04:05+00:00, 50 samples in 2.0 minutes; a note",
         "300 steps in 1.2 minutes, seed 7",
         "data plain text: book.txt; 12345 tokens",
         "loss total 0.125",
