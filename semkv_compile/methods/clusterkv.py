@@ -1,0 +1,118 @@
+"""Tokens found through clusters of their keys, each KV head with its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from semkv.ir.program import Program
+from semkv.ir.site import AttentionSite
+from semkv.methods.base import Method
+from semkv.methods.page_routers import MeanKeyRouter
+from semkv.methods.pages import DEFAULT_FRAME, Frame
+from semkv.methods.quest import check_bits, check_positive
+from semkv.profiles.schema import Profile
+from semkv.runtime.components import Components
+from semkv.runtime.record import RowRecord
+from semkv.runtime.segments import Segmentation
+
+
+@dataclass(frozen=True)
+class KeyClusters:
+    """Clusters of keys by cosine, per KV head: k-means with evenly spaced first centroids, so that it repeats exactly.
+
+    tokens_per_cluster: their mean size; larger where the index of that many does not fit. rounds: of k-means.
+    """
+
+    tokens_per_cluster: int = 80
+    rounds: int = 8
+    frame: Frame = DEFAULT_FRAME
+
+    per_store: ClassVar[bool] = True
+    reads_surprisal: ClassVar[bool] = False
+
+    @property
+    def sinks(self) -> int:
+        """First tokens that stay exact."""
+        return self.frame.sinks
+
+    def segment(
+        self, record: RowRecord, store: AttentionSite, room: float, unit_cost: float, page_size: int
+    ) -> Segmentation:
+        first, recent, left = self.frame.fit(record.tokens, room, page_size)
+        tokens = recent - first
+        if tokens <= 0:
+            return Segmentation(torch.arange(first), torch.empty(0).long(), torch.empty(0).long(), recent)
+        most = max(1, int(left / unit_cost)) if unit_cost > 0 else tokens
+        count = min(most, max(1, round(tokens / self.tokens_per_cluster)), tokens)
+        k = record.keys[store.store][store.first_head : store.first_head + store.kv_heads, first:recent]
+        units = cluster(k.float(), count, self.rounds)
+        starts = torch.arange(first, recent)
+        return Segmentation(torch.arange(first), starts, torch.ones_like(starts), recent, units)
+
+    def segment_more(self, ids: Tensor, surprisal: Tensor, k: Tensor) -> Segmentation:
+        count = max(1, round(len(ids) / self.tokens_per_cluster))
+        return Segmentation.of_lengths(torch.ones(len(ids), dtype=torch.int64), cluster(k.float(), count, self.rounds))
+
+
+def cluster(k: Tensor, count: int, rounds: int) -> Tensor:
+    """Spherical k-means of keys k [H, n, D] into at most `count` clusters per head -> units int64 [H, n].
+
+    Every head's clusters are numbered 0, 1, ... without gaps, by their first token; heads may have fewer than `count`.
+    """
+    heads, n, _ = k.shape
+    unit = torch.nn.functional.normalize(k, dim=-1)
+    centroids = unit[:, torch.linspace(0, n - 1, count).round().long()]
+    nearest = torch.zeros(heads, n, dtype=torch.int64)
+    for _ in range(rounds):
+        nearest = (unit @ centroids.transpose(1, 2)).argmax(-1)
+        total = torch.zeros_like(centroids).scatter_add_(1, nearest[..., None].expand_as(unit), unit)
+        empty = total.norm(dim=-1, keepdim=True) == 0
+        centroids = torch.where(empty, centroids, torch.nn.functional.normalize(total, dim=-1))
+    return torch.stack([_numbered(row) for row in nearest])
+
+
+def _numbered(labels: Tensor) -> Tensor:
+    """Labels [n] renamed 0, 1, ... in the order of their first appearance."""
+    kept, inverse = torch.unique(labels, return_inverse=True)
+    first = torch.full((len(kept),), len(labels)).scatter_reduce_(0, inverse, torch.arange(len(labels)), "amin")
+    return first.argsort().argsort()[inverse]
+
+
+@dataclass(frozen=True)
+class ClusterKV(Method):
+    """ClusterKV (Liu et al., 2024): semantic clusters of keys; those with the best centroids are recalled token by token.
+
+    tokens_per_cluster: 80 in the paper (clusters are n / 80). rounds: of k-means. bits: of centroids, 4, 8 or 16. sinks: first
+    tokens, exact, 16 in the paper. window: recent tokens, exact, clustered `fold_chunk` at a time when they leave it (320 in
+    the paper, where nothing bounds the device). fixed_share: of the budget, for all but recalled tokens.
+    """
+
+    tokens_per_cluster: int = 80
+    rounds: int = 8
+    bits: int = 8
+    sinks: int = 16
+    window: int = 64
+    fold_chunk: int = 32
+    fixed_share: float = 1 / 2
+
+    name: ClassVar[str] = "clusterkv"
+    minimum_tokens: ClassVar[int] = 96
+
+    def __post_init__(self) -> None:
+        check_bits(self.name, self.bits)
+        check_positive(
+            self.name, tokens_per_cluster=self.tokens_per_cluster, rounds=self.rounds, window=self.window,
+            fold_chunk=self.fold_chunk,
+        )  # fmt: skip
+
+    def components(self, program: Program, profile: Profile | None) -> Components:
+        frame = Frame(self.sinks, self.window, fold_chunk=self.fold_chunk)
+        return Components(
+            segmenter=KeyClusters(self.tokens_per_cluster, self.rounds, frame), router=MeanKeyRouter(self.bits),
+            outside="folded", fixed_share=self.fixed_share, floor_tokens=64, window=self.window, window_share=frame.share,
+            fold_chunk=self.fold_chunk,
+        )  # fmt: skip

@@ -1,0 +1,84 @@
+"""Divide a prompt at fixed places: pages of equal size, down to single tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from semkv.ir.site import AttentionSite
+from semkv.runtime.record import RowRecord
+from semkv.runtime.segments import Segmentation
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What is exact around the folded middle of a prompt: first tokens and a recent window, within a room.
+
+    sinks: first tokens. window: recent tokens, at most `share` of the room. fold_chunk: tokens that leave the window at once.
+    """
+
+    sinks: int = 4
+    window: int = 64
+    share: float = 1 / 3
+    fold_chunk: int = 8
+
+    def fit(self, n: int, room: float, page_size: int) -> tuple[int, int, float]:
+        """(tokens kept at the start, first token of the window, room that is left) for n tokens."""
+        window = max(page_size, min(self.window, int(room * self.share) // page_size * page_size))
+        recent = n - min(window, n)
+        first = min(self.sinks, recent)
+        left = max(0.0, room - window - self.fold_chunk - -(-first // page_size) * page_size)
+        return first, recent, left
+
+
+DEFAULT_FRAME = Frame()
+
+
+@dataclass(frozen=True)
+class Pages:
+    """Pages of `size` tokens between the first tokens and the window.
+
+    Where the index of that many pages does not fit, pages double in size; with `fixed` they keep it, and the oldest tokens
+    are left out.
+    """
+
+    size: int = 16
+    frame: Frame = DEFAULT_FRAME
+    fixed: bool = False
+
+    per_store: ClassVar[bool] = False
+    reads_surprisal: ClassVar[bool] = False
+
+    @property
+    def sinks(self) -> int:
+        """First tokens that stay exact."""
+        return self.frame.sinks
+
+    def segment(
+        self, record: RowRecord, store: AttentionSite, room: float, unit_cost: float, page_size: int
+    ) -> Segmentation:
+        first, recent, left = self.frame.fit(record.tokens, room, page_size)
+        most = max(1, int(left / unit_cost)) if unit_cost > 0 else record.tokens
+        size, start = self.size, first
+        if self.fixed:
+            start = max(first, recent - most * size)
+        else:
+            while -(-(recent - start) // size) > most:
+                size *= 2
+        lengths = page_lengths(recent - start, size)
+        starts = start + lengths.cumsum(0) - lengths
+        return Segmentation(torch.arange(first), starts, lengths, recent)
+
+    def segment_more(self, ids: Tensor, surprisal: Tensor, k: Tensor) -> Segmentation:
+        return Segmentation.of_lengths(page_lengths(len(ids), self.size))
+
+
+def page_lengths(tokens: int, size: int) -> Tensor:
+    """Lengths int64 of the pages of `tokens` tokens: all of `size` but the last."""
+    lengths = torch.full((-(-tokens // size),), size, dtype=torch.int64)
+    if tokens % size:
+        lengths[-1] = tokens % size
+    return lengths

@@ -1,0 +1,104 @@
+"""Small chunks found by their landmarks; chunks that no landmark describes stay exact."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from semkv.ir.program import Program
+from semkv.ir.site import AttentionSite
+from semkv.methods.base import Method
+from semkv.methods.page_routers import MeanKeyRouter
+from semkv.methods.pages import Frame, Pages
+from semkv.methods.quest import check_bits, check_positive
+from semkv.profiles.schema import Profile
+from semkv.runtime.components import Components
+from semkv.runtime.record import RowRecord
+from semkv.runtime.segments import Segmentation
+
+
+@dataclass(frozen=True)
+class OutlierPages:
+    """Pages of which the worst described stay exact: those with the smallest cosine between a key and the page's mean.
+
+    The smallest over the tokens and KV heads of a page counts (ShadowKV Sec. 4.1). outliers: pages that stay exact, at most
+    a quarter of the room.
+    """
+
+    pages: Pages
+    outliers: int = 48
+
+    per_store: ClassVar[bool] = True
+    reads_surprisal: ClassVar[bool] = False
+
+    @property
+    def sinks(self) -> int:
+        """First tokens that stay exact."""
+        return self.pages.sinks
+
+    def segment(
+        self, record: RowRecord, store: AttentionSite, room: float, unit_cost: float, page_size: int
+    ) -> Segmentation:
+        kept = min(self.outliers, int(room / 4) // self.pages.size)
+        left = room - -(-kept * self.pages.size // page_size) * page_size
+        parts = self.pages.segment(record, store, left, unit_cost, page_size)
+        kept = min(kept, len(parts.starts) - 1)
+        if kept <= 0:
+            return parts
+        k = record.keys[store.store][store.first_head : store.first_head + store.kv_heads]
+        worst = page_cosines(k, parts).argsort(stable=True)[:kept]
+        exact = torch.zeros(len(parts.starts), dtype=torch.bool)
+        exact[worst] = True
+        tokens = parts.folded[exact.repeat_interleave(parts.lengths)]
+        return replace(
+            parts, kept=torch.cat([parts.kept, tokens]), starts=parts.starts[~exact], lengths=parts.lengths[~exact]
+        )
+
+    def segment_more(self, ids: Tensor, surprisal: Tensor, k: Tensor) -> Segmentation:
+        return self.pages.segment_more(ids, surprisal, k)
+
+
+def page_cosines(k: Tensor, parts: Segmentation) -> Tensor:
+    """The smallest cosine between a key and its page's mean key, over tokens and heads: k [Hkv, n, D] -> [pages]."""
+    page = torch.arange(len(parts.lengths)).repeat_interleave(parts.lengths)
+    keys = k[:, parts.folded].float()
+    mean = torch.zeros(k.shape[0], len(parts.lengths), k.shape[2]).index_add_(1, page, keys)
+    cosine = torch.nn.functional.cosine_similarity(keys, mean[:, page], dim=-1).amin(0)
+    return torch.full((len(parts.lengths),), 2.0).scatter_reduce_(0, page, cosine, "amin")
+
+
+@dataclass(frozen=True)
+class ShadowKV(Method):
+    """ShadowKV (Sun et al., 2024): chunks of 8 tokens on the host, found by the mean of their keys, outlier chunks exact.
+
+    The paper keeps keys on the device as factors of rank 160 before their rotation and fetches values only. Those factors
+    alone take about a tenth of the full KV, so that no smaller budget could hold them: here keys wait with the values.
+
+    chunk: tokens. outliers: chunks that stay exact, at most a quarter of the fixed parts. bits: of landmarks, 4, 8 or 16.
+    sinks, window: exact tokens at the start and the end. fixed_share: of the budget, for all but unfolded chunks.
+    """
+
+    chunk: int = 8
+    outliers: int = 48
+    bits: int = 4
+    sinks: int = 4
+    window: int = 32
+    fixed_share: float = 2 / 3
+
+    name: ClassVar[str] = "shadowkv"
+    minimum_tokens: ClassVar[int] = 48
+
+    def __post_init__(self) -> None:
+        check_bits(self.name, self.bits)
+        check_positive(self.name, chunk=self.chunk, window=self.window)
+
+    def components(self, program: Program, profile: Profile | None) -> Components:
+        frame = Frame(self.sinks, self.window, fold_chunk=max(8, self.chunk))
+        return Components(
+            segmenter=OutlierPages(Pages(self.chunk, frame), self.outliers), router=MeanKeyRouter(self.bits), outside="folded",
+            fixed_share=self.fixed_share, floor_tokens=40, window=self.window, window_share=frame.share,
+            fold_chunk=frame.fold_chunk,
+        )  # fmt: skip
