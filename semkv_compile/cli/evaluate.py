@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -12,6 +13,9 @@ from semkv.cli.models import load_model
 from semkv.config import CompileConfig
 from semkv.errors import ConfigError
 from semkv.evaluation.settings import Grid, QuestionMode, build_variants
+
+if TYPE_CHECKING:
+    from semkv.evaluation.tasks import Task
 
 QUESTIONS: dict[str, tuple[QuestionMode, ...]] = {"unseen": ("unseen",), "seen": ("seen",), "both": ("unseen", "seen")}
 
@@ -34,11 +38,16 @@ class EvalRequest:
     plot: Path | None
     config: CompileConfig
     device: str | None
+    tasks: list[str] = field(default_factory=list)
+    sources: list[str] = field(default_factory=list)
+    options: list[str] = field(default_factory=list)
+    chat: bool = False
 
 
 def grid_of(request: EvalRequest) -> Grid:
     """The grid that a request asks for, after every check that needs no model. Raises ConfigError, BudgetError."""
     from semkv.evaluation.samples import check_lengths, families
+    from semkv.evaluation.tasks import task_names
     from semkv.methods import METHODS
 
     for method in request.methods:
@@ -49,16 +58,55 @@ def grid_of(request: EvalRequest) -> Grid:
             raise ConfigError(f"unknown family {family!r}; there are: {', '.join(families())}")
     if request.question not in QUESTIONS:
         raise ConfigError(f"--question {request.question!r}: expected one of {', '.join(QUESTIONS)}")
-    check_lengths(request.lengths, None)
+    if request.families:
+        check_lengths(request.lengths, None)
+    names = task_names(request.tasks) if request.tasks else ()
     return Grid(
         variants=build_variants(request.methods, request.budgets),
-        families=tuple(dict.fromkeys(request.families)),
+        families=tuple(dict.fromkeys([*request.families, *names])),
         lengths=tuple(dict.fromkeys(request.lengths)),
         questions=QUESTIONS[request.question],
         samples=request.samples,
         questions_per_context=request.questions_per_context,
         seed=request.seed,
     )
+
+
+def source_places(given: list[str]) -> dict[str, str]:
+    """`["squad=data/squad.json"]` as keys and places. Raises ConfigError."""
+    places = {}
+    for text in given:
+        key, found, place = text.partition("=")
+        if not (key and found and place):
+            raise ConfigError(f"--source {text!r}: expected KEY=FILE or KEY=HUB_NAME; `semkv tasks` lists the keys")
+        places[key] = place
+    return places
+
+
+def option_values(given: list[str]) -> dict[str, dict[str, str]]:
+    """`["niah.depths=20"]` as values by task and option. Raises ConfigError."""
+    values: dict[str, dict[str, str]] = {}
+    for text in given:
+        target, found, value = text.partition("=")
+        task, dot, option = target.partition(".")
+        if not (task and dot and option and found):
+            raise ConfigError(f"--set {text!r}: expected TASK.OPTION=VALUE; `semkv tasks` lists the options")
+        values.setdefault(task, {})[option] = value
+    return values
+
+
+def tasks_of(request: EvalRequest) -> dict[str, Task]:
+    """The tasks that a request asks for, with their data and options. Raises ConfigError."""
+    from semkv.evaluation.tasks import build_tasks
+
+    sources, options = source_places(request.sources), option_values(request.options)
+    if not request.tasks:
+        if sources or options or request.chat:
+            raise ConfigError(
+                "--source, --set and --chat belong to --tasks: name the tasks, `--tasks ruler` for example"
+            )
+        return {}
+    return build_tasks(request.tasks, sources=sources, options=options, chat=request.chat)
 
 
 def rows_path(json: Path | None) -> Path | None:
@@ -68,11 +116,14 @@ def rows_path(json: Path | None) -> Path | None:
 
 def run_eval(request: EvalRequest) -> None:
     """Evaluate, print tables, write JSON and pictures."""
-    grid = grid_of(request)
+    grid, tasks = grid_of(request), tasks_of(request)
     loaded = load_model(request.model, request.profile, device=request.device)
-    from semkv.evaluation.samples import check_lengths
+    from semkv.evaluation.runner import all_tasks
 
-    check_lengths(grid.lengths, getattr(getattr(loaded.model, "config", None), "max_position_embeddings", None))
+    limit = getattr(getattr(loaded.model, "config", None), "max_position_embeddings", None)
+    for family in grid.families:
+        for length in grid.lengths:
+            all_tasks(tasks)[family].check_length(length, limit)
     from semkv.api import compile as compile_model
     from semkv.evaluation.evaluate import evaluate
     from semkv.evaluation.identity import subject_identity
@@ -90,9 +141,10 @@ def run_eval(request: EvalRequest) -> None:
             grid,
             identity=subject_identity(loaded.model, loaded.profile, request.config, compiled.dtype),
             model=loaded.name,
-            title=f"Retrieval with {loaded.name}",
+            title=f"{'Tasks' if tasks else 'Retrieval'} with {loaded.name}",
             rows=rows_path(request.json),
             progress=progress,
+            tasks=tasks,
         )
     if request.json is not None:
         request.json.parent.mkdir(parents=True, exist_ok=True)

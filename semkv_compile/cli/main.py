@@ -21,6 +21,7 @@ app = typer.Typer(
 
 MODEL_HELP = "`bundled`, a local folder, or a Hugging Face name."
 PROFILE_HELP = "Folder that `semkv-profile` wrote. Default: the bundled model's own; none for others."
+FAMILIES = ("single", "multi", "confusable", "dense")
 KV_DTYPE_HELP = "dtype of exact keys and values: float32, float16, bfloat16. Default: the model's."
 
 
@@ -40,6 +41,13 @@ KV_DTYPE_HELP = "dtype of exact keys and values: float32, float16, bfloat16. Def
     Another model with its profile, a budget of 512 tokens per KV head, the question part of the prompt:
 
     $ semkv eval --model Qwen/Qwen3-0.6B --profile qwen.profile --budgets 512 --lengths 4K --question seen
+
+    Tasks of other benchmarks, with their data (`semkv tasks` lists them):
+
+    $ semkv eval --model Qwen/Qwen3-0.6B --tasks ruler --lengths 8K --source haystack=essays.txt
+    --source squad=rajpurkar/squad_v2 --source hotpotqa=hotpot_dev_distractor.json
+
+    $ semkv eval --tasks perplexity --set perplexity.tokens=128 --lengths 2K,4K --samples 10
     """,
 )
 def eval_command(
@@ -54,8 +62,28 @@ def eval_command(
     question: Annotated[
         str, typer.Option(help="unseen: asked after compression. seen: part of the prefill. both.")
     ] = "unseen",
-    families: Annotated[str, typer.Option(help="Task families.")] = "single,multi,confusable,dense",
-    samples: Annotated[int, typer.Option(help="Questions per family and length.")] = 50,
+    families: Annotated[
+        str | None,
+        typer.Option(
+            help="Families of generated questions. Default: single,multi,confusable,dense, or none with --tasks."
+        ),
+    ] = None,
+    tasks: Annotated[
+        str | None, typer.Option(help="Tasks or groups of them, `ruler,niah,gsm8k`; `semkv tasks` lists them.")
+    ] = None,
+    source: Annotated[
+        list[str] | None,
+        typer.Option(help="KEY=PLACE, data of a task: a file, a folder, or a data set on the Hub. May be repeated."),
+    ] = None,
+    set_option: Annotated[
+        list[str] | None, typer.Option("--set", help="TASK.OPTION=VALUE, `niah.depths=20`. May be repeated.")
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Write the tasks' prompts by the tokenizer's chat template.")
+    ] = False,
+    samples: Annotated[
+        int, typer.Option(help="Questions per family or task and length; at most those there are.")
+    ] = 50,
     questions_per_context: Annotated[int, typer.Option(help="Questions that share a context and its prefill.")] = 4,
     seed: Annotated[int, typer.Option(help="Which contexts are drawn.")] = 0,
     json: Annotated[
@@ -68,13 +96,15 @@ def eval_command(
     ] = "shared",
     device: Annotated[str | None, typer.Option(help="Where to run, `cuda` for example.")] = None,
 ) -> None:
-    """Measure exact answers, memory, transfers and step times of methods on retrieval tasks.
+    """Measure answers, memory, transfers and step times of methods: on generated questions, and on known benchmarks.
 
     One prefill of a context serves all methods, budgets and questions. Intervals are of 95 %, clustered by context.
     """
     with plain_errors():
         parsed_lengths = whole_numbers(lengths, "--lengths")
-        method_names, family_names = words(methods, "--methods"), words(families, "--families")
+        method_names = words(methods, "--methods")
+        default = [] if tasks is not None else list(FAMILIES)
+        family_names = default if families is None else words(families, "--families")
         if samples < 1:
             refuse(f"--samples {samples}: expected at least 1")
         if questions_per_context < 1:
@@ -102,8 +132,32 @@ def eval_command(
                 plot=plot,
                 config=CompileConfig.model_validate({"kv_dtype": kv_dtype, "residency": residency}),
                 device=device,
+                tasks=[] if tasks is None else words(tasks, "--tasks"),
+                sources=source or [],
+                options=set_option or [],
+                chat=chat,
             )
         )
+
+
+@app.command(
+    "tasks",
+    epilog="""
+    [bold]Examples[/bold]
+
+    $ semkv tasks
+
+    $ semkv tasks ruler,gsm8k
+    """,
+)
+def tasks_command(
+    names: Annotated[str | None, typer.Argument(help="Tasks or groups, separated by commas. Default: all.")] = None,
+) -> None:
+    """List the tasks of `semkv eval --tasks`: what they ask, the data they take (`--source`) and options (`--set`)."""
+    with plain_errors():
+        from semkv.cli.tasks import run_tasks
+
+        run_tasks(None if names is None else words(names, "NAMES"))
 
 
 @app.command(

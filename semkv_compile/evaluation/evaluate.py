@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from semkv.evaluation.schema import Report
 from semkv.evaluation.settings import Grid
 from semkv.evaluation.store import RowStore
 from semkv.evaluation.subject import Subject
+from semkv.evaluation.tasks.base import Task
 
 
 def evaluate(
@@ -26,6 +27,7 @@ def evaluate(
     rows: str | Path | None = None,
     progress: Progress | None = None,
     notes: Sequence[str] = (),
+    tasks: Mapping[str, Task] | None = None,
 ) -> Report:
     """Run what is missing of `grid` and return the report of all of it.
 
@@ -35,6 +37,7 @@ def evaluate(
     tokenizer: a Hugging Face tokenizer.
     identity: fingerprint of model, profile and dtypes; rows of another identity are not reused.
     rows: JSON Lines file of what is measured, continued where it exists; None keeps rows in memory.
+    tasks: what the names in `grid.families` stand for, beside the bundled families; see `semkv.evaluation.tasks`.
 
     A KeyboardInterrupt ends the run early: the report of what there is comes back with `complete=False`.
 
@@ -42,9 +45,11 @@ def evaluate(
     """
     subject = Subject(compiled, identity)
     store = RowStore(rows)
+    asked = {name: task for name, task in (tasks or {}).items() if name in grid.families}
+    notes = [*notes, *(note for task in asked.values() for note in task.notes())]
     started = environment.now()
     try:
-        run_grid(subject, tokenizer, grid, store, progress)
+        run_grid(subject, tokenizer, grid, store, progress, asked)
     except KeyboardInterrupt:
         notes = [*notes, "stopped before it was complete"]
     return build_report(
@@ -55,4 +60,5 @@ def evaluate(
         title=title,
         model=model,
         notes=notes,
+        tasks=asked,
     )

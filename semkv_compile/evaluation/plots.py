@@ -20,6 +20,7 @@ from matplotlib.figure import Figure
 from semkv.evaluation.schema import CellResult, Interval, Report, Zoom
 from semkv.evaluation.settings import Variant
 from semkv.evaluation.subject import add_zooms
+from semkv.evaluation.tables import what_is_scored
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D1F", "#444444")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
@@ -56,11 +57,22 @@ def _arms(interval: Interval) -> tuple[float, float]:
     return 100 * (interval.value - low), 100 * (high - interval.value)
 
 
-def accuracy_by_budget(report: Report, question: str, length: int, path: Path) -> Path | None:
-    """Exact answers against the budget: a panel for the mean and one per family, a line per method.
+def scored(report: Report) -> Report:
+    """The report without cells whose figure is a likelihood, and without summaries of nothing else."""
+    cells = [c for c in report.cells if c.perplexity is None]
+    names = {c.cell.family for c in cells}
+    return report.model_copy(
+        update={"cells": cells, "summaries": [s for s in report.summaries if names.issuperset(s.families)]}
+    )
 
-    The full cache is a dashed line. None where no variant has a fractional budget.
+
+def accuracy_by_budget(report: Report, question: str, length: int, path: Path) -> Path | None:
+    """Scores against the budget: a panel for the mean and one per family, a line per method.
+
+    The full cache is a dashed line; what is measured as likelihood is left out. None where no variant has a fractional
+    budget.
     """
+    report = scored(report)
     summaries = [s for s in report.summaries if s.question == question and s.length == length]
     budgets = sorted({s.variant.budget for s in summaries if isinstance(s.variant.budget, float)})
     labels = list(dict.fromkeys(s.variant.label for s in summaries if isinstance(s.variant.budget, float)))
@@ -79,7 +91,7 @@ def accuracy_by_budget(report: Report, question: str, length: int, path: Path) -
     figure = _figure(
         max(PANEL * len(panels), 6.0),
         3.9,
-        f"Exact answers against the KV budget, {length} tokens, question {question}",
+        f"{what_is_scored(report)} against the KV budget, {length} tokens, question {question}",
         f"{report.model}; bars: 95 % interval clustered by context",
     )
     all_axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
@@ -111,7 +123,7 @@ def accuracy_by_budget(report: Report, question: str, length: int, path: Path) -
         axes.set_xlim(-0.4, len(budgets) - 0.6)
         axes.set_ylim(-3, 103)
         axes.set_xlabel("budget (% of the full KV)", fontsize=8, color=INK)
-    all_axes[0].set_ylabel("exact answers (%)", fontsize=8, color=INK)
+    all_axes[0].set_ylabel(f"{what_is_scored(report).lower()} (%)", fontsize=8, color=INK)
     handles, texts = all_axes[0].get_legend_handles_labels()
     figure.legend(handles, texts, loc="outside lower center", ncols=min(len(texts), 6), frameon=False, fontsize=8)
     return _save(figure, path)
@@ -150,11 +162,13 @@ def _heat(axes: Axes, values: np.ndarray, *, low: float, high: float, numbers: b
 def needle_heatmap(
     report: Report, question: str, budget: float | int | None, path: Path, bins: int = 10
 ) -> Path | None:
-    """Exact answers by length (columns) and depth of the evidence (rows), all families, a panel per method.
+    """Scores by length (columns) and depth of the evidence (rows), all families whose evidence has a place, a panel per method.
 
     `budget` chooses the compressing variants; the full cache is shown beside them. None where nothing is measured.
     """
-    chosen = [c for c in report.cells if c.cell.question == question and c.cell.variant.budget in (budget, None)]
+    chosen = [
+        c for c in report.cells if c.depths and c.cell.question == question and c.cell.variant.budget in (budget, None)
+    ]
     labels = list(dict.fromkeys(c.cell.variant.label for c in chosen))
     lengths = sorted({c.cell.length for c in chosen})
     if not labels:
@@ -164,7 +178,7 @@ def needle_heatmap(
     figure = _figure(
         max(1.2 + (0.5 + 0.42 * len(lengths)) * len(labels) + 0.9 * len(labels), 6.6),
         4.3,
-        f"Exact answers by context length and depth of the needle, budget {text}",
+        f"{what_is_scored(report)} by context length and depth of the needle, budget {text}",
         f"{report.model}; question {question}, mean of all families, {samples} questions per panel",
     )
     all_axes = figure.subplots(1, len(labels), sharey=True, squeeze=False)[0]
@@ -182,7 +196,7 @@ def needle_heatmap(
     all_axes[0].set_yticks(range(bins), [f"{100 * y // bins}-{100 * (y + 1) // bins}" for y in range(bins)])
     all_axes[0].set_ylabel("depth of the evidence (% of the context)", fontsize=8, color=INK)
     bar = figure.colorbar(image, ax=list(all_axes), shrink=0.9, pad=0.01)
-    bar.set_label("exact answers (%)", fontsize=8, color=INK)
+    bar.set_label(f"{what_is_scored(report).lower()} (%)", fontsize=8, color=INK)
     bar.ax.tick_params(labelsize=7)
     bar.outline.set_visible(False)
     return _save(figure, path)

@@ -1,11 +1,12 @@
-"""Rows to a report: accuracies with intervals, ratios to the full cache, bytes and times."""
+"""Rows to a report: scores with intervals, ratios to the full cache, bytes and times."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from semkv.evaluation.runner import cell_of, missing_work
+from semkv.evaluation.runner import all_tasks, cell_of, missing_work, plan_of
 from semkv.evaluation.schema import (
     CellResult,
     DepthBin,
@@ -22,6 +23,7 @@ from semkv.evaluation.settings import Cell, Grid, QuestionMode, Variant
 from semkv.evaluation.statistics import Estimate, proportion, quantile, ratio_estimate
 from semkv.evaluation.store import RowStore
 from semkv.evaluation.subject import add_zooms, worst
+from semkv.evaluation.tasks.base import Task
 
 DEPTH_BINS = 10
 
@@ -50,8 +52,8 @@ def _aligned(pairs: Pairs) -> tuple[list[float], list[float], list[tuple[str, in
     first, second, contexts, names = [], [], [], []
     for family, row, other in pairs:
         for mine, theirs in zip(row.answers, other.answers):
-            first.append(float(mine.correct))
-            second.append(float(theirs.correct))
+            first.append(mine.value)
+            second.append(theirs.value)
             contexts.append((family, row.context))
             names.append(family)
     return first, second, contexts, names
@@ -85,15 +87,15 @@ def depth_bins(rows: Sequence[Row], bins: int = DEPTH_BINS) -> list[DepthBin]:
     result = []
     for i in range(bins):
         found = [
-            (answer.correct, row.context)
+            (answer.value, row.context)
             for row in rows
             for answer in row.answers
-            if min(int(answer.depth * bins), bins - 1) == i
+            if answer.depth is not None and min(int(answer.depth * bins), bins - 1) == i
         ]
         if found:
-            correct, contexts = zip(*found)
+            values, contexts = zip(*found)
             result.append(
-                DepthBin(start=i / bins, stop=(i + 1) / bins, accuracy=interval(proportion(correct, contexts)))
+                DepthBin(start=i / bins, stop=(i + 1) / bins, accuracy=interval(proportion(values, contexts)))
             )
     return result
 
@@ -137,34 +139,40 @@ def build_report(
     title: str,
     model: str,
     notes: Sequence[str] = (),
+    tasks: Mapping[str, Task] | None = None,
 ) -> Report:
     """Everything that `store` holds of `grid`, aggregated. Cells without a row are left out; `complete` tells."""
+    known = all_tasks(tasks)
     cells: list[CellResult] = []
     summaries: list[Summary] = []
     commits: set[str] = set()
 
+    def cell_for(variant: Variant, family: str, length: int, question: QuestionMode) -> Cell:
+        return cell_of(grid, identity, variant, family, length, question, known.get(family))
+
     def rows_of(cell: Cell) -> list[Row]:
-        found = store.rows(cell.key, range(grid.contexts))
-        return [row.model_copy(update={"answers": row.answers[: grid.asked(row.context)]}) for row in found]
+        plan = plan_of(grid, known.get(cell.family))
+        found = store.rows(cell.key, range(plan.contexts))
+        return [row.model_copy(update={"answers": row.answers[: plan.asked(row.context)]}) for row in found]
 
     for question in grid.questions:
         for length in grid.lengths:
             measured: list[tuple[Variant, dict[str, list[Row]]]] = []
             for variant in grid.variants:
-                found = {f: rows_of(cell_of(grid, identity, variant, f, length, question)) for f in grid.families}
+                found = {f: rows_of(cell_for(variant, f, length, question)) for f in grid.families}
                 measured.append((variant, {family: rows for family, rows in found.items() if rows}))
             base = next((by_family for variant, by_family in measured if variant.method == "full"), {})
             for variant, by_family in measured:
                 for family, rows in by_family.items():
                     commits.update(row.commit for row in rows)
-                    cell = cell_of(grid, identity, variant, family, length, question)
+                    cell = cell_for(variant, family, length, question)
                     cells.append(_cell_result(cell, rows, ratio(_pairs({family: rows}, base))))
                 if by_family:
-                    summaries.append(_summary(variant, length, question, by_family, base, measured))
+                    summaries.append(_summary(variant, length, question, _averaged(by_family), base, measured))
     return Report(
         title=title,
         model=model,
-        complete=not missing_work(grid, identity, store),
+        complete=not missing_work(grid, identity, store, tasks),
         commits=sorted(commits),
         environment=environment,
         cells=cells,
@@ -173,12 +181,29 @@ def build_report(
     )
 
 
+def perplexity(rows: Sequence[Row]) -> Interval | None:
+    """exp of the mean negative log-likelihood of all tokens, its bounds those of the mean; None without any."""
+    found = [(answer.nats, answer.expected, row.context) for row in rows for answer in row.answers if answer.nats]
+    if not found:
+        return None
+    nats, tokens, contexts = zip(*found)
+    mean = ratio_estimate(nats, tokens, contexts)
+    return interval(replace(mean, value=math.exp(mean.value), low=math.exp(mean.low), high=math.exp(mean.high)))
+
+
+def _averaged(by_family: dict[str, list[Row]]) -> dict[str, list[Row]]:
+    """The families that a mean is taken of: not a likelihood beside scores, as the two are different things."""
+    scored = {f: rows for f, rows in by_family.items() if not any(a.nats for row in rows for a in row.answers)}
+    return scored or by_family
+
+
 def _cell_result(cell: Cell, rows: list[Row], of_full: Interval | None) -> CellResult:
     usage = total_usage(rows)
-    correct = [answer.correct for row in rows for answer in row.answers]
+    values = [answer.value for row in rows for answer in row.answers]
     return CellResult(
         cell=cell,
-        accuracy=interval(proportion(correct, [row.context for row in rows for _ in row.answers])),
+        accuracy=interval(proportion(values, [row.context for row in rows for _ in row.answers])),
+        perplexity=perplexity(rows),
         ratio=of_full,
         depths=depth_bins(rows),
         usage=usage,
@@ -212,7 +237,7 @@ def _summary(
         families=list(by_family),
         accuracy=interval(
             proportion(
-                [answer.correct for _, _, answer in flat],
+                [answer.value for _, _, answer in flat],
                 [(family, row.context) for family, row, _ in flat],
                 strata=[family for family, _, _ in flat],
             )

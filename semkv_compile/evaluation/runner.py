@@ -5,24 +5,31 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from semkv.errors import BudgetError, ConfigError
 from semkv.evaluation import environment
-from semkv.evaluation.samples import Question, check_lengths, families, make_sample
-from semkv.evaluation.schema import Answer, Row, Usage, Zoom
-from semkv.evaluation.settings import Cell, Grid, QuestionMode, Variant
+from semkv.evaluation.answering import Answering, Tally
+from semkv.evaluation.schema import Row
+from semkv.evaluation.settings import Cell, Grid, Plan, QuestionMode, Variant
 from semkv.evaluation.store import RowStore
-from semkv.evaluation.subject import Subject, add_zooms, usage_of, worst, zoom_of
+from semkv.evaluation.subject import Subject
+from semkv.evaluation.tasks.base import Task
+from semkv.evaluation.tasks.bundled import family_tasks
 from semkv.methods import METHODS
 from semkv.runtime.row_memory import Placement
 
 Progress = Callable[[int, int, str], None]
 """Called with (units done, units in all, what runs now); a unit is one variant on one context."""
+
+
+def all_tasks(tasks: Mapping[str, Task] | None = None) -> dict[str, Task]:
+    """The bundled families, and `tasks` beside them."""
+    return {**family_tasks(), **(tasks or {})}
 
 
 @dataclass(frozen=True)
@@ -37,34 +44,21 @@ class Work:
     variants: tuple[tuple[Variant, str], ...]
 
 
-@dataclass
-class _Tally:
-    """What a variant did on the questions of one context, as it adds up to a row."""
-
-    answers: list[Answer] = field(default_factory=list)
-    step_us: list[float] = field(default_factory=list)
-    compress_us: float = 0.0
-    usage: Usage | None = None
-    zoom: Zoom | None = None
-
-    def row(self, cell: str, index: int, commit: str, prompt_tokens: int) -> Row:
-        """The finished row."""
-        assert self.usage is not None
-        return Row(
-            cell=cell,
-            context=index,
-            commit=commit,
-            answers=self.answers,
-            usage=self.usage,
-            step_us=self.step_us,
-            compress_us=self.compress_us,
-            zoom=self.zoom,
-            prompt_tokens=prompt_tokens,
-        )
+def plan_of(grid: Grid, task: Task | None) -> Plan:
+    """How many questions a cell of `task` asks; None for a bundled family."""
+    return grid.plan() if task is None else grid.plan(task.questions_per_context, task.available)
 
 
-def cell_of(grid: Grid, identity: str, variant: Variant, family: str, length: int, question: QuestionMode) -> Cell:
-    """The cell of one variant, family, length and question mode."""
+def cell_of(
+    grid: Grid,
+    identity: str,
+    variant: Variant,
+    family: str,
+    length: int,
+    question: QuestionMode,
+    task: Task | None = None,
+) -> Cell:
+    """The cell of one variant, family, length and question mode; `task` is what stands behind the family's name."""
     return Cell(
         variant=variant,
         family=family,
@@ -73,7 +67,8 @@ def cell_of(grid: Grid, identity: str, variant: Variant, family: str, length: in
         subject=identity,
         parameters=_parameters(variant),
         seed=grid.seed,
-        questions_per_context=grid.questions_per_context,
+        questions_per_context=plan_of(grid, task).per_context,
+        task=None if task is None else task.parameters(),
     )
 
 
@@ -83,15 +78,30 @@ def _parameters(variant: Variant) -> dict[str, Any]:
     return dataclasses.asdict(known().with_options(variant.options)) if known is not None else dict(variant.options)
 
 
-def check_grid(grid: Grid, subject: Subject) -> None:
-    """Refuse what cannot run before anything does: families, lengths, methods, budgets and options."""
-    known = families()
+def check_grid(grid: Grid, subject: Subject, tokenizer: Any, tasks: Mapping[str, Task] | None = None) -> None:
+    """Refuse what cannot run before anything does: tasks, lengths, methods, budgets and options.
+
+    One sample of each task that is not a bundled family is made, so that missing data and a tokenizer that cannot
+    express the task are seen.
+    """
+    known = all_tasks(tasks)
     for family in grid.families:
         if family not in known:
             raise ConfigError(f"family {family!r}: expected one of {', '.join(known)}")
-    check_lengths(grid.lengths, subject.compiled.program.max_positions)
+    for family in grid.families:
+        task = known[family]
+        for length in grid.lengths:
+            task.check_length(length, subject.compiled.program.max_positions)
+        if "seen" in grid.questions and not task.has_question:
+            raise ConfigError(
+                f"task {family!r} asks no question after its context: question 'seen' means nothing for it, take 'unseen'"
+            )
     for variant in grid.variants:
         _check_smallest(variant, subject.variant(variant).placement, min(grid.lengths))
+    for family in tasks or {}:
+        if family in grid.families:
+            plan = plan_of(grid, known[family])
+            known[family].make(tokenizer, min(grid.lengths), 0, seed=grid.seed, questions=plan.asked(0))
 
 
 def _check_smallest(variant: Variant, placement: Placement, length: int) -> None:
@@ -107,11 +117,14 @@ def _check_smallest(variant: Variant, placement: Placement, length: int) -> None
         )
 
 
-def missing_work(grid: Grid, identity: str, store: RowStore) -> list[Work]:
+def missing_work(grid: Grid, identity: str, store: RowStore, tasks: Mapping[str, Task] | None = None) -> list[Work]:
     """What a run still has to do; families take turns, so that an early stop has seen some of each."""
+    known = all_tasks(tasks)
+    plans = {family: plan_of(grid, known.get(family)) for family in grid.families}
     keys = {
         (question, length, family): [
-            (variant, cell_of(grid, identity, variant, family, length, question).key) for variant in grid.variants
+            (variant, cell_of(grid, identity, variant, family, length, question, known.get(family)).key)
+            for variant in grid.variants
         ]
         for question in grid.questions
         for length in grid.lengths
@@ -120,9 +133,11 @@ def missing_work(grid: Grid, identity: str, store: RowStore) -> list[Work]:
     work = []
     for question in grid.questions:
         for length in grid.lengths:
-            for index in range(grid.contexts):
-                asked = grid.asked(index)
-                for family in grid.families:
+            for index in range(max(plan.contexts for plan in plans.values())):
+                for family, plan in plans.items():
+                    if index >= plan.contexts:
+                        continue
+                    asked = plan.asked(index)
                     left = [(v, key) for v, key in keys[question, length, family] if not store.has(key, index, asked)]
                     if left:
                         work.append(Work(family, length, question, index, asked, tuple(left)))
@@ -130,82 +145,70 @@ def missing_work(grid: Grid, identity: str, store: RowStore) -> list[Work]:
 
 
 @torch.no_grad()
-def run_grid(subject: Subject, tokenizer: Any, grid: Grid, store: RowStore, progress: Progress | None = None) -> None:
-    """Measure every cell of `grid` that `store` lacks. An interrupt between two rows loses nothing."""
-    check_grid(grid, subject)
-    work = missing_work(grid, subject.identity, store)
+def run_grid(
+    subject: Subject,
+    tokenizer: Any,
+    grid: Grid,
+    store: RowStore,
+    progress: Progress | None = None,
+    tasks: Mapping[str, Task] | None = None,
+) -> None:
+    """Measure every cell of `grid` that `store` lacks. An interrupt between two rows loses nothing.
+
+    tasks: what the names in `grid.families` stand for, beside the bundled families.
+    """
+    check_grid(grid, subject, tokenizer, tasks)
+    known = all_tasks(tasks)
+    work = missing_work(grid, subject.identity, store, tasks)
     total = sum(len(item.variants) for item in work)
     done = 0
     commit = environment.commit()
     for item in work:
         place = f"{item.family}, {item.length} tokens, question {item.question}"
-        for row in _run_context(subject, tokenizer, grid, item, commit):
+        answering = Answering(subject, tokenizer, known[item.family])
+        for row in _run_context(answering, grid, item, commit):
             store.add(row)
             done += 1
             if progress is not None:
                 progress(done, total, place)
 
 
-def _run_context(subject: Subject, tokenizer: Any, grid: Grid, work: Work, commit: str):
+def _run_context(answering: Answering, grid: Grid, work: Work, commit: str) -> Iterator[Row]:
     """Rows of one context, one variant after the other."""
-    sample = make_sample(
-        tokenizer, work.family, work.length, work.index, seed=grid.seed, questions=grid.questions_per_context
+    subject, task = answering.subject, answering.task
+    sample = task.make(
+        answering.tokenizer,
+        work.length,
+        work.index,
+        seed=grid.seed,
+        questions=plan_of(grid, task).per_context,
     )
     questions = sample.questions[: work.asked]
     if work.question == "unseen":
         record = subject.record(sample.ids, [variant for variant, _ in work.variants])
         for variant, key in work.variants:
-            tally = _Tally()
+            tally = Tally()
             compiled = subject.variant(variant)
-            state = _compress(compiled, record, tally)
+            state = _compress(compiled, record, tally, work)
             for question in questions:
-                _answer(subject, compiled, state.fork(), question.ids, question, tally)
+                answering.answer(compiled, state.fork(), question.ids, question, tally)
             yield tally.row(key, work.index, commit, len(sample.ids))
         return
-    tallies = [_Tally() for _ in work.variants]
+    tallies = [Tally() for _ in work.variants]
     for question in questions:
         record = subject.record((*sample.ids, *question.ids), [variant for variant, _ in work.variants])
         for (variant, _), tally in zip(work.variants, tallies):
             compiled = subject.variant(variant)
-            _answer(subject, compiled, _compress(compiled, record, tally), (), question, tally)
+            answering.answer(compiled, _compress(compiled, record, tally, work), (), question, tally)
     for (_, key), tally in zip(work.variants, tallies):
         yield tally.row(key, work.index, commit, len(sample.ids))
 
 
-def _compress(compiled: Any, record: Any, tally: _Tally) -> Any:
+def _compress(compiled: Any, record: Any, tally: Tally, work: Work) -> Any:
     started = time.perf_counter()
-    state = compiled.compress(record)
+    try:
+        state = compiled.compress(record)
+    except BudgetError as error:
+        raise BudgetError(f"{work.family}, {work.length} tokens, context {work.index}: {error}") from error
     tally.compress_us += 1e6 * (time.perf_counter() - started)
     return state
-
-
-def _answer(
-    subject: Subject, compiled: Any, state: Any, ids: tuple[int, ...], question: Question, tally: _Tally
-) -> None:
-    """Greedy continuation of `ids` against the answer, token by token until one differs; the state is used up.
-
-    Without `ids` the state's own logits give the first token, as the prefill read the question.
-    """
-    logits = subject.extend(compiled, state, ids)[0] if ids else state.logits[-1]
-    matched = 0
-    for place, expected in enumerate(question.answer):
-        token = int(logits.argmax())
-        matched += token == expected
-        last = place + 1 == len(question.answer)
-        if last or (token != expected and place > 0):
-            break
-        # One step is taken even after a wrong first token, so that step times do not depend on being right.
-        logits, elapsed = subject.extend(compiled, state, (token,))
-        tally.step_us.append(elapsed)
-        if token != expected:
-            break
-    tally.answers.append(
-        Answer(
-            depth=question.depth,
-            correct=matched == len(question.answer),
-            matched=matched,
-            expected=len(question.answer),
-        )
-    )
-    tally.usage = worst(tally.usage, usage_of(state))
-    tally.zoom = add_zooms(tally.zoom, zoom_of(state))

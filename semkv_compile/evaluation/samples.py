@@ -16,13 +16,21 @@ LAST_WORDS = 16  # words of the preceding text that a continuation is tokenised 
 
 @dataclass(frozen=True)
 class Question:
-    """A question to append to a context. ids, answer: token ids. depth: place of its evidence, 0 = start, 1 = end."""
+    """A question to append to a context.
+
+    ids, answer: token ids; without an answer the model writes up to `new_tokens` and its text is scored against
+    `references`. depth: place of the evidence, 0 = start, 1 = end; None where it has none. choices: all answers there
+    are, for classification.
+    """
 
     text: str
     ids: tuple[int, ...]
     answer_text: str
     answer: tuple[int, ...]
-    depth: float
+    depth: float | None
+    references: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()
+    new_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -38,7 +46,7 @@ class Sample:
     @property
     def longest(self) -> int:
         """Tokens of the context with its longest question and answer."""
-        return len(self.ids) + max(len(q.ids) + len(q.answer) for q in self.questions)
+        return len(self.ids) + max(len(q.ids) + len(q.answer) + q.new_tokens for q in self.questions)
 
 
 def families() -> tuple[str, ...]:

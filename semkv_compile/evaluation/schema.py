@@ -14,12 +14,26 @@ class _Record(BaseModel):
 
 
 class Answer(_Record):
-    """One question's outcome. depth: of its evidence. matched: leading answer tokens that were right, of `expected`."""
+    """One question's outcome.
 
-    depth: float
+    depth: of its evidence, None where it has none. matched: answer tokens that were right (the leading ones, or, where
+    likelihood is measured, those that the model would have chosen), of `expected`. score: of a text that the model
+    wrote, in [0, 1]; where likelihood is measured, the geometric mean probability of a token. text: what was written.
+    nats: negative log-likelihood of the `expected` tokens.
+    """
+
     correct: bool
     matched: int
     expected: int
+    depth: float | None = None
+    score: float | None = None
+    text: str | None = None
+    nats: float | None = None
+
+    @property
+    def value(self) -> float:
+        """The score; 0 or 1 where answers are right or wrong."""
+        return float(self.correct) if self.score is None else self.score
 
 
 class Usage(_Record):
@@ -95,12 +109,15 @@ class Timing(_Record):
 class CellResult(_Record):
     """One cell, aggregated.
 
+    accuracy: mean score of the questions: the share of exact answers where answers are right or wrong.
     ratio: accuracy over the full cache's on the same questions of the same run; None where `full` was not run.
-    device_share: largest device bytes over full bytes.
+    perplexity: of all predicted tokens, where likelihood is measured. device_share: largest device bytes over full
+    bytes.
     """
 
     cell: Cell
     accuracy: Interval
+    perplexity: Interval | None = None
     ratio: Interval | None
     depths: list[DepthBin]
     usage: Usage
@@ -113,7 +130,8 @@ class CellResult(_Record):
 class Summary(_Record):
     """Mean over the families of one variant at one length and question mode; fields as in `CellResult`.
 
-    ahead: for each other variant at the same budget, by label, how much more of the same questions this one answers.
+    families: those in the mean; where likelihood is measured beside other tasks, it stands apart. ahead: for each
+    other variant at the same budget, by label, how much more of the same questions this one answers.
     """
 
     variant: Variant

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -57,7 +58,8 @@ class Cell(BaseModel):
     """One variant on one family at one length and question mode, of one model: what a result belongs to.
 
     subject: fingerprint of model, profile and dtypes. parameters: all of the method's, defaults included, so that a new
-    default is another cell. seed, questions_per_context: how its samples are drawn.
+    default is another cell. seed, questions_per_context: how its samples are drawn. task: options and data of a task
+    (digests of its sources); None for the bundled families, whose name says all.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -70,18 +72,42 @@ class Cell(BaseModel):
     parameters: dict[str, Any] = Field(default_factory=dict)
     seed: int
     questions_per_context: int
+    task: dict[str, Any] | None = None
 
     @property
     def key(self) -> str:
         """Hash of everything that decides the result; the label does not."""
         settings = self.model_dump(mode="json")
         settings["variant"].pop("label")
+        if self.task is None:
+            settings.pop("task")
         text = json.dumps(settings, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:20]
 
 
+@dataclass(frozen=True)
+class Plan:
+    """How many questions a cell asks: `samples` in all, `per_context` of each context."""
+
+    samples: int
+    per_context: int
+
+    @property
+    def contexts(self) -> int:
+        """Contexts that hold all questions."""
+        return -(-self.samples // self.per_context)
+
+    def asked(self, index: int) -> int:
+        """Questions asked of context `index`; the last context may have fewer than the others."""
+        return min(self.per_context, self.samples - index * self.per_context)
+
+
 class Grid(BaseModel):
-    """All cells of a run. samples: questions per cell. questions_per_context: how many are asked of one context."""
+    """All cells of a run.
+
+    families: names of tasks, the bundled families among them. samples: questions per cell. questions_per_context: how
+    many are asked of one context, where a task's questions can share one.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -93,14 +119,19 @@ class Grid(BaseModel):
     questions_per_context: int = Field(default=4, ge=1)
     seed: int = Field(default=0, ge=0)
 
+    def plan(self, most: int | None = None, available: int | None = None) -> Plan:
+        """The questions of a cell whose task lets `most` share a context and has `available` in all; None: any."""
+        per_context = self.questions_per_context if most is None else min(most, self.questions_per_context)
+        return Plan(self.samples if available is None else min(available, self.samples), per_context)
+
     @property
     def contexts(self) -> int:
         """Contexts per family and length."""
-        return -(-self.samples // self.questions_per_context)
+        return self.plan().contexts
 
     def asked(self, index: int) -> int:
         """Questions asked of context `index`; the last context may have fewer than the others."""
-        return min(self.questions_per_context, self.samples - index * self.questions_per_context)
+        return self.plan().asked(index)
 
 
 def build_variants(

@@ -61,7 +61,7 @@ class RowStore:
         self._rows[row.cell, row.context] = row
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            line = json.dumps(row.model_dump(mode="json"), separators=(",", ":")) + "\n"
+            line = json.dumps(row.model_dump(mode="json", exclude_none=True), separators=(",", ":")) + "\n"
             # One write of one line to a file opened for appending: processes that share a grid do not mix their lines.
             file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             try:

@@ -15,6 +15,7 @@ WIDE = 110
 
 UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 CAPTION = "In brackets: 95 % interval, clustered by context."
+PERPLEXITY_CAPTION = "Where likelihood is measured the figure is perplexity, and is in no mean of scores."
 
 
 def percent(interval: Interval | None, *, spread: bool = True) -> str:
@@ -35,6 +36,12 @@ def size(count: float) -> str:
     return f"{count:.0f} B"
 
 
+def plain(interval: Interval) -> str:
+    """`8.31 (8.02-8.61)`, a number that is no share."""
+    text = f"{interval.value:.2f}"
+    return text if interval.low is None or interval.high is None else f"{text} ({interval.low:.2f}-{interval.high:.2f})"
+
+
 def millis(microseconds: float | None) -> str:
     """Microseconds as milliseconds."""
     return "-" if microseconds is None else f"{microseconds / 1000:.2f}"
@@ -52,6 +59,17 @@ def _families(report: Report) -> list[str]:
     return list(dict.fromkeys(c.cell.family for c in report.cells))
 
 
+def _score(cell: CellResult, spread: bool) -> str:
+    if cell.perplexity is None:
+        return percent(cell.accuracy, spread=spread)
+    return plain(cell.perplexity) if spread else f"{cell.perplexity.value:.2f}"
+
+
+def what_is_scored(report: Report) -> str:
+    """`Exact answers`, or `Scores` where a task gives part of a point."""
+    return "Exact answers" if all(c.cell.task is None for c in report.cells) else "Scores"
+
+
 def _accuracy(report: Report, summaries: list[Summary], spread: bool) -> tuple[list[str], list[list[str]]]:
     names = _families(report)
     lines = []
@@ -61,7 +79,7 @@ def _accuracy(report: Report, summaries: list[Summary], spread: bool) -> tuple[l
             [
                 summary.variant.label,
                 summary.variant.budget_text,
-                *[percent(cells[f].accuracy, spread=spread) if f in cells else "-" for f in names],
+                *[_score(cells[f], spread) if f in cells else "-" for f in names],
                 percent(summary.accuracy, spread=spread),
                 percent(summary.ratio, spread=spread),
                 str(summary.accuracy.samples),
@@ -96,7 +114,7 @@ def tables(report: Report, *, spread: bool = True) -> Iterator[tuple[str, list[s
     """Title, columns and lines of each table: accuracy and cost for every length and question mode."""
     for question, length in dict.fromkeys((s.question, s.length) for s in report.summaries):
         found = [s for s in report.summaries if (s.question, s.length) == (question, length)]
-        yield f"Exact answers (%), {length} tokens, question {question}", *_accuracy(report, found, spread)
+        yield f"{what_is_scored(report)} (%), {length} tokens, question {question}", *_accuracy(report, found, spread)
         yield f"Memory and time, {length} tokens, question {question}", *_cost(report, found)
 
 
@@ -120,6 +138,8 @@ def print_tables(report: Report, console: Console) -> None:
         console.print(table)
     if spread:
         console.print(CAPTION)
+    for line in remarks(report):
+        console.print(line)
 
 
 def markdown(report: Report, *, heading: str = "###") -> str:
@@ -130,7 +150,13 @@ def markdown(report: Report, *, heading: str = "###") -> str:
         parts.append("|" + "|".join([" --- ", *[" ---: "] * (len(columns) - 1)]) + "|")
         parts += ["| " + " | ".join(line) + " |" for line in lines]
         parts.append("")
-    return "\n".join([*parts, CAPTION, ""])
+    return "\n".join([*parts, " ".join([CAPTION, *remarks(report)]), ""])
+
+
+def remarks(report: Report) -> list[str]:
+    """What a reader of the tables has to know beside the caption."""
+    mixed = any(c.perplexity is not None for c in report.cells)
+    return [*([PERPLEXITY_CAPTION] if mixed else []), *report.notes]
 
 
 def provenance(report: Report) -> str:

@@ -1,0 +1,148 @@
+"""One question put to a compressed state: exact tokens, written text, or the likelihood of a text that goes on."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from semkv.evaluation.samples import Question
+from semkv.evaluation.schema import Answer, Row, Usage, Zoom
+from semkv.evaluation.subject import Subject, add_zooms, usage_of, worst, zoom_of
+from semkv.evaluation.tasks.base import Task
+
+STOP_TOKENS = 16
+"""A stop string is looked for in as many of the last tokens."""
+
+
+@dataclass
+class Tally:
+    """What a variant did on the questions of one context, as it adds up to a row."""
+
+    answers: list[Answer] = field(default_factory=list)
+    step_us: list[float] = field(default_factory=list)
+    compress_us: float = 0.0
+    usage: Usage | None = None
+    zoom: Zoom | None = None
+
+    def row(self, cell: str, index: int, commit: str, prompt_tokens: int) -> Row:
+        """The finished row."""
+        assert self.usage is not None
+        return Row(
+            cell=cell,
+            context=index,
+            commit=commit,
+            answers=self.answers,
+            usage=self.usage,
+            step_us=self.step_us,
+            compress_us=self.compress_us,
+            zoom=self.zoom,
+            prompt_tokens=prompt_tokens,
+        )
+
+
+@dataclass(frozen=True)
+class Answering:
+    """Puts a task's questions to states of a subject's variants."""
+
+    subject: Subject
+    tokenizer: Any
+    task: Task
+
+    def answer(self, compiled: Any, state: Any, ids: tuple[int, ...], question: Question, tally: Tally) -> None:
+        """Read `ids`, then measure `question` as its task says; the state is used up.
+
+        Without `ids` the state's own logits give the first token, as the prefill read the question.
+        """
+        logits = self.subject.extend(compiled, state, ids)[0] if ids else state.logits[-1]
+        if self.task.kind == "exact":
+            found = self._exact(compiled, state, logits, question, tally)
+        elif self.task.kind == "generated":
+            found = self._generated(compiled, state, logits, question, tally)
+        else:
+            found = self._likelihood(compiled, state, logits, question, tally)
+        tally.answers.append(found)
+        tally.usage = worst(tally.usage, usage_of(state))
+        tally.zoom = add_zooms(tally.zoom, zoom_of(state))
+
+    def _step(self, compiled: Any, state: Any, token: int, tally: Tally) -> Tensor:
+        """One decode step, timed; logits after it [vocab]."""
+        logits, elapsed = self.subject.extend(compiled, state, (token,))
+        tally.step_us.append(elapsed)
+        return logits
+
+    def _exact(self, compiled: Any, state: Any, logits: Tensor, question: Question, tally: Tally) -> Answer:
+        """Greedy continuation against the answer, token by token until one differs."""
+        matched = 0
+        for place, expected in enumerate(question.answer):
+            token = int(logits.argmax())
+            matched += token == expected
+            last = place + 1 == len(question.answer)
+            if last or (token != expected and place > 0):
+                break
+            # One step is taken even after a wrong first token, so that step times do not depend on being right.
+            logits = self._step(compiled, state, token, tally)
+            if token != expected:
+                break
+        return Answer(
+            depth=question.depth,
+            correct=matched == len(question.answer),
+            matched=matched,
+            expected=len(question.answer),
+        )
+
+    def _generated(self, compiled: Any, state: Any, logits: Tensor, question: Question, tally: Tally) -> Answer:
+        """Greedy text until it ends, has `new_tokens`, meets a stop string, or can no longer gain."""
+        ends = end_tokens(compiled, self.tokenizer)
+        written: list[int] = []
+        while True:
+            token = int(logits.argmax())
+            if token in ends:
+                break
+            written.append(token)
+            if len(written) == question.new_tokens or self._finished(written, question):
+                break
+            logits = self._step(compiled, state, token, tally)
+        text = self._text(written)
+        for mark in self.task.stop:
+            text = text.split(mark, 1)[0]
+        score = self.task.score(text, question)
+        return Answer(depth=question.depth, correct=score == 1.0, matched=0, expected=0, score=score, text=text)
+
+    def _finished(self, written: list[int], question: Question) -> bool:
+        if self.task.stop:
+            recent = self._text(written[-STOP_TOKENS:])
+            if any(mark in recent for mark in self.task.stop):
+                return True
+        return self.task.monotone and self.task.score(self._text(written), question) == 1.0
+
+    def _text(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+    def _likelihood(self, compiled: Any, state: Any, logits: Tensor, question: Question, tally: Tally) -> Answer:
+        """Log-likelihood of the answer's tokens, each after those before it as they are written."""
+        nats, matched = 0.0, 0
+        for place, token in enumerate(question.answer):
+            nats -= float(logits.double().log_softmax(-1)[token])
+            matched += int(logits.argmax()) == token
+            if place + 1 < len(question.answer):
+                logits = self._step(compiled, state, token, tally)
+        expected = len(question.answer)
+        return Answer(
+            depth=question.depth,
+            correct=matched == expected,
+            matched=matched,
+            expected=expected,
+            score=math.exp(-nats / expected),
+            nats=nats,
+        )
+
+
+def end_tokens(compiled: Any, tokenizer: Any) -> set[int]:
+    """Ids that end a text, by the model's generation settings and its tokenizer."""
+    settings = getattr(compiled, "generation_config", None)
+    found = getattr(settings, "eos_token_id", None)
+    ends = set(found) if isinstance(found, (list, tuple)) else {found}
+    return {int(token) for token in (*ends, tokenizer.eos_token_id) if token is not None}
