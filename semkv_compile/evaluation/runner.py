@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -108,8 +107,7 @@ def _check_smallest(variant: Variant, placement: Placement, length: int) -> None
     """Refuse a budget that at `length` tokens is below the method's smallest; contexts may be a few tokens shorter."""
     if variant.budget is None:
         return
-    stores = placement.budgeted
-    tokens = min((placement.budget.cap_tokens(len(stores), store, length) for store in stores), default=math.inf)
+    tokens = placement.budget.average_tokens(length)
     if tokens < placement.minimum_tokens:
         raise BudgetError(
             f"budget {variant.budget} at length {length} leaves {tokens:.1f} tokens per KV head, method "

@@ -46,11 +46,32 @@ class Keeper(Protocol):
         """Choose at most `room` exact tokens: (int64 [Hkv|1, a] ascending, first token of the recent window)."""
 
 
+class Evictor(Protocol):
+    """A keeper that goes on choosing in generation.
+
+    Each exact token has a score per KV head, in float32 beside its key and value, which every step adds to. Whenever tokens
+    leave the full recent window, they contend with the kept ones for their places, and the lowest-scored go.
+    """
+
+    def places(self, room: int, page_size: int) -> int:
+        """Of `room` exact tokens per KV head, those that kept ones may take, in whole pages; the window has at least one."""
+
+    def scores(self, site: AttentionSite, record: RowRecord) -> Tensor:
+        """Scores of all tokens of a prompt, finite and not negative, [Hkv, n]."""
+
+    def added(self, site: AttentionSite, q: Tensor, k: Tensor, hidden: Tensor) -> Tensor:
+        """What new queries q [Hq, T, D] add to the scores of the exact tokens k [Hkv, N, D] -> [Hkv, N]; hidden bool
+        [Hkv|1, 1, T, N]: later than the query."""
+
+
 class Allocator(Protocol):
     """How the budget of a row is divided among its layers once the prompt was read."""
 
-    def shares(self, stores: tuple[AttentionSite, ...], record: RowRecord) -> tuple[float, ...]:
-        """One positive share per store of `stores`, summing to 1."""
+    def shares(self, stores: tuple[AttentionSite, ...], record: RowRecord, budget: float) -> tuple[float, ...]:
+        """One share per store of `stores`, not negative, summing to 1; `budget` is tokens per KV head and layer on average.
+
+        A layer's share is raised to the method's smallest size, and held to all tokens, where that changes it.
+        """
 
 
 @dataclass(frozen=True)
@@ -128,11 +149,12 @@ class Components:
 
     Attributes
     ----------
-    keeper: for methods that choose single tokens; None where the segmenter's `kept` tokens are all.
+    keeper: for methods that choose single tokens once; None where the segmenter's `kept` tokens are all.
+    evictor: for methods that choose single tokens and go on choosing; in place of a keeper.
     segmenter, router: for methods that fold; None where tokens are only kept or dropped.
     summary: what stands for a folded unit in the softmax; None: nothing.
     forms: in which form spans wait, see `host_form` for those that it leaves as tokens.
-    host_form: `raw` or `int8`.
+    host_form: `raw`, `int8`, or `none`: folded tokens are not kept, their summary is all that is left of them.
     outside: where tokens go that are neither exact nor folded: `folded` on or `dropped`.
     fixed_share: part of the budget that fixed parts (exact tokens, window, summaries, indexes) may take; the rest is for
         unfolded units.
@@ -146,11 +168,12 @@ class Components:
     """
 
     keeper: Keeper | None = None
+    evictor: Evictor | None = None
     segmenter: Segmenter | None = None
     summary: Summary | None = None
     router: Router | None = None
     forms: FormChooser | None = None
-    host_form: Literal["raw", "int8"] = "int8"
+    host_form: Literal["raw", "int8", "none"] = "int8"
     outside: Literal["folded", "dropped"] = "dropped"
     fixed_share: float = 1.0
     floor_tokens: int = 0

@@ -15,8 +15,8 @@ from semkv.errors import BudgetError
 from semkv.ir.memory import Entries
 from semkv.ir.program import Program
 from semkv.ir.site import AttentionSite
-from semkv.runtime.budget import Budget
-from semkv.runtime.components import Components, Part, Plan
+from semkv.runtime.budget import Budget, bounded_shares
+from semkv.runtime.components import Components, Evictor, Part, Plan
 from semkv.runtime.join import join_parts
 from semkv.runtime.record import RowRecord
 from semkv.runtime.segments import Folding, Segmentation
@@ -120,8 +120,11 @@ class RowMemory:
         if not stores:
             return {}
         shares = [store.budget_share for store in stores]
-        if self.placement.plan.allocator is not None and self.placement.budget.value is not None:
-            shares = list(self.placement.plan.allocator.shares(stores, record))
+        if self.placement.budget.value is not None:
+            budget = self.placement.budget.average_tokens(self.tokens)
+            if self.placement.plan.allocator is not None:
+                shares = list(self.placement.plan.allocator.shares(stores, record, budget))
+            shares = bounded_shares(stores, shares, budget, self.placement.minimum_tokens, self.tokens)
         weights = [share * store.values_per_token for share, store in zip(shares, stores)]
         return {store.store: weight / sum(weights) for store, weight in zip(stores, weights)}
 
@@ -195,6 +198,8 @@ class RowMemory:
                 if free == float("inf"):
                     continue
                 pages = int(free // memory.page_nbytes)
+                if memory.components.evictor is not None:
+                    pages = min(pages, memory.room(free + memory.kept.nbytes)[1])
                 if memory.spans is not None:
                     pages = min(pages - 1, max(1, pages // 3))  # a window that is not whole pages, and units' summaries
                 limit = min(limit, pages * self.placement.page_size)
@@ -218,11 +223,14 @@ class RowMemory:
             sinks = min(getattr(components.segmenter, "sinks", 0), n)
             return self._site(made, made.everything[:sinks], made.everything[sinks:], self._spans(made))
         token_bytes = site.values_per_token / site.kv_heads * placement.budget.dtype.itemsize + 4
+        token_bytes += 4 if components.evictor is not None else 0
         room = allowance / site.kv_heads / token_bytes
         if components.outside == "dropped":
+            pages = int(room // placement.page_size) * placement.page_size
+            if components.evictor is not None:
+                return self._scored(made, components.evictor, pages)
             if components.keeper is None:
                 raise BudgetError(f"method {placement.method!r} has no rule for what to keep")
-            pages = int(room // placement.page_size) * placement.page_size
             kept, recent = components.keeper.keep(site, record, pages, placement.page_size)
             return self._site(made, kept, made.everything[recent:])
         if components.segmenter is None:
@@ -241,6 +249,14 @@ class RowMemory:
         )  # fmt: skip
         return memory
 
+    def _scored(self, made: _Prompt, evictor: Evictor, room: int) -> SiteMemory:
+        """`room` exact tokens per KV head: the highest-scored, and the newest."""
+        n, scores = made.record.tokens, evictor.scores(made.site, made.record)
+        places = evictor.places(room, self.placement.page_size)
+        recent = max(0, n - (room - places)) if n > room else 0
+        kept = scores[:, :recent].topk(min(places, recent)).indices.sort().values
+        return self._site(made, kept, made.everything[recent:], scores=scores)
+
     def _fits(self, site: AttentionSite, n: int, allowance: float) -> bool:
         pages = -(-n // self.placement.page_size) + 1  # sinks may take a page of their own
         tokens = pages * self.placement.page_size
@@ -250,17 +266,25 @@ class RowMemory:
         placement = self.placement
         return FoldedSpans(made.site, made.components, placement.budget.dtype, disk=placement.disk)
 
-    def _site(self, made: _Prompt, kept: Tensor, recent: Tensor, spans: FoldedSpans | None = None) -> SiteMemory:
+    def _site(
+        self, made: _Prompt, kept: Tensor, recent: Tensor, spans: FoldedSpans | None = None, scores: Tensor | None = None
+    ) -> SiteMemory:  # fmt: skip
         placement, site, k, v = self.placement, made.site, made.k, made.v
         device, page = placement.device, placement.page_size
         kept = kept if kept.dim() == 2 else kept[None]
         per_head = kept.expand(site.kv_heads, -1)
         heads = torch.arange(site.kv_heads)[:, None]
         uncapped = site.treatment != "method" or placement.budget.value is None
+        scored = [None, None] if scores is None else [scores[heads, per_head].to(device), scores[:, recent].to(device)]
         return SiteMemory(
             site, made.components,
-            TokenStore(k[heads, per_head].to(device), v[heads, per_head].to(device), kept.to(device), page),
-            TokenStore(k[:, recent].to(device), v[:, recent].to(device), recent[None].to(device), page, reserve=uncapped),
+            TokenStore(
+                k[heads, per_head].to(device), v[heads, per_head].to(device), kept.to(device), page, scores=scored[0],
+            ),
+            TokenStore(
+                k[:, recent].to(device), v[:, recent].to(device), recent[None].to(device), page, reserve=uncapped,
+                scores=scored[1],
+            ),
             spans, made.record.ids[recent].clone(), made.surprisal[recent].clone(),
             device=device, elastic=placement.residency == "elastic",
         )  # fmt: skip

@@ -51,8 +51,7 @@ class SiteMemory:
     @property
     def page_nbytes(self) -> int:
         """Device bytes of a page of recent tokens, all KV heads."""
-        store = self.recent
-        return store.page_size * (store._k[:, :1].nbytes + store._v[:, :1].nbytes) + _row_nbytes(store)
+        return self.recent.page_size * self.recent.token_nbytes
 
     @property
     def unfolds(self) -> bool:
@@ -99,6 +98,9 @@ class SiteMemory:
         page = self.recent.page_size
         grown = -(-(self.recent.length + tokens) // page) * self.page_nbytes
         others = self.fixed_nbytes - self.recent.nbytes
+        if self.components.evictor is not None:
+            self._contend(tokens, allowance)
+            return
         if self.spans is None:
             over = others + grown - allowance
             if over > 0 and self.recent.length:
@@ -109,6 +111,38 @@ class SiteMemory:
         while self.recent.length + tokens > self.window_tokens(allowance) + chunk and self.recent.length >= chunk:
             self._fold_oldest(chunk)
         self._shrink(allowance - (-(-(self.recent.length + tokens) // page) * self.page_nbytes), span_limit)
+
+    def room(self, allowance: float) -> tuple[int, int]:
+        """(pages of exact tokens within `allowance` bytes, those of them that are the window's), where an evictor chooses."""
+        page, heads = self.recent.page_size, self.site.kv_heads
+        own = self.recent.token_nbytes + 4 * (
+            heads - self.recent.positions.shape[0]
+        )  # kept tokens have their own positions
+        pages = int(allowance // (page * own))
+        return pages, pages - self.components.evictor.places(pages * page, page) // page
+
+    def _contend(self, tokens: int, allowance: float) -> None:
+        """Where `tokens` more do not fit, those that leave the window and the kept ones contend, per KV head, for the places
+        of the kept."""
+        page, kept, recent = self.recent.page_size, self.kept, self.recent
+        pages, window = self.room(allowance)
+        if -(-kept.length // page) - (-(recent.length + tokens) // page) <= pages:
+            return
+        leaving = min(max(0, recent.length + tokens - window * page), recent.length)
+        left = pages + (-(recent.length - leaving + tokens) // page)
+        places = max(0, min(pages - window, left) * page)
+        heads = self.site.kv_heads
+        scores = torch.cat([kept.scores, recent.scores[:, :leaving]], 1)
+        best = scores.topk(min(places, scores.shape[1]), dim=1).indices.sort(dim=1).values
+        rows = torch.arange(heads, device=best.device)[:, None]
+        k, v, positions = (
+            torch.cat([old.expand(heads, *old.shape[1:]), new[:, :leaving].expand(heads, -1, *new.shape[2:])], 1)[
+                rows, best
+            ]
+            for old, new in ((kept.k, recent.k), (kept.v, recent.v), (kept.positions, recent.positions))
+        )
+        self.kept = TokenStore(k, v, positions, page, scores=scores[rows, best])
+        self._pop(leaving)
 
     def window_tokens(self, allowance: float) -> int:
         """Tokens of the recent window within `allowance` bytes: at most the method's, and its share of the allowance."""
@@ -153,6 +187,8 @@ class SiteMemory:
         ]
         self.workspace_nbytes = self.moved_nbytes = 0
         self.zoomed = None
+        if self.components.evictor is not None and site.index == self.site.index:
+            self._score(site, q, torch.cat(k, 1), torch.cat(positions, 1), step)
         if self.spans is None or not self.spans.count:
             return Entries(torch.cat(k, 1), torch.cat(v, 1), torch.cat(positions, 1))
         spans, components = self.spans, self.components
@@ -203,6 +239,13 @@ class SiteMemory:
             factor_positions, factor_bias,
         )  # fmt: skip
 
+    def _score(self, site: AttentionSite, q: Tensor, k: Tensor, positions: Tensor, step: Step) -> None:
+        """Add what the new queries q [Hq, T, D] attend to to the scores of the exact tokens, kept ones first."""
+        asked = step.tokens + torch.arange(q.shape[1], device=positions.device)
+        added = self.components.evictor.added(site, q, k, positions[:, None, None] > asked[:, None])
+        self.kept.scores.add_(added[:, : self.kept.length])
+        self.recent.scores.add_(added[:, self.kept.length :])
+
     def _select(self, site: AttentionSite, score: Tensor, allowance: float) -> Tensor:
         """Which units each query head unfolds by score [Hq, T, M], bool [Hq, T, M]: those above its threshold, or all in
         order of score where the method fills the cap; over the cap, per KV head, the highest-scored of the group's union."""
@@ -240,10 +283,6 @@ class SiteMemory:
         copy.kept, copy.recent = self.kept.clone(), self.recent.clone()
         copy.spans = self.spans.clone() if self.spans is not None else None
         return copy
-
-
-def _row_nbytes(store: TokenStore) -> int:
-    return store.page_size * store._positions[:, :1].nbytes
 
 
 def _per_head(positions: Tensor, other: Tensor) -> Tensor:

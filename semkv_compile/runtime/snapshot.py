@@ -106,8 +106,11 @@ def _memory(
         _expect(positions, f"{name}.positions", (positions.shape[0], n), torch.int32)
         if positions.shape[0] not in (1, heads) or not _within(positions, 0, tokens):
             raise ValueError(f"{name}.positions are not positions of {tokens} tokens in {heads} heads")
-        reserve = uncapped and name == "recent"
-        exact[name] = TokenStore(k.to(device), v.to(device), positions.to(device), placement.page_size, reserve=reserve)
+        scores = _scores(own, f"{name}.scores", (heads, n)) if part.components.evictor is not None else None
+        exact[name] = TokenStore(
+            k.to(device), v.to(device), positions.to(device), placement.page_size,
+            reserve=uncapped and name == "recent", scores=None if scores is None else scores.to(device),
+        )  # fmt: skip
     count = (exact["recent"].length,)
     ids = _expect(own["recent_ids"], "recent_ids", count, torch.int64).clone()
     surprisal = _expect(own["recent_surprisal"], "recent_surprisal", count, torch.float32).clone()
@@ -121,23 +124,31 @@ def _memory(
     )  # fmt: skip
 
 
+def _scores(own: dict[str, Tensor], name: str, shape: tuple[int, ...]) -> Tensor:
+    scores = _expect(own[name], name, shape, torch.float32)
+    if not bool(torch.isfinite(scores).all()) or bool((scores < 0).any()):
+        raise ValueError(f"{name} are no accumulated weights: some are negative or not finite")
+    return scores
+
+
 def _fill_spans(spans: FoldedSpans, own: dict[str, Tensor], tokens: int) -> None:
     site = spans.site
     heads, m = site.kv_heads, own["lengths"].shape[-1]
     rows, segments = own["segment_unit"].shape
+    rows = own["lengths"].shape[0] if spans.components.host_form == "none" else rows
     stored = own["tokens.k"].shape[1]
     if rows not in (1, heads):
         raise ValueError(f"units of {rows} heads, expected 1 or {heads}")
     _expect(own["lengths"], "lengths", (rows, m), torch.int32)
     _expect(own["positions"], "positions", (rows, m), torch.int32)
     for name in TABLES:
-        shape = (rows, segments) if name == "segment_unit" else (segments,)
+        shape = (own[name].shape[0], segments) if name == "segment_unit" else (segments,)
         setattr(spans, name, _expect(own[name], name, shape, torch.int64).clone())
     factored = own["factors.lengths"] if "factors.lengths" in own else torch.zeros(0, dtype=torch.int64)
     starts = own["segment_start"]
     is_factor = own["segment_kind"] == FACTORS
     sound = (
-        _within(own["lengths"], 1, tokens + 1) and _within(own["positions"], 0, tokens)
+        _within(own["lengths"], 0 if rows > 1 else 1, tokens + 1) and _within(own["positions"], 0, tokens)
         and _within(own["segment_unit"], -1, m)
         and _within(own["segment_kind"], 0, 2) and _within(own["segment_length"], 1, tokens + 1)
         and _within(own["segment_position"], 0, tokens)

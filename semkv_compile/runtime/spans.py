@@ -75,7 +75,8 @@ class FoldedSpans:
     def __init__(self, site: AttentionSite, components: Components, dtype: torch.dtype, *, disk: bool = False) -> None:
         self.site, self.components, self.dtype = site, components, dtype
         heads = site.kv_heads
-        self.host_tokens = HostTokens(heads, site.key_dim, site.value_dim, dtype, components.host_form, disk=disk)
+        form = "raw" if components.host_form == "none" else components.host_form  # then it stays empty
+        self.host_tokens = HostTokens(heads, site.key_dim, site.value_dim, dtype, form, disk=disk)
         self.host_factors = HostFactors(heads, site.key_dim, site.value_dim, dtype, disk=disk)
         self.segment_unit = torch.zeros(1, 0, dtype=torch.int64)
         self.segment_kind = torch.zeros(0, dtype=torch.int64)
@@ -178,7 +179,8 @@ class FoldedSpans:
             built = router.build(self.site, folding, mean_k)
             for name, part in parts.items():
                 self._append_index(name, part, built[name])
-        self._store(folding, mean_k)
+        if self.components.host_form != "none":
+            self._store(folding, mean_k)
         rows = folding.sizes.shape[0]
         where = folding.positions.float()[None, :, None].expand(rows, -1, -1)
         self.lengths = _same_rows(self.lengths, folding.sizes.to(torch.int32), heads)
@@ -226,7 +228,7 @@ class FoldedSpans:
         """
         if self.count < 2 or pairs < 1 or not self._mergeable:
             return 0
-        together = (self.lengths[0, :-1] + self.lengths[0, 1:]).long()
+        together = (self.lengths[:, :-1] + self.lengths[:, 1:]).amax(0).long()
         target = torch.arange(self.count)
         taken = torch.zeros(self.count, dtype=torch.bool)
         merged = 0
@@ -250,18 +252,19 @@ class FoldedSpans:
     def _regroup(self, target: Tensor) -> None:
         """Make each unit i part of unit target[i] <= i."""
         kept, group = torch.unique(target, return_inverse=True)
-        size = self.lengths[0].float()
-        total = torch.zeros(len(kept)).index_add_(0, group, size)
-        share = size / total[group]
+        size = self.lengths.float()
+        total = torch.zeros(len(size), len(kept)).index_add_(1, group, size)
+        share = size / total[:, group]
 
         def combine(x: Tensor) -> Tensor:
+            own = share.repeat_interleave(x.shape[0] // len(share), 0)  # rows of query heads, or one row for all
             out = torch.zeros(x.shape[0], len(kept), x.shape[2], dtype=torch.float32)
-            return out.index_add_(1, group, x.float() * share[None, :, None])
+            return out.index_add_(1, group, x.float() * own[..., None])
 
         bits = self.components.summary.bits if self.components.summary else 8
         mean_k = combine(dequantize(self.mean_k)) if self.mean_k is not None else None
-        self.positions = combine(self.positions[None].transpose(1, 2))[..., 0].to(torch.int32)
-        self.lengths = total[None].to(torch.int32)
+        self.positions = combine(self.positions[..., None])[..., 0].to(torch.int32)
+        self.lengths = total.to(torch.int32)
         if mean_k is not None:
             self.mean_k = quantize(mean_k, bits)
         if self.mean_v is not None:

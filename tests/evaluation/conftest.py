@@ -69,7 +69,7 @@ class LookupModel:
         self.placement = SimpleNamespace(
             plan=SimpleNamespace(reads_surprisal=False, reads_queries=False),
             budgeted=("store",),
-            budget=SimpleNamespace(cap_tokens=lambda stores, store, tokens: budget * tokens),
+            budget=SimpleNamespace(average_tokens=lambda tokens: budget * tokens),
             minimum_tokens=8,
         )
 
