@@ -4,12 +4,33 @@ from __future__ import annotations
 
 from semkv.errors import ConfigError
 from semkv.methods.base import Method
+from semkv.methods.cake import CAKE
+from semkv.methods.chunkkv import ChunkKV
+from semkv.methods.compresskv import CompressKV
 from semkv.methods.full import Full
+from semkv.methods.h2o import H2O
+from semkv.methods.pyramidkv import PyramidKV
 from semkv.methods.sekv import SeKV
+from semkv.methods.semantic_clusters import delimiter_ids
+from semkv.methods.semanticache import SemantiCache
 from semkv.methods.snapkv import SnapKV
 from semkv.methods.streaming_llm import StreamingLLM
 
-METHODS: dict[str, type[Method]] = {method.name: method for method in (Full, StreamingLLM, SnapKV, SeKV)}
+METHODS: dict[str, type[Method]] = {
+    method.name: method
+    for method in (
+        Full,
+        StreamingLLM,
+        SnapKV,
+        SeKV,
+        H2O,
+        PyramidKV,
+        ChunkKV,
+        CAKE,
+        SemantiCache,
+        CompressKV,
+    )
+}
 
 
 def find_method(name: str, options: dict | None = None) -> Method:
@@ -19,4 +40,19 @@ def find_method(name: str, options: dict | None = None) -> Method:
     return METHODS[name]().with_options(options or {})
 
 
-__all__ = ["METHODS", "Full", "Method", "SeKV", "SnapKV", "StreamingLLM", "find_method"]
+__all__ = [
+    "CAKE",
+    "H2O",
+    "METHODS",
+    "ChunkKV",
+    "CompressKV",
+    "Full",
+    "Method",
+    "PyramidKV",
+    "SeKV",
+    "SemantiCache",
+    "SnapKV",
+    "StreamingLLM",
+    "delimiter_ids",
+    "find_method",
+]

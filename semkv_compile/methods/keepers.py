@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from semkv.errors import ConfigError
 from semkv.ir.site import AttentionSite
+from semkv.methods.window_scores import Pool, observed_weights, pooled
 from semkv.runtime.record import OBSERVED_QUERIES, RowRecord
 
 
@@ -27,17 +27,18 @@ class Sinks:
 
 
 @dataclass(frozen=True)
-class ObservationWindow:
-    """The tokens that the prompt's last queries attend to most, chosen per KV head (SnapKV Sec. 3).
+class WindowKeeper(ABC):
+    """Tokens chosen by how the prompt's last queries look at them; subclasses score and choose.
 
-    window: queries that observe, at most 64; they stay exact themselves. kernel: width of the 1-D pooling of the scores,
-    so that neighbours of a strong token are kept with it. pool: `max` or `mean`. Scores are softmax weights summed over
-    the window and averaged over the query heads of a group.
+    window: queries that observe, at most 64; they stay exact themselves. kernel: odd width of the 1-D pooling of scores, so
+    that neighbours of a strong token are kept with it. pool: `max` or `mean`. recent: the last tokens that stay exact, where
+    that is more than `window`. The budget shrinks what stays, and the window with it, to a quarter of the room.
     """
 
     window: int = 32
     kernel: int = 7
-    pool: Literal["max", "mean"] = "max"
+    pool: Pool = "max"
+    recent: int = 0
 
     def __post_init__(self) -> None:
         if not 1 <= self.window <= OBSERVED_QUERIES:
@@ -46,26 +47,31 @@ class ObservationWindow:
             raise ConfigError(f"kernel {self.kernel}: the pooling width is odd and positive")
 
     def keep(self, site: AttentionSite, record: RowRecord, room: int, page_size: int) -> tuple[Tensor, int]:
-        window = min(record.tokens, max(page_size, min(self.window, room // 4) // page_size * page_size))
-        recent = record.tokens - window
-        count = max(0, min(room - window, recent))
+        wanted = min(max(self.window, self.recent), room // 4)
+        tail = min(record.tokens, max(page_size, wanted // page_size * page_size))
+        before = record.tokens - tail
+        count = max(0, min(room - tail, before))
         if count == 0:
-            return torch.zeros(1, 0, dtype=torch.int64), recent
-        scores = self.scores(site, record, window)
-        return scores.topk(count, dim=-1).indices.sort(dim=-1).values, recent
+            return torch.zeros(1, 0, dtype=torch.int64), before
+        return self.choose(self.scores(site, record, tail), count), before
 
-    def scores(self, site: AttentionSite, record: RowRecord, window: int) -> Tensor:
-        """Pooled attention mass [Hkv, n - window] of the last min(window, 64) queries on the tokens before the window."""
-        k = record.keys[site.store].float()
-        n = k.shape[1]
-        q = record.queries[site.index][:, -window:].float().cpu()
-        queries = q.shape[1]
-        grouped = q.unflatten(0, (site.kv_heads, site.group_size))
-        logits = torch.einsum("hgtd,hnd->hgtn", grouped, k) * site.scale
-        if site.softcap:
-            logits = site.softcap * torch.tanh(logits / site.softcap)
-        future = torch.arange(n)[None, :] > torch.arange(n - queries, n)[:, None]
-        weights = logits.masked_fill(future, float("-inf")).softmax(dim=-1)[..., : n - window]
-        mass = weights.sum(dim=2).mean(dim=1)
-        pool = F.max_pool1d if self.pool == "max" else F.avg_pool1d
-        return pool(mass, self.kernel, stride=1, padding=self.kernel // 2)
+    def weights(self, site: AttentionSite, record: RowRecord, tail: int) -> Tensor:
+        """[Hkv, G, w, n - tail]: attention of the observing queries on the tokens before the last `tail`."""
+        return observed_weights(site, record, min(self.window, tail))[..., : record.tokens - tail]
+
+    @abstractmethod
+    def scores(self, site: AttentionSite, record: RowRecord, tail: int) -> Tensor:
+        """Scores [Hkv|1, n - tail] of the tokens before the last `tail`."""
+
+    def choose(self, scores: Tensor, count: int) -> Tensor:
+        """int64 [Hkv|1, at most count], ascending: the best by score."""
+        return scores.topk(count, dim=-1).indices.sort(dim=-1).values
+
+
+@dataclass(frozen=True)
+class ObservationWindow(WindowKeeper):
+    """SnapKV Sec. 3, per KV head: softmax weights summed over the window, averaged over the query heads of a group, pooled."""
+
+    def scores(self, site: AttentionSite, record: RowRecord, tail: int) -> Tensor:
+        mass = self.weights(site, record, tail).sum(dim=2).mean(dim=1)
+        return pooled(mass, self.kernel, self.pool)

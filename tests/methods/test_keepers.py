@@ -90,14 +90,15 @@ def test_parameters_are_checked():
         ObservationWindow(65)
     with pytest.raises(ConfigError, match="kernel 4: the pooling width is odd and positive"):
         ObservationWindow(kernel=4)
-    with pytest.raises(ConfigError, match="unknown method 'quest'; there are: full, streaming_llm, snapkv, sekv"):
-        find_method("quest")
+    with pytest.raises(ConfigError, match="unknown method 'pages'; there are: full, streaming_llm, snapkv, sekv"):
+        find_method("pages")
     with pytest.raises(ConfigError, match=r"method 'full' has no option 'sinks' \(it has: none\)"):
         find_method("full", {"sinks": 4})
 
 
 def test_methods_are_found_by_name():
-    assert list(METHODS) == ["full", "streaming_llm", "snapkv", "sekv"]
+    assert list(METHODS)[:4] == ["full", "streaming_llm", "snapkv", "sekv"]
+    assert all(name == method.name for name, method in METHODS.items())
     assert find_method("streaming_llm", {"sinks": 2}).sinks == 2
     assert not METHODS["full"].compresses
     assert all(METHODS[name].minimum_tokens > 0 for name in METHODS if METHODS[name].compresses)

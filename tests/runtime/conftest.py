@@ -20,7 +20,7 @@ from semkv.pipeline import run_passes
 from semkv.runtime.row_memory import RowMemory
 
 VOCAB = 61
-UNTRAINED = {"sekv": {"router": "coarse"}}
+UNTRAINED = {"sekv": {"router": "coarse"}, "compresskv": {"selection": "all", "allocation": "uniform"}}
 """Options with which a method runs without a profile."""
 
 
@@ -66,7 +66,7 @@ def resident_nbytes(row: RowMemory) -> int:
     """Bytes of the device tensors of the budgeted stores, found by walking the memory: whole storages, not its own count."""
     total = 0
     for memory in row.budgeted():
-        tensors = [x for part in (memory.kept, memory.recent) for x in (part._k, part._v, part._positions)]
+        tensors = [x for part in (memory.kept, memory.recent) for x in part.buffers]
         if memory.spans is not None:
             tensors += memory.spans.device_tensors()
         if memory.workspace is not None:

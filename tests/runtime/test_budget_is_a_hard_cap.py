@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 
 from semkv.errors import BudgetError
 
-COMPRESSING = ("streaming_llm", "snapkv", "sekv")
+COMPRESSING = (
+    "streaming_llm", "snapkv", "sekv", "h2o", "pyramidkv", "chunkkv", "cake", "semanticache", "compresskv",
+)  # fmt: skip
 SLOW = settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True
+    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True
 )
 
 

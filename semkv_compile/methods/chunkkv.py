@@ -1,0 +1,72 @@
+"""Whole chunks of neighbouring tokens are kept or dropped, by the votes of the prompt's end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from semkv.errors import ConfigError
+from semkv.ir.program import Program
+from semkv.ir.site import AttentionSite
+from semkv.methods.base import Method
+from semkv.methods.keepers import WindowKeeper
+from semkv.profiles.schema import Profile
+from semkv.runtime.components import Components
+from semkv.runtime.record import RowRecord
+
+
+@dataclass(frozen=True)
+class ChunkVotes(WindowKeeper):
+    """Chunks of `size` tokens by the votes that they receive together, one choice for all KV heads of a layer.
+
+    leaders: for each KV store the site whose attention decides; stores that are not in it decide for themselves.
+    """
+
+    size: int = 10
+    leaders: dict[int, AttentionSite] = field(default_factory=dict)
+
+    def scores(self, site: AttentionSite, record: RowRecord, tail: int) -> Tensor:
+        """Attention summed over the window and averaged over the heads of the deciding layer, [1, n - tail]."""
+        leader = self.leaders.get(site.store, site)
+        return self.weights(leader, record, tail).sum(dim=2).mean(dim=(0, 1))[None]
+
+    def choose(self, scores: Tensor, count: int) -> Tensor:
+        """The chunks with the largest sums, whole; the last may be short."""
+        votes = torch.nn.functional.pad(scores[0], (0, -scores.shape[1] % self.size)).unflatten(0, (-1, self.size))
+        best = votes.sum(1).topk(min(count // self.size, len(votes))).indices.sort().values
+        tokens = (best[:, None] * self.size + torch.arange(self.size)).flatten()
+        return tokens[tokens < scores.shape[1]][None]
+
+
+@dataclass(frozen=True)
+class ChunkKV(Method):
+    """ChunkKV (Liu et al., 2025): the unit of eviction is a chunk, which keeps phrases whole, and neighbouring layers share
+    their choice.
+
+    chunk: tokens of a chunk. reuse: layers that use the choice of the first of them; 1: each its own. window: observing
+    queries. recent: last tokens that stay exact.
+    """
+
+    chunk: int = 10
+    reuse: int = 2
+    window: int = 8
+    recent: int = 32
+
+    name: ClassVar[str] = "chunkkv"
+    minimum_tokens: ClassVar[int] = 24
+
+    def __post_init__(self) -> None:
+        ChunkVotes(self.window, 1, "max", self.recent)  # checks them before any work
+        for name in ("chunk", "reuse"):
+            if getattr(self, name) < 1:
+                raise ConfigError(
+                    f"option {name!r} of method 'chunkkv' is {getattr(self, name)!r}; expected at least 1"
+                )
+
+    def components(self, program: Program, profile: Profile | None) -> Components:
+        stores = [store for store in program.stores if store.treatment == "method"]
+        leaders = {store.store: stores[place - place % self.reuse] for place, store in enumerate(stores)}
+        return Components(keeper=ChunkVotes(self.window, 1, "max", self.recent, self.chunk, leaders))

@@ -1,0 +1,148 @@
+"""A layer's retrieval heads choose one set of tokens for all of its heads, and layer errors divide the budget."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from semkv.errors import ConfigError
+from semkv.ir.program import Program
+from semkv.ir.site import AttentionSite
+from semkv.methods.base import Method
+from semkv.methods.keepers import WindowKeeper
+from semkv.methods.kept_and_runs import KeptAndRuns
+from semkv.methods.routers import CoarseRouter
+from semkv.methods.window_scores import pooled
+from semkv.profiles.schema import Profile
+from semkv.profiles.schema.allocation import layer_budgets
+from semkv.runtime.components import Components, Plan, Summary
+from semkv.runtime.record import RowRecord
+
+Selection = Literal["semantic", "classic", "classic_top_k", "all"]
+
+MISSING = (
+    "method 'compresskv' needs a profile with {section}: measure it with `semkv-profile MODEL --steps {step} -o OUT`, or run "
+    "the ablation without it with method_options={{{option}}}"
+)
+
+
+@dataclass(frozen=True)
+class HeadVotes(WindowKeeper):
+    """C2: attention of the chosen query heads, summed over the window, pooled, and averaged over those heads; one choice for
+    all KV heads. heads: per KV store the query heads that choose; all of them where a store is missing."""
+
+    heads: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+
+    def scores(self, site: AttentionSite, record: RowRecord, tail: int) -> Tensor:
+        votes = pooled(self.weights(site, record, tail).sum(dim=2).flatten(0, 1), self.kernel, self.pool)
+        chosen = self.heads.get(site.store)
+        return votes.mean(dim=0, keepdim=True) if chosen is None else votes[list(chosen)].mean(dim=0, keepdim=True)
+
+
+@dataclass(frozen=True)
+class ErrorAllocation:
+    """C4 (Alg. 1): `minimum` tokens for each layer and the rest by error, at most three times the mean. The errors are the
+    shares of the annotated sites; where even the minimum does not fit, it is lowered."""
+
+    minimum: int = 32
+
+    def shares(self, stores: tuple[AttentionSite, ...], record: RowRecord, budget: float) -> tuple[float, ...]:
+        total = max(len(stores), int(budget * len(stores)))
+        errors = [store.budget_share for store in stores]
+        sizes = layer_budgets(errors, total, minimum=self.minimum, scale_minimum=True)
+        return tuple(size / total for size in sizes)
+
+
+@dataclass(frozen=True)
+class CompressKV(Method):
+    """CompressKV (Lin et al., 2025): the semantic retrieval heads of a layer know which tokens matter, and layers that lose
+    most under compression get most of the budget. Needs a profile with retrieval heads and layer errors.
+
+    heads: query heads of a layer that choose. window: observing queries. kernel: width of the mean pooling, odd. recent: last
+    tokens that stay exact. minimum: least tokens of a layer. selection: the score that ranks heads: `semantic` (Eq. 5),
+    `classic` (top-1), `classic_top_k`, or `all` (every head has a vote). allocation: `errors`, or `uniform`.
+    recoverable: keep what the paper drops in the host tier, in spans of at most `span` tokens that unfold where a query is
+    like their mean key; half of the budget is theirs.
+    """
+
+    heads: int = 4
+    window: int = 8
+    kernel: int = 5
+    recent: int = 32
+    minimum: int = 32
+    selection: Selection = "semantic"
+    allocation: Literal["errors", "uniform"] = "errors"
+    recoverable: bool = False
+    span: int = 16
+
+    name: ClassVar[str] = "compresskv"
+    minimum_tokens: ClassVar[int] = 40
+
+    def __post_init__(self) -> None:
+        self._votes({})  # checks window and kernel before any work
+        for name in ("heads", "minimum", "span"):
+            if getattr(self, name) < 1:
+                raise ConfigError(
+                    f"option {name!r} of method 'compresskv' is {getattr(self, name)!r}; expected at least 1"
+                )
+
+    def check(self, profile: Profile | None) -> None:
+        if self.selection != "all" and (profile is None or profile.info.retrieval_heads is None):
+            raise ConfigError(
+                MISSING.format(section="retrieval heads", step="retrieval-heads", option="'selection': 'all'")
+            )
+        if self.allocation == "errors" and (profile is None or profile.info.layer_errors is None):
+            raise ConfigError(
+                MISSING.format(section="layer errors", step="layer-errors", option="'allocation': 'uniform'")
+            )
+
+    def components(self, program: Program, profile: Profile | None) -> Components:
+        votes = self._votes(self._chosen(program, profile))
+        if not self.recoverable:
+            return Components(keeper=votes)
+        segmenter = KeptAndRuns(votes, self.span)
+        return Components(
+            segmenter=segmenter,
+            summary=Summary(weights="uniform", bits=4, attend=False),
+            router=CoarseRouter(),
+            outside="folded",
+            fixed_share=1 / 2,
+            floor_tokens=32,
+            window=max(self.window, self.recent),
+            window_share=1 / 4,
+            fold_chunk=segmenter.fold_chunk,
+        )
+
+    def plan(self, program: Program, profile: Profile | None) -> Plan:
+        plan = super().plan(program, profile)
+        return replace(plan, allocator=ErrorAllocation(self.minimum)) if self.allocation == "errors" else plan
+
+    def layer_shares(self, program: Program, profile: Profile | None) -> tuple[float, ...] | None:
+        """The layers' errors (Eq. 12), which `ErrorAllocation` turns into tokens."""
+        if self.allocation == "uniform":
+            return None
+        self.check(profile)
+        errors = profile.info.layer_errors.errors
+        return tuple(max(error, 1e-6) for error in errors)
+
+    def _votes(self, heads: Mapping[int, tuple[int, ...]]) -> HeadVotes:
+        return HeadVotes(self.window, self.kernel, "mean", self.recent, heads)
+
+    def _chosen(self, program: Program, profile: Profile | None) -> dict[int, tuple[int, ...]]:
+        """The best `heads` query heads of each store's site, in the order that the lowered program has them."""
+        if self.selection == "all":
+            return {}
+        self.check(profile)
+        rows = getattr(profile.info.retrieval_heads, self.selection)
+        chosen = {}
+        for site in program.stores:
+            scores = torch.tensor(rows[site.index])
+            if site.head_order:
+                scores = scores.unflatten(0, (site.kv_heads, site.group_size))[list(site.head_order)].flatten()
+            best = scores.argsort(descending=True, stable=True)[: self.heads]
+            chosen[site.store] = tuple(sorted(best.tolist()))
+        return chosen

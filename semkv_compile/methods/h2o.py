@@ -1,0 +1,55 @@
+"""Heavy hitters: the tokens that attention has added up to most so far, and the newest ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from semkv.errors import ConfigError
+from semkv.ir.program import Program
+from semkv.ir.site import AttentionSite
+from semkv.methods.base import Method
+from semkv.methods.window_scores import attention_received, softmax_weights
+from semkv.profiles.schema import Profile
+from semkv.runtime.components import Components
+from semkv.runtime.record import RowRecord
+
+
+@dataclass(frozen=True)
+class HeavyHitters:
+    """Scores are attention summed over all queries so far, averaged over the query heads of a group. heavy: share of the room
+    that the highest take."""
+
+    heavy: float = 0.5
+
+    def places(self, room: int, page_size: int) -> int:
+        return min(int(room * self.heavy) // page_size, room // page_size - 1) * page_size
+
+    def scores(self, site: AttentionSite, record: RowRecord) -> Tensor:
+        return attention_received(site, record)
+
+    def added(self, site: AttentionSite, q: Tensor, k: Tensor, hidden: Tensor) -> Tensor:
+        return softmax_weights(site, q, k, hidden).sum(dim=2).mean(dim=1)
+
+
+@dataclass(frozen=True)
+class H2O(Method):
+    """H2O (Zhang et al., 2023): half of the budget for the tokens with the most accumulated attention, half for the newest.
+
+    Scores go on accumulating in generation: whenever a token leaves the newest, the lowest-scored of it and the heavy ones
+    goes, per KV head (Alg. 1). Each exact token's score is charged to the budget. heavy: share of the heavy hitters.
+    """
+
+    heavy: float = 0.5
+
+    name: ClassVar[str] = "h2o"
+    minimum_tokens: ClassVar[int] = 24
+
+    def __post_init__(self) -> None:
+        if not 0 < self.heavy < 1:
+            raise ConfigError(f"option 'heavy' of method 'h2o' is {self.heavy!r}; expected a share between 0 and 1")
+
+    def components(self, program: Program, profile: Profile | None) -> Components:
+        return Components(evictor=HeavyHitters(self.heavy), reads_queries=True)

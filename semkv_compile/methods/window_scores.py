@@ -1,0 +1,69 @@
+"""Attention weights by which methods judge tokens, over an observation window or over a whole prompt, and their pooling.
+
+Weights are those of the site's softmax with its scale and soft-cap. The terms that a site has beside them, sinks
+(`site.has_sinks`) and additive biases (`site.has_bias`), are not known here and left out: sinks weigh queries and heads
+against each other differently, a bias that falls with distance makes far tokens look more attended than they are.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from semkv.ir.site import AttentionSite
+from semkv.runtime.record import RowRecord
+
+CHUNK_SCORES = 1 << 22
+"""Scores held at once by `attention_received`: 16 MiB in float32."""
+
+Pool = Literal["max", "mean"]
+
+
+def softmax_weights(site: AttentionSite, q: Tensor, k: Tensor, hidden: Tensor) -> Tensor:
+    """float32 weights [Hkv, G, T, n] of queries q [Hq, T, D] on keys k [Hkv, n, D]; hidden bool, broadcast to [Hkv, G, T, n],
+    says what a query does not see."""
+    grouped = q.float().unflatten(0, (site.kv_heads, site.group_size))
+    logits = torch.einsum("hgtd,hnd->hgtn", grouped, k.float()) * site.scale
+    if site.softcap:
+        logits = site.softcap * torch.tanh(logits / site.softcap)
+    return logits.masked_fill(hidden, float("-inf")).softmax(dim=-1)
+
+
+def observed_weights(site: AttentionSite, record: RowRecord, queries: int) -> Tensor:
+    """Weights float32 [Hkv, G, w, n] of the prompt's last w = min(`queries`, those recorded) queries on all n tokens."""
+    q, k = _of_site(site, record)
+    q, n = q[:, -queries:], k.shape[1]
+    seen = torch.arange(n - q.shape[1], n)[:, None]
+    return softmax_weights(site, q, k, torch.arange(n) > seen)
+
+
+def attention_received(site: AttentionSite, record: RowRecord) -> Tensor:
+    """Column sums float32 [Hkv, n] of the prompt's attention, averaged over the query heads of a group.
+
+    A chunk of queries at a time, so that [heads, n, n] weights never exist. Needs a record with all queries.
+    """
+    q, k = _of_site(site, record)
+    n = k.shape[1]
+    chunk = max(1, CHUNK_SCORES // (site.q_heads * n))
+    total = torch.zeros(site.kv_heads, n)
+    for start in range(0, n, chunk):
+        end = min(start + chunk, n)
+        hidden = torch.arange(end) > torch.arange(start, end)[:, None]
+        total[:, :end] += softmax_weights(site, q[:, start:end], k[:, :end], hidden).sum(dim=2).mean(dim=1)
+    return total
+
+
+def pooled(scores: Tensor, kernel: int, pool: Pool) -> Tensor:
+    """1-D pooling over tokens [..., n] of odd width `kernel`; a mean counts the places beyond the ends as zeros."""
+    flat = scores.flatten(0, -2)[:, None]
+    apply = F.max_pool1d if pool == "max" else F.avg_pool1d
+    return apply(flat, kernel, stride=1, padding=kernel // 2).view(scores.shape)
+
+
+def _of_site(site: AttentionSite, record: RowRecord) -> tuple[Tensor, Tensor]:
+    """The recorded queries [Hq, w, D] and keys [Hkv, n, D] of the heads that `site` has."""
+    heads = slice(site.first_head, site.first_head + site.kv_heads)
+    return record.queries[site.index][site.query_heads].cpu(), record.keys[site.store][heads]
