@@ -32,11 +32,12 @@ class SampleSet:
 
 @dataclass(frozen=True)
 class MeasureData:
-    """All that the measured steps read. description: of the text, for the profile."""
+    """All that the measured steps read. description: of the text, for the profile. tokenizer: that made the ids."""
 
     sets: tuple[SampleSet, ...]
     needles: tuple[NeedleTest, ...]
     description: str
+    tokenizer: Any = None
 
     @property
     def set_names(self) -> list[str]:
@@ -100,7 +101,7 @@ def bundled_measure_data(tokenizer: Any, settings: MeasureSettings) -> MeasureDa
         ]
         sets.append(SampleSet(name, tuple(made[:each]), tuple(made[each:])))
     label = "bundled text: prose, and haystacks of every family with questions and answers as decode steps"
-    return MeasureData(tuple(sets), bundled_needles(tokenizer, settings, first + 50_000), label)
+    return MeasureData(tuple(sets), bundled_needles(tokenizer, settings, first + 50_000), label, tokenizer)
 
 
 def _bundled_sequence(tokenizer: Any, name: str, settings: MeasureSettings, seed: int) -> Tensor:
@@ -165,4 +166,5 @@ def text_measure_data(paths: Sequence[str | Path], tokenizer: Any, settings: Mea
         sets.append(SampleSet(name, measured, held_out))
     whole = torch.tensor([token for stream in streams.values() for token in stream], dtype=torch.int64)
     needles = text_needles(whole, tokenizer, settings)
-    return MeasureData(tuple(sets), needles, f"plain text: {', '.join(Path(path).name for path in paths)}")
+    label = f"plain text: {', '.join(Path(path).name for path in paths)}"
+    return MeasureData(tuple(sets), needles, label, tokenizer)

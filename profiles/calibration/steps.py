@@ -28,12 +28,13 @@ from .measure import Measure, Report, Subject, run_measure
 from .measure_settings import MeasureSettings
 from .retrieval_heads import SemanticRetrieval
 from .samples import MeasureData
+from .sentences import Sentences
 from .settings import CalibrationSettings
 from .sketch import Sketch
 from .taxonomy import Taxonomy
 
 MEASURES: dict[str, type[Measure]] = {
-    step.name: step for step in (Taxonomy, SemanticRetrieval, CompressionErrors, Sketch)
+    step.name: step for step in (Taxonomy, SemanticRetrieval, CompressionErrors, Sketch, Sentences)
 }
 SEKV = "sekv"
 STEPS: tuple[str, ...] = (*MEASURES, SEKV)

@@ -15,6 +15,7 @@ from .sections import (
     SiteFacts,
     SketchSection,
 )
+from .sentences import SentenceSection
 
 __all__ = [
     "Choice",
@@ -28,6 +29,7 @@ __all__ = [
     "Provenance",
     "RetrievalHeads",
     "SekvSection",
+    "SentenceSection",
     "SiteFacts",
     "SketchSection",
 ]

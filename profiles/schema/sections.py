@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 
 from .facts import MAX_SITES, Digest, Finite, Fraction, ModelFacts, Name, Section, SiteFacts
 from .heads import HeadTaxonomy, LayerErrors, RetrievalHeads, SketchSection
+from .sentences import SentenceSection
 
 SCHEMA_VERSION: Literal[1] = 1
 
@@ -129,7 +130,7 @@ class TensorFacts(Section):
     """What `tensors.safetensors` must hold under one name."""
 
     shape: tuple[Annotated[int, Field(ge=1, le=1 << 24)], ...] = Field(min_length=1, max_length=4)
-    dtype: Literal["float16", "bfloat16", "float32"]
+    dtype: Literal["float16", "bfloat16", "float32", "uint8"]
 
 
 class ProfileInfo(Section):
@@ -146,6 +147,7 @@ class ProfileInfo(Section):
     retrieval_heads: RetrievalHeads | None = None
     layer_errors: LayerErrors | None = None
     sketch: SketchSection | None = None
+    sentences: SentenceSection | None = None
     memory_model: MemoryModel | None = None
     choices: tuple[Choice, ...] = Field(default=(), max_length=65536)
     measured: dict[Name, Measured] = Field(default_factory=dict, max_length=64)
@@ -155,7 +157,7 @@ class ProfileInfo(Section):
 
     @model_validator(mode="after")
     def _sections_fit(self) -> ProfileInfo:
-        for section in (self.head_taxonomy, self.retrieval_heads, self.layer_errors, self.sketch):
+        for section in (self.head_taxonomy, self.retrieval_heads, self.layer_errors, self.sketch, self.sentences):
             if section is not None:
                 section.check(self.model)
         return self
@@ -163,7 +165,7 @@ class ProfileInfo(Section):
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every tensor that the sections need."""
         shapes: dict[str, tuple[int, ...]] = {}
-        for section in (self.sekv, self.head_taxonomy, self.sketch):
+        for section in (self.sekv, self.head_taxonomy, self.sketch, self.sentences):
             if section is not None:
                 shapes |= section.tensor_shapes(self.model)
         return shapes
@@ -181,6 +183,7 @@ __all__ = [
     "Provenance",
     "RetrievalHeads",
     "SekvSection",
+    "SentenceSection",
     "SiteFacts",
     "SketchSection",
     "TensorFacts",

@@ -25,8 +25,10 @@ TENSORS_FILE = "tensors.safetensors"
 MAX_INFO_BYTES = 16 << 20
 MAX_HEADER_BYTES = 4 << 20
 MAX_TENSOR_BYTES = 2 << 30
-DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
-_STORED_NAMES = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "uint8": torch.uint8}
+_STORED_NAMES = {"float16": "F16", "bfloat16": "BF16", "float32": "F32", "uint8": "U8"}
+WHOLE = ("sentences.classes",)
+"""Tensors of whole numbers, uint8; all others are of floating point."""
 REMEDY = "get the profile again or make a new one with semkv-profile"
 
 
@@ -184,5 +186,8 @@ def check_tensors(tensors: dict[str, Tensor], info: ProfileInfo, where: str) -> 
     for name, tensor in tensors.items():
         if name not in needed:
             raise ProfileError(f"{where} holds the tensor {name!r}, which no section uses: {REMEDY}")
+        if (name in WHOLE) != (tensor.dtype == torch.uint8):
+            wanted = "uint8" if name in WHOLE else "floating-point numbers"
+            raise ProfileError(f"{where}: tensor {name!r} is {tensor.dtype}, expected {wanted}: {REMEDY}")
         if not torch.isfinite(tensor).all():
             raise ProfileError(f"{where}: tensor {name!r} holds values that are not finite: {REMEDY}")

@@ -26,7 +26,7 @@ BUNDLED_MEASURES: dict[str, Any] = {
 }  # fmt: skip
 """Measuring defaults for the bundled model, whose contexts are short: all steps take minutes on two cores."""
 
-STEPS = ("taxonomy", "retrieval-heads", "layer-errors", "sketch", "sekv")
+STEPS = ("taxonomy", "retrieval-heads", "layer-errors", "sketch", "sentences", "sekv")
 """What can be calibrated, in order; a test compares it with `semkv.profiles.calibration.STEPS`."""
 
 HELP = """Calibrate a model and write a profile that semkv.compile(model, profile, budget=...) takes. The model itself is
@@ -45,6 +45,8 @@ Steps, in the order in which they run (--steps takes some of them, separated by 
   layer-errors     what each layer's output loses under extreme compression (CompressKV)
 
   sketch           low-rank, low-bit codes of tokens that find what a query looks for, for the heads that retrieve
+
+  sentences        where sentences end, for every token of the tokenizer (SentenceKV)
 
   sekv             SeKV's router, zoom thresholds and rank gates, trained
 

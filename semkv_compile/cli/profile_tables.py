@@ -144,6 +144,18 @@ def sketch_table(console: Console, profile: Any) -> None:
     )
 
 
+def sentences_table(console: Console, profile: Any) -> None:
+    """How many tokens may end a sentence, and how long sentences are."""
+    section = profile.info.sentences
+    if section is None:
+        return
+    console.print(
+        f"sentences: {section.marks} of {section.tokens} tokens may end one; {section.mean_tokens:.1f} tokens on the mean, "
+        f"{section.longest} at most, in {section.samples} samples",
+        highlight=False,
+    )
+
+
 def sekv_table(console: Console, profile: Any) -> None:
     """Losses, and figures per site on held-out text."""
     provenance = profile.info.provenance
@@ -163,6 +175,7 @@ TABLES: dict[str, Callable[[Console, Any], None]] = {
     "retrieval-heads": retrieval_table,
     "layer-errors": errors_table,
     "sketch": sketch_table,
+    "sentences": sentences_table,
     "sekv": sekv_table,
 }
 

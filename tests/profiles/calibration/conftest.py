@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from semkv.passes.assign_budgets import AssignBudgets
 from semkv.passes.base import PassOptions
@@ -102,7 +103,15 @@ def random_measure_data(settings: MeasureSettings, seed=0) -> MeasureData:
         answer = tuple(draw(5).tolist())
         question = NeedleQuestion(tuple(draw(7).tolist()), answer, tuple(range(20, 45)))
         tests.append(NeedleTest(draw(settings.length), (question, question)))
-    return MeasureData((draw_set("one"), draw_set("two")), tuple(tests), "random tokens")
+    return MeasureData((draw_set("one"), draw_set("two")), tuple(tests), "random tokens", word_tokenizer())
+
+
+def word_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer of `VOCABULARY` words; every fourth is a full stop."""
+    words = {("." * (i // 4 + 1) if i % 4 == 3 else f"word{i}"): i for i in range(VOCABULARY)}
+    core = Tokenizer(models.WordLevel(words, unk_token="word0"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=core)
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ from semkv.profiles.calibration.steps import forget, with_section
 from semkv.profiles.schema import Profile
 
 calibration = sys.modules["semkv.profiles.calibration.calibrate"]
-SECTIONS = ("head_taxonomy", "retrieval_heads", "layer_errors", "sketch", "sekv")
+SECTIONS = ("head_taxonomy", "retrieval_heads", "layer_errors", "sketch", "sentences", "sekv")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,0 +1,200 @@
+"""Where sentences begin, decided on token ids: a class of one byte per token of a vocabulary, and a small state machine.
+
+A class says how a token begins and how it ends. Rules, as in text: a full stop ends a sentence where white space follows it
+("3.14" and "a.b" go on), unless it ends an abbreviation or a lone letter ("Dr.", "e.g.", "J."); exclamation and question
+marks where white space follows; CJK marks and line breaks always. Closing quotes and brackets, more marks and white space
+that follow belong to the sentence that they end. What lies inside of one token is not divided.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+STOPS, BANGS, WIDE = ".", "!?…", "。！？｡"
+CLOSING = "\"'”’»)]}」』）】》〉"
+"""Characters that may stand between a mark and the white space behind it."""
+
+ABBREVIATIONS = frozenset((
+    "mr", "mrs", "ms", "dr", "prof", "st", "sr", "jr", "rev", "hon", "gen", "col", "sgt", "capt", "lt", "cpt", "gov",
+    "sen", "rep", "vs", "fig", "figs", "eq", "eqs", "sec", "vol", "pp", "ed", "eds", "approx", "dept", "est", "cf",
+    "viz", "nos", "messrs", "mme", "mlle", "jan", "feb", "apr", "aug", "sept", "oct", "nov", "dec", "e.g", "i.e",
+    "a.m", "p.m", "u.s", "u.k", "ph.d",
+))  # fmt: skip
+
+# How a token begins.
+PLAIN, SPACE, BLANK, CLOSER, STOP, BANG, WIDE_MARK, SPECIAL, BYTE_80, BYTE_BC, BYTE_82, BYTE_81, BYTE_9F = range(13)
+# How a token ends; the same numbers are the states of the machine between tokens.
+START, WORD, OTHER, SOFT, HARD, FULL, ENDED, SHORT, SHORT_IF_BARE, DOTTED, E3, EF, E3_80, EF_BC = range(14)
+
+PENDING = (SOFT, HARD)
+BYTES = {
+    (E3, BYTE_80): E3_80, (EF, BYTE_BC): EF_BC, (E3_80, BYTE_82): FULL, (EF_BC, BYTE_81): FULL, (EF_BC, BYTE_9F): FULL,
+}  # fmt: skip
+"""The marks U+3002, U+FF01 and U+FF1F where their three bytes are several tokens."""
+
+
+def sentence_classes(tokenizer: Any) -> Tensor:
+    """The class of every token of a Hugging Face tokenizer, uint8 [vocab]: how it begins + 16 * how it ends."""
+    special = set(tokenizer.all_special_ids)
+    classes = torch.zeros(len(tokenizer), dtype=torch.uint8)
+    texts = _token_texts(tokenizer)
+    for token, text in enumerate(texts):
+        begins, ends = (SPECIAL, ENDED) if token in special else token_class(text)
+        classes[token] = begins + 16 * ends
+    return classes
+
+
+def token_class(text: str | bytes) -> tuple[int, int]:
+    """How a token begins and ends: its text as it stands within a line, or its bytes where they are no whole characters."""
+    if isinstance(text, bytes):
+        return _class_of_bytes(text)
+    if not text:
+        return PLAIN, OTHER
+    bare = text.strip()
+    if not bare:
+        return BLANK, ENDED if "\n" in text else OTHER
+    return _begins(text, bare), _ends(text, bare)
+
+
+def _begins(text: str, bare: str) -> int:
+    if text[0].isspace():
+        return SPACE
+    if all(mark in CLOSING for mark in bare):
+        return CLOSER
+    for kind, marks in ((STOP, STOPS), (BANG, BANGS), (WIDE_MARK, WIDE)):
+        if bare[0] in marks:
+            return kind
+    return PLAIN
+
+
+def _ends(text: str, bare: str) -> int:
+    trailing = text[len(text.rstrip()) :]
+    if "\n" in trailing:
+        return ENDED
+    body = bare.rstrip(CLOSING)
+    if not body:
+        return OTHER
+    last = body[-1]
+    if last in WIDE:
+        return FULL
+    if last in BANGS or body.endswith(".."):
+        return ENDED if trailing else HARD
+    if last in STOPS:
+        if _is_short(_last_word(body[:-1])):
+            return DOTTED
+        return ENDED if trailing else SOFT
+    if trailing or not last.isalnum() or len(body) < len(bare):
+        return OTHER
+    word = _last_word(body)
+    if not _is_short(word):
+        return WORD
+    return SHORT if len(word) < len(text) else SHORT_IF_BARE
+
+
+def _last_word(text: str) -> str:
+    return re.findall(r"[\w.]*$", text)[0].lstrip(".")
+
+
+def _is_short(word: str) -> bool:
+    """Whether a full stop behind `word` ends no sentence."""
+    return word.lower() in ABBREVIATIONS or (len(word.split(".")[-1]) == 1 and word[-1:].isalpha() and word.isascii())
+
+
+def _class_of_bytes(raw: bytes) -> tuple[int, int]:
+    heads = {0x80: BYTE_80, 0xBC: BYTE_BC, 0x82: BYTE_82, 0x81: BYTE_81, 0x9F: BYTE_9F}
+    begins = heads.get(raw[0], PLAIN) if len(raw) == 1 else PLAIN
+    for tail, kind in ((b"\xe3\x80", E3_80), (b"\xef\xbc", EF_BC), (b"\xe3", E3), (b"\xef", EF)):
+        if raw.endswith(tail):
+            return (SPACE if raw[:1].isspace() else begins), kind
+    return begins, OTHER
+
+
+def _token_texts(tokenizer: Any) -> list[str | bytes]:
+    """Each token's text as it stands behind a word, with the white space that it brings; bytes where it is no text."""
+    anchor = tokenizer.encode("a", add_special_tokens=False)[-1:]
+    before = tokenizer.decode(anchor, clean_up_tokenization_spaces=False)
+    pairs = [[*anchor, token] for token in range(len(tokenizer))]
+    texts = tokenizer.batch_decode(pairs, clean_up_tokenization_spaces=False)
+    pieces = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
+    alphabet = _byte_alphabet()
+    out: list[str | bytes] = []
+    for text, piece in zip(texts, pieces):
+        own = text[len(before) :]
+        if "\N{REPLACEMENT CHARACTER}" in own and piece is not None:
+            byte = re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", piece)
+            if byte is not None:
+                out.append(bytes([int(byte[1], 16)]))
+                continue
+            if all(char in alphabet for char in piece):
+                out.append(bytes(alphabet[char] for char in piece))
+                continue
+        out.append(own)
+    return out
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The byte that each character of a byte-level vocabulary stands for (GPT-2's table)."""
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    return {chr(byte): byte for byte in shown} | {chr(256 + place): byte for place, byte in enumerate(hidden)}
+
+
+def advance(state: int, token_class_: int) -> tuple[int, bool]:
+    """The state after a token of a class, and whether a sentence begins with that token."""
+    begins, ends = token_class_ % 16, token_class_ // 16
+    if (state, begins) in BYTES:
+        return BYTES[state, begins], False
+    if begins == BLANK:
+        over = state in (*PENDING, FULL, ENDED) or ends == ENDED
+        return (ENDED if over else OTHER), state == START
+    if begins == CLOSER and state in (*PENDING, FULL, DOTTED):
+        return (ENDED if ends == ENDED else state), False
+    starts = (
+        state in (START, ENDED)
+        or (state == FULL and begins not in (WIDE_MARK, BANG, STOP))
+        or (state in PENDING and begins in (SPACE, SPECIAL))
+    )
+    if begins == STOP and ends == SOFT and state == SHORT:
+        return DOTTED, starts
+    if begins in (STOP, BANG) and state in (HARD, FULL) and ends in PENDING:
+        return state, starts
+    if ends == SHORT_IF_BARE:
+        return (WORD if state in (WORD, SHORT) else SHORT), starts
+    return ends, starts
+
+
+def sentence_starts(ids: Sequence[int] | Tensor, classes: Tensor, state: int = START) -> tuple[Tensor, int]:
+    """(bool [n]: which of ids [n] begin a sentence, the state behind them); `state` is that before them."""
+    own = classes[torch.as_tensor(ids, dtype=torch.int64)].tolist()
+    out = torch.zeros(len(own), dtype=torch.bool)
+    for place, kind in enumerate(own):
+        state, out[place] = advance(state, kind)
+    return out, state
+
+
+def sentence_ends(ids: Sequence[int] | Tensor, classes: Tensor) -> Tensor:
+    """bool [n]: which of ids [n] are the last of a sentence. The last token is; classes uint8 [vocab]."""
+    starts, _ = sentence_starts(ids, classes)
+    ends = torch.ones(len(starts), dtype=torch.bool)
+    ends[:-1] = starts[1:]
+    return ends
+
+
+def bucket_lengths(starts: Tensor, longest: int) -> Tensor:
+    """Lengths int64 of the sentences that begin at `starts` bool [n]; longer ones than `longest` tokens are split evenly.
+
+    Tokens before the first start are a sentence of their own.
+    """
+    edges = torch.nonzero(starts)[:, 0].tolist()
+    edges = [0, *(edge for edge in edges if edge > 0), len(starts)]
+    lengths: list[int] = []
+    for length in (end - begin for begin, end in itertools.pairwise(edges)):
+        pieces = -(-length // longest)
+        lengths += [length // pieces + (piece < length % pieces) for piece in range(pieces)]
+    return torch.tensor(lengths, dtype=torch.int64)

@@ -1,0 +1,146 @@
+"""Sentences on token ids are those of the text, for every tokenizer, against a naive division of the text."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from semkv import bundled
+from semkv.methods.sentences import (
+    ABBREVIATIONS,
+    START,
+    bucket_lengths,
+    sentence_classes,
+    sentence_ends,
+    sentence_starts,
+)
+
+TOKENIZERS = Path(__file__).parents[3] / "shared" / "data" / "tokenizers"
+NAMES = ("dolma2", "gpt2", "neox", "bundled")
+CLOSING = "\"'”’»)]}」』）】》〉"
+TEXTS = {
+    "decimals": "The value of pi is 3.14. It costs $1,299.99 today. Version 2.0.1 is out.",
+    "abbreviations": "Dr. Smith met J. Doe at 10 a.m. today. Mr. Lee left, e.g. by train. The U.S. team won vs. France. Done.",
+    "quotes": '"Really?" she asked. He said "no." Then (it rained!) all left. "Why?" Nobody knew.',
+    "marks": "Stop!! What?! Well... Go on. Is a!=b or x.y? Yes.",
+    "lines": "A title\n\nThe first paragraph. It ends here.\nA line without a stop\nAnother one",
+    "cjk": "今天天气很好。我们去公园吧！「好的。」他说？是的。",
+    "mixed": "He said 你好。Then he left. 价格是3.14元。好！",
+    "none": "no marks at all only words that go on and on without any end in sight",
+}
+
+
+@cache
+def tokenizer_of(name: str):
+    if name == "bundled":
+        return bundled.load()[1]
+    if not (TOKENIZERS / name).is_dir():
+        pytest.skip(f"the tokenizer {name} is not here")
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(TOKENIZERS / name)
+
+
+@cache
+def classes_of(name: str) -> torch.Tensor:
+    return sentence_classes(tokenizer_of(name))
+
+
+def sentences_of(text: str) -> list[str]:
+    """Sentences of a text without the white space around them, character by character."""
+    out, begin, at = [], 0, 0
+    while at < len(text):
+        end = at + 1
+        if text[at] == "\n":
+            ends = True
+        elif text[at] in "。！？":
+            while end < len(text) and text[end] in CLOSING + "。！？":
+                end += 1
+            ends = True
+        elif text[at] in ".!?…":
+            while end < len(text) and text[end] in ".!?…":
+                end += 1
+            marks = text[at:end]
+            while end < len(text) and text[end] in CLOSING:
+                end += 1
+            word = re.search(r"[\w.]*$", text[begin:at])[0].lstrip(".")
+            short = word.lower() in ABBREVIATIONS or re.search(r"(^|\.)[A-Za-z]$", word) is not None
+            ends = (end == len(text) or text[end].isspace()) and not (marks == "." and short)
+        else:
+            ends = False
+        if ends:
+            out.append(text[begin:end].strip())
+            begin = end
+        at = end
+    return [one for one in [*out, text[begin:].strip()] if one]
+
+
+def token_sentences(name: str, text: str) -> list[str]:
+    tokenizer = tokenizer_of(name)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    ends = sentence_ends(ids, classes_of(name)).tolist()
+    out, run = [], []
+    for token, end in zip(ids, ends):
+        run.append(token)
+        if end:
+            out.append(tokenizer.decode(run, clean_up_tokenization_spaces=False).strip())
+            run = []
+    assert not run
+    return out
+
+
+@pytest.mark.parametrize("name", NAMES[:3])
+@pytest.mark.parametrize("kind", list(TEXTS))
+def test_as_the_text_has_them(name, kind):
+    assert token_sentences(name, TEXTS[kind]) == sentences_of(TEXTS[kind])
+
+
+def test_the_bundled_tokenizer():
+    from semkv.profiles.bundled.tasks import FAMILIES, make_haystack, make_text
+
+    for text in (make_text(300, 1), make_haystack(FAMILIES[0], 300, 2, n_questions=1).context):
+        assert token_sentences("bundled", text) == sentences_of(text)
+        assert len(sentences_of(text)) > 10
+
+
+@pytest.mark.parametrize(("text", "expected"), [
+    ("It is 3.14. So.", ["It is 3.14.", "So."]),
+    ("Mr. Lee (a.k.a. Lee) ran.", ["Mr. Lee (a.k.a. Lee) ran."]),
+    ('"Go!" he said.', ['"Go!"', "he said."]),
+    ("好。好！", ["好。", "好！"]),
+])  # fmt: skip
+def test_by_hand(text, expected):
+    assert sentences_of(text) == expected
+    assert token_sentences("gpt2", text) == expected
+
+
+@pytest.mark.parametrize("name", NAMES[:3])
+def test_a_table_of_a_byte_per_token(name):
+    classes = classes_of(name)
+    assert classes.dtype == torch.uint8
+    assert len(classes) == len(tokenizer_of(name))
+    special = tokenizer_of(name).all_special_ids
+    ids = [*tokenizer_of(name).encode("one two", add_special_tokens=False), special[0]]
+    assert sentence_starts([*ids, ids[0]], classes)[0].tolist() == [True, *[False] * (len(ids) - 2), False, True]
+
+
+@pytest.mark.parametrize("cut", range(1, 30, 4))
+def test_token_by_token_is_all_at_once(cut):
+    ids = tokenizer_of("gpt2").encode(TEXTS["abbreviations"] + TEXTS["cjk"], add_special_tokens=False)
+    whole, _ = sentence_starts(ids, classes_of("gpt2"))
+    first, state = sentence_starts(ids[:cut], classes_of("gpt2"))
+    second, _ = sentence_starts(ids[cut:], classes_of("gpt2"), state)
+    assert torch.equal(torch.cat([first, second]), whole)
+    assert state != START
+
+
+def test_long_buckets_are_split_evenly():
+    starts = torch.zeros(30, dtype=torch.bool)
+    starts[[0, 4, 21]] = True
+    assert bucket_lengths(starts, 8).tolist() == [4, 6, 6, 5, 5, 4]
+    assert bucket_lengths(torch.zeros(10, dtype=torch.bool), 4).tolist() == [4, 3, 3]
+    assert bucket_lengths(torch.zeros(0, dtype=torch.bool), 4).tolist() in ([], [0])
