@@ -13,6 +13,7 @@ from semkv.methods.pyramidkv import PyramidKV
 from semkv.methods.sekv import SeKV
 from semkv.methods.semantic_clusters import delimiter_ids
 from semkv.methods.semanticache import SemantiCache
+from semkv.methods.sentencekv import SentenceKV
 from semkv.methods.snapkv import SnapKV
 from semkv.methods.streaming_llm import StreamingLLM
 
@@ -29,6 +30,7 @@ METHODS: dict[str, type[Method]] = {
         CAKE,
         SemantiCache,
         CompressKV,
+        SentenceKV,
     )
 }
 
@@ -51,6 +53,7 @@ __all__ = [
     "PyramidKV",
     "SeKV",
     "SemantiCache",
+    "SentenceKV",
     "SnapKV",
     "StreamingLLM",
     "delimiter_ids",

@@ -1,0 +1,240 @@
+"""SentenceKV: what is retained (N2), how buckets are ranked (N4), against loops; budget, rows, states."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from semkv import bundled
+from semkv.api import compile as compile_model
+from semkv.config import CompileConfig
+from semkv.errors import ConfigError
+from semkv.ir.site import AttentionSite
+from semkv.methods import SentenceKV, find_method
+from semkv.methods.pages import Frame
+from semkv.methods.sentencekv import SentenceBuckets, SentenceRouter
+from semkv.methods.sentences import sentence_classes, sentence_ends
+from semkv.profiles.schema import Profile, SentenceSection
+from semkv.runtime.record import RowRecord
+from semkv.runtime.step import Step
+
+SITE = AttentionSite(index=0, name="layer", store=0, q_heads=6, kv_heads=3, key_dim=7, value_dim=5, scale=0.4)
+STOP = 9
+CLASSES = torch.full((10,), 1 * 16 + 1, dtype=torch.uint8)  # words with their own white space
+CLASSES[STOP] = 4 + 16 * 3  # a full stop
+
+
+def with_sentences(profile: Profile, tokenizer) -> Profile:
+    vocab = profile.info.model.vocab_size
+    classes = torch.nn.functional.pad(sentence_classes(tokenizer), (0, vocab - len(tokenizer)))
+    section = SentenceSection(tokens=len(tokenizer), marks=1, mean_tokens=10, longest=30, samples=1)
+    info = profile.info.model_copy(update={"sentences": section})
+    return Profile(info, profile.tensors | {"sentences.classes": classes})
+
+
+@pytest.fixture(scope="module")
+def whole():
+    model, tokenizer = bundled.load()
+    profile = with_sentences(bundled.profile(), tokenizer)
+    return compile_model(model, profile, method="full", config=CompileConfig(kv_dtype="float16"))
+
+
+@pytest.fixture(scope="module")
+def text():
+    from semkv.profiles.bundled.tasks import make_text
+
+    _, tokenizer = bundled.load()
+    return lambda tokens, seed: tokenizer(make_text(tokens + 40, seed), return_tensors="pt")["input_ids"][:, :tokens]
+
+
+def record(n: int) -> RowRecord:
+    generator = torch.Generator().manual_seed(n)
+    ids = torch.randint(0, STOP, (n,), generator=generator)
+    ids[::7] = STOP
+    out = RowRecord(ids=ids)
+    out.keys[0] = torch.randn(3, n, 7, generator=generator)
+    out.queries[0] = torch.randn(6, min(n, 64), 7, generator=generator)
+    return out
+
+
+def votes(of: RowRecord, window: int, kernel: int) -> list[float]:
+    """Softmax mass over the window and all heads, then the most of `kernel` neighbours."""
+    n, mass = of.tokens, [0.0] * of.tokens
+    for head in range(6):
+        for at in range(n - window, n):
+            scores = [float(of.queries[0][head, at - n] @ of.keys[0][head // 2, j]) * SITE.scale for j in range(at + 1)]
+            total = sum(map(math.exp, scores))
+            for j, score in enumerate(scores):
+                mass[j] += math.exp(score) / total
+    half = kernel // 2
+    return [max(mass[max(0, j - half) : j + half + 1]) for j in range(n)]
+
+
+@pytest.mark.parametrize(("room", "keep"), [(64.0, 1.5), (80.0, 1.0), (64.0, 0.0)])
+def test_the_best_of_the_whole_prompt_are_retained_in_their_sentences(room, keep):
+    of = record(211)
+    segmenter = SentenceBuckets(CLASSES, keep, 16, 5, longest=12, frame=Frame(16, 32, share=1 / 4))
+    parts = segmenter.segment(of, SITE, room, 0.3, 8)
+    first, recent = len(parts.kept), parts.recent
+    assert (first, recent) == (int(room / 4) // 8 * 8, 211 - int(room / 4) // 8 * 8)
+    count = int(keep * room * 2) - first - (211 - recent) if keep else recent - first
+    scores = votes(of, 16, 5)
+    best = sorted(range(first, recent), key=lambda j: -scores[j])[:count]
+    assert sorted(scores[j] for j in parts.folded.tolist()) == pytest.approx(sorted(scores[j] for j in best), rel=1e-4)
+    number, sentence = [], 0
+    for end in sentence_ends(of.ids, CLASSES).tolist():
+        number.append(sentence)
+        sentence += end
+    units = parts.units[0].repeat_interleave(parts.lengths).tolist()
+    by_unit: dict[int, set[int]] = {}
+    for token, unit in zip(parts.folded.tolist(), units):
+        by_unit.setdefault(unit, set()).add(number[token])
+    assert sorted(by_unit) == list(range(len(by_unit)))
+    assert all(len(found) == 1 for found in by_unit.values())
+    assert len(set.union(*by_unit.values())) == len(by_unit)
+
+
+def test_neighbours_are_joined_where_their_means_do_not_fit():
+    parts = SentenceBuckets(CLASSES, 0.0, frame=Frame(8, 16)).segment(record(211), SITE, 60.0, 4.0, 8)
+    most = int((60 - 16 - 8 - 8) / 4)
+    assert most / 2 < int(parts.units.max()) + 1 <= most
+    assert int(parts.lengths.sum()) == parts.recent - len(parts.kept)
+
+
+def test_buckets_may_be_chunks():
+    segmenter = SentenceBuckets(None, chunk=5)
+    assert segmenter.buckets(torch.zeros(12, dtype=torch.int64)).tolist() == [5, 5, 2]
+
+
+@pytest.mark.parametrize("cuts", [(1,) * 12, (5, 7), (12,)])
+def test_the_query_is_the_mean_of_the_sentence_so_far(cuts):
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.tensor([1, 2, STOP, 3, STOP, 4, 5, 6, STOP, 7, 8, 1])
+    q = torch.randn(6, 12, 7, generator=generator)
+    expected, sentence = [], []
+    for place in range(12):
+        if place and int(ids[place - 1]) == STOP:
+            sentence = []
+        sentence.append(q[:, place])
+        expected.append(sum(sentence) / len(sentence))
+    router, notes, got, at = SentenceRouter(8, classes=CLASSES), {}, [], 0
+    for cut in cuts:
+        step = Step(ids[at : at + cut], 100 + at, SITE, q[:, at : at + cut], notes=notes)
+        got.append(router.sentence_queries(SITE, q[:, at : at + cut], step))
+        at += cut
+    torch.testing.assert_close(torch.cat(got, 1), torch.stack(expected, 1))
+    assert notes["sentence.0"].tolist()[1] == 3
+
+
+def test_the_nearest_sentences_are_recalled(whole, text):
+    """Each KV head recalls buckets in order of the best product of a query head's mean query and the bucket's mean key."""
+    apart = whole.settings.model_copy(update={"residency": "elastic"})
+    compiled = whole.with_method("sentencekv", budget=100, config=apart, bits=16, recoverable=True)
+    state = compiled.prefill(text(300, 1))
+    (memory,) = state.rows[0].stores[1]
+    seen = []
+    plain = SentenceRouter.sentence_queries
+
+    def look(self, site, q, step):
+        mean = plain(self, site, q, step)
+        if site.index == memory.site.index:
+            seen.append(mean)
+        return mean
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SentenceRouter, "sentence_queries", look)
+        compiled.extend(state, text(300, 2)[:, 1:2])
+    k, _ = memory.spans.host_tokens.all_tokens()
+    unit = memory.spans.segment_unit[0].repeat_interleave(memory.spans.segment_length)
+    site = memory.site
+    for head in range(site.kv_heads):
+        best = []
+        for number in range(memory.spans.count):
+            mean = k[head, unit == number].float().mean(0)
+            logits = [float(seen[0][head * site.group_size + g, 0] @ mean) * site.scale for g in range(site.group_size)]
+            best.append(logits)
+        norm = [math.log(sum(math.exp(row[g]) for row in best)) for g in range(site.group_size)]
+        order = sorted(range(len(best)), key=lambda m: -max(best[m][g] - norm[g] for g in range(site.group_size)))
+        chosen = memory.zoomed[head * site.group_size : (head + 1) * site.group_size, 0].any(0)
+        assert set(order[: int(chosen.sum())]) == set(torch.nonzero(chosen)[:, 0].tolist())
+        assert 0 < int(chosen.sum()) < len(best)
+
+
+OPTIONS = {
+    "faithful": {}, "recoverable": {"recoverable": True}, "token": {"query": "token"}, "chunks": {"buckets": "chunks"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", list(OPTIONS))
+def test_the_budget_holds_and_only_the_faithful_mode_drops(whole, text, kind):
+    compiled = whole.with_method("sentencekv", budget=0.3, **OPTIONS[kind])
+    state = compiled.prefill(text(280, 1))
+    for seed in range(4):
+        compiled.extend(state, text(20, seed))
+        row = state.rows[0]
+        held = sum(sum(x.nbytes for x in memory.spans.device_tensors()) for memory in row.budgeted())
+        held += sum(memory.kept.nbytes + memory.recent.nbytes for memory in row.budgeted())
+        assert held == row.device_nbytes() <= row.cap_bytes(row.tokens)
+    assert state.stats.peak_share <= 1
+    assert state.stats.moved_bytes_per_step > 0
+    for memory in state.rows[0].budgeted():
+        stored = memory.kept.length + memory.recent.length + memory.spans.host_tokens.length
+        assert stored == 360 if kind == "recoverable" else stored <= 0.3 * 280 * 3 + 80
+
+
+@pytest.mark.parametrize("kind", list(OPTIONS))
+def test_rows_are_independent_and_states_go_on(whole, text, kind, tmp_path):
+    compiled = whole.with_method("sentencekv", budget=0.4, **OPTIONS[kind])
+    rows = [text(length, length)[0] for length in (240, 131, 187)]
+    padded = torch.stack([torch.cat([torch.zeros(240 - len(row), dtype=torch.int64), row]) for row in rows])
+    mask = torch.stack([torch.arange(240) >= 240 - len(row) for row in rows]).long()
+    out = compiled.generate(padded, attention_mask=mask, max_new_tokens=16, do_sample=False)
+    for row, made in zip(rows, out):
+        alone = compiled.generate(row[None], max_new_tokens=16, do_sample=False)
+        assert made[240:].tolist() == alone[0, len(row) :].tolist()
+    state = compiled.prefill(rows[0][None])
+    compiled.extend(state, text(9, 3))
+    assert bool(state.rows[0].notes) == (kind != "token")
+    state.save(tmp_path / "state")
+    again, fork = compiled.load_state(tmp_path / "state"), state.fork()
+    more = text(20, 4)
+    logits = compiled.extend(state, more, all_logits=True)
+    assert torch.equal(logits, compiled.extend(again, more, all_logits=True))
+    assert torch.equal(logits, compiled.extend(fork, more, all_logits=True))
+
+
+def test_with_room_for_everything_it_is_full_attention(whole, text):
+    compiled = whole.with_method("sentencekv", budget=1200, recoverable=True, fixed_share=0.2)
+    state, reference = compiled.prefill(text(300, 5)), whole.prefill(text(300, 5))
+    assert any(memory.spans.count > 3 for memory in state.rows[0].budgeted())
+    question = text(4, 6)
+    got, expected = compiled.extend(state, question), whole.extend(reference, question)
+    assert float((got.softmax(-1) - expected.softmax(-1)).abs().max()) < 0.03
+
+
+def test_a_profile_without_sentences_is_refused():
+    bare = bundled.profile()
+    bare = replace(bare, info=bare.info.model_copy(update={"sentences": None}), tensors={
+        name: x for name, x in bare.tensors.items() if not name.startswith("sentences.")
+    })  # fmt: skip
+    for profile in (None, bare):
+        with pytest.raises(
+            ConfigError, match=r"needs a profile with sentences: make it with `semkv-profile MODEL --steps"
+        ):
+            SentenceKV().check(profile)
+        SentenceKV(buckets="chunks", query="token").check(profile)
+
+
+@pytest.mark.parametrize(("options", "said"), [
+    ({"r": 0.5}, "option 'r' of method 'sentencekv' is 0.5; expected at least 1"),
+    ({"kernel": 4}, "option 'kernel' .* is 4; expected an odd width"),
+    ({"window": 65}, "option 'window' .* is 65; expected 1 to 64 queries"),
+    ({"bits": 5}, "option 'bits' .* is 5; expected 4, 8 or 16"),
+    ({"longest": 0}, "option 'longest' .* is 0; expected at least 1"),
+])  # fmt: skip
+def test_wrong_options_are_refused(options, said):
+    with pytest.raises(ConfigError, match=said):
+        find_method("sentencekv", options)
