@@ -18,6 +18,9 @@ from semkv.methods import find_method
 from semkv.pipeline import captured_program
 from semkv.profiles.schema import Profile
 
+AUTO = "auto"
+"""As a method's name: the one that the profile measured to be best."""
+
 
 def compile(
     model: nn.Module,
@@ -36,7 +39,8 @@ def compile(
     ----------
     model: a Hugging Face causal LM, or any module from ids [B, T] to logits [B, T, vocab], in evaluation mode.
     profile: what `semkv-profile` learned about this model; methods that are trained need it.
-    method: `full`, `streaming_llm`, `snapkv`, `sekv`. Default: the profile's best at this budget, or `full` without one.
+    method: a name of `semkv.methods.METHODS`, or `auto`: what the profile measured to be best at this budget. Default: `auto`
+        with a profile, `full` without one.
     budget: a fraction in (0, 1] of the full KV, or a whole number of tokens per KV head and layer. A hard cap on what is
         on the device in a decode step.
     device: where to run; default: where the model is.
@@ -50,11 +54,8 @@ def compile(
     check_budget(budget)
     settings = config or CompileConfig()
     target = None if device is None else usable(device)
-    if method is None:
-        known = budget if isinstance(budget, float) else None  # the table is of fractions
-        method = profile.best_method(known) if profile is not None and budget is not None else "full"
-        if profile is not None and budget is None:
-            raise ConfigError("a profile was given but no budget: pass budget=0.1 for example, or method='full'")
+    if method in (None, AUTO):
+        method = _best(profile, budget, asked=method == AUTO)
     chosen = find_method(method, settings.method_options)
     fingerprint = model_fingerprint(model)
     if profile is not None:
@@ -70,6 +71,21 @@ def compile(
         fingerprint=fingerprint, model_config=copy.deepcopy(getattr(model, "config", None)),
         generation_config=copy.deepcopy(getattr(model, "generation_config", None)),
     )  # fmt: skip
+
+
+def _best(profile: Profile | None, budget: float | int | None, *, asked: bool) -> str:
+    """The method that the profile's table has as best; `asked`: for by name, so that there must be one."""
+    if profile is None:
+        if asked:
+            raise ConfigError("method 'auto' needs a profile whose methods were measured: make one with semkv-profile")
+        return "full"
+    if budget is None:
+        raise ConfigError("a profile was given but no budget: pass budget=0.1 for example, or method='full'")
+    if asked and not profile.info.choices:
+        raise ConfigError(
+            "method 'auto' chooses by measurement and this profile holds none: run `semkv-profile MODEL --steps choice -o PROFILE`"
+        )
+    return profile.best_method(budget if isinstance(budget, float) else None)  # the table is of fractions
 
 
 def _refuse_budget(name: str, compresses: bool, budget: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch import Tensor
 from semkv.errors import ProfileError
 
 from . import hub, storage
-from .sections import ProfileInfo
+from .sections import Choice, ProfileInfo
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,8 @@ class Profile:
         """The method that was measured best for this model at `budget` (a fraction; None: over all budgets).
 
         Read from the cells of the measured budget nearest to `budget` in ratio; a method's score is the mean over
-        lengths that every method was measured at. `sekv` where nothing was measured.
+        lengths that every method was measured at. Of equal scores, the one that was asked more questions, then the one
+        that moves less. `sekv` where nothing was measured.
         """
         cells = self.info.choices
         if not cells:
@@ -120,15 +122,18 @@ class Profile:
         if budget is not None:
             nearest = min({cell.budget for cell in cells}, key=lambda b: max(b / budget, budget / b))
             cells = tuple(cell for cell in cells if cell.budget == nearest)
-        measured: dict[str, dict[tuple[float, int], float]] = {}
+        measured: dict[str, dict[tuple[float, int], Choice]] = {}
         for cell in cells:
-            measured.setdefault(cell.method, {})[cell.budget, cell.length] = cell.score
-        shared = set.intersection(*(set(scores) for scores in measured.values()))
-        means = {
-            method: sum(scores[key] for key in shared or scores) / len(shared or scores)
-            for method, scores in measured.items()
-        }
-        return max(sorted(means), key=lambda method: means[method])
+            measured.setdefault(cell.method, {})[cell.budget, cell.length] = cell
+        shared = set.intersection(*(set(found) for found in measured.values()))
+
+        def standing(method: str) -> tuple[float, float, float]:
+            found = [measured[method][key] for key in shared or measured[method]]
+            return (
+                fmean(cell.score for cell in found), fmean(cell.samples for cell in found), -fmean(cell.moved for cell in found),
+            )  # fmt: skip
+
+        return max(sorted(measured), key=standing)
 
     @property
     def nbytes(self) -> int:

@@ -76,13 +76,18 @@ class MemoryModel(Section):
 
 
 class Choice(Section):
-    """One measured cell of the table that `method="auto"` reads."""
+    """One measured cell of the table that `method="auto"` reads.
+
+    score: mean over task families, in [0, 1]. samples: questions per family; methods that did well were asked more. moved:
+    bytes that a step brings to the device over the bytes of the full KV, mean.
+    """
 
     method: Name
     budget: Annotated[float, Field(gt=0.0, le=1.0)]
     length: int = Field(ge=1)
     score: Fraction
     samples: int = Field(ge=1)
+    moved: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 0.0
 
 
 class Provenance(Section):

@@ -6,7 +6,7 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 
 from semkv.cli.common import PhaseBars, output_console
+from semkv.cli.profile_choice import CHOICE
 from semkv.errors import ConfigError, SemkvError
 
 BUNDLED = "bundled"
@@ -28,6 +29,9 @@ BUNDLED_MEASURES: dict[str, Any] = {
 
 STEPS = ("taxonomy", "retrieval-heads", "layer-errors", "sketch", "sentences", "sekv")
 """What can be calibrated, in order; a test compares it with `semkv.profiles.calibration.STEPS`."""
+
+ALL_STEPS = (*STEPS, CHOICE)
+"""What `--steps` takes: the last compares the methods that the others made possible."""
 
 HELP = """Calibrate a model and write a profile that semkv.compile(model, profile, budget=...) takes. The model itself is
 frozen; running text is all that is needed.
@@ -49,6 +53,8 @@ Steps, in the order in which they run (--steps takes some of them, separated by 
   sentences        where sentences end, for every token of the tokenizer (SentenceKV)
 
   sekv             SeKV's router, zoom thresholds and rank gates, trained
+
+  choice           every method at 3, 5, 10 and 20 %, measured: what method="auto" chooses from
 
 Examples:
 
@@ -102,7 +108,7 @@ def profile(
         list[str] | None,
         typer.Option(
             "--steps",
-            help=f"What to calibrate: {', '.join(STEPS)}, separated by commas. On a profile that exists, these sections are "
+            help=f"What to calibrate: {', '.join(ALL_STEPS)}, separated by commas. On a profile that exists, these sections are "
             "made again and all others stay.",
         ),
     ] = None,
@@ -143,9 +149,9 @@ def profile(
 ) -> None:
     """See HELP."""
     named = [part.strip() for entry in steps or () for part in entry.split(",") if part.strip()]
-    unknown = [step for step in named if step not in STEPS]
+    unknown = [step for step in named if step not in ALL_STEPS]
     if unknown:
-        raise ConfigError(f"--steps {unknown[0]!r} is unknown: it can be {', '.join(STEPS)}")
+        raise ConfigError(f"--steps {unknown[0]!r} is unknown: it can be {', '.join(ALL_STEPS)}")
     from semkv.profiles.calibration import CalibrationSettings, MeasureSettings
 
     training = {"length": length, "queries": queries, "max_steps": max_steps, "sequences": sequences}
@@ -159,7 +165,7 @@ def profile(
     )
     measures = MeasureSettings.checked(**_over(defaults[1], measuring), seed=seed)
     work = output.with_name(output.name + ".resume")
-    chosen = tuple(step for step in STEPS if step in named) or STEPS
+    chosen = tuple(step for step in ALL_STEPS if step in named) or ALL_STEPS
     base = _check_output(output, work, bool(named), resume)
     _check_data(model, data, with_tasks)
     _run(
@@ -226,11 +232,10 @@ def _load(name: str, device: str) -> tuple[Any, Any]:
     return model.to(device).eval(), tokenizer
 
 
-def _job(request: _Request, console: Console) -> Any:
-    """The model and the data of the steps that were asked for."""
+def _job(request: _Request, console: Console, model: Any, tokenizer: Any) -> Any:
+    """The data of the steps that were asked for, with the model."""
     from semkv.profiles.calibration import Job, bundled_data, bundled_measure_data, text_data, text_measure_data
 
-    model, tokenizer = _load(request.model, request.device)
     data = measured = None
     if "sekv" in request.steps:
         if request.data:
@@ -240,7 +245,7 @@ def _job(request: _Request, console: Console) -> Any:
         console.print(
             f"sekv: {data.tokens:,} tokens ({data.description}), contexts of {request.settings.lengths} tokens"
         )
-    if set(request.steps) - {"sekv"}:
+    if set(request.steps) - {"sekv", CHOICE}:
         if request.data:
             measured = text_measure_data(request.data, tokenizer, request.measures)
         else:
@@ -257,21 +262,22 @@ def _job(request: _Request, console: Console) -> Any:
 def _run(request: _Request) -> None:
     from semkv.cli.profile_pictures import write_report
     from semkv.cli.profile_tables import print_step
-    from semkv.profiles.calibration import run_steps
-    from semkv.profiles.calibration.steps import forget
+    from semkv.profiles.calibration.steps import Finished, forget
 
     started = time.monotonic()
     console = output_console()
-    job = _job(request, console)
-    with PhaseBars() as bars:
-        made = run_steps(
-            job, request.steps, profile=request.base, work=request.work, report=bars, begin=lambda step: bars.close()
-        )
-    made.profile.save(request.output)
-    forget(request.work)
-    for step in request.steps:
+    model, tokenizer = _load(request.model, request.device)
+    job = _job(request, console, model, tokenizer)
+    steps = tuple(step for step in request.steps if step != CHOICE)
+    if not steps and request.base is None:
+        raise ConfigError(f"--steps {CHOICE} compares methods for a profile that exists: {request.output} does not")
+    made = Finished(request.base, [], {}) if not steps else _calibrated(request, job, steps)
+    for step in steps:
         if step not in made.skipped:
             print_step(console, step, made.profile, made.notes[step])
+    if CHOICE in request.steps:
+        made = replace(made, profile=_with_choice(request, console, model, tokenizer, made.profile, job.command))
+    forget(request.work)
     if request.report is not None:
         files = write_report(request.report, made.profile, made.history)
         console.print(f"wrote {', '.join(files)} to {request.report}")
@@ -284,6 +290,37 @@ def _run(request: _Request) -> None:
         console.print(f"{step} was left out: {made.notes[step]}", style="yellow", highlight=False)
     if request.chosen and made.skipped:
         raise ConfigError(f"--steps {made.skipped[0]} has no result: {made.notes[made.skipped[0]]}")
+
+
+def _calibrated(request: _Request, job: Any, steps: tuple[str, ...]) -> Any:
+    """The profile with the sections of `steps`, saved."""
+    from semkv.profiles.calibration import run_steps
+
+    with PhaseBars() as bars:
+        made = run_steps(
+            job, steps, profile=request.base, work=request.work, report=bars, begin=lambda step: bars.close()
+        )
+    made.profile.save(request.output)
+    return made
+
+
+def _with_choice(request: _Request, console: Console, model: Any, tokenizer: Any, profile: Any, command: str) -> Any:
+    """The profile with the methods compared, saved."""
+    from semkv.cli.profile_choice import choice_table, run_choice
+
+    try:
+        made = run_choice(
+            model, tokenizer, profile, bundled=request.model == BUNDLED, data=request.data, length=request.measures.length,
+            command=command, rows=request.work / "choice.rows.jsonl",
+        )  # fmt: skip
+    except ConfigError as error:
+        if request.chosen:
+            raise
+        console.print(f"{CHOICE} was left out: {error}", style="yellow", highlight=False)
+        return profile
+    made.save(request.output)
+    choice_table(console, made)
+    return made
 
 
 def _minutes(made: Any, steps: Sequence[str]) -> str:

@@ -38,7 +38,8 @@ def print_step(console: Console, step: str, profile: Any, note: str = "") -> Non
         console.print(f"{step}: {note}", highlight=False)
 
 
-def _table(title: str, *columns: str) -> Table:
+def simple_table(title: str, *columns: str) -> Table:
+    """A table without rules, its columns right-aligned."""
     table = Table(title=title, box=None, padding=(0, 1), pad_edge=False, title_justify="left")
     for column in columns:
         table.add_column(column, justify="right")
@@ -62,7 +63,7 @@ def taxonomy_table(console: Console, profile: Any) -> None:
     section = profile.info.head_taxonomy
     if section is None:
         return
-    table = _table(
+    table = simple_table(
         "head roles per KV store", "store", "anchor", "volatile", "pivot", "satellite", "stability", "similarity"
     )
     kinds = ("anchor", "volatile", "pivot", "satellite")
@@ -88,7 +89,9 @@ def retrieval_table(console: Console, profile: Any) -> None:
     section = profile.info.retrieval_heads
     if section is None:
         return
-    table = _table("retrieval scores per site", "site", "semantic (Eq. 5)", "classic top-1", f"top-{section.top_k}")
+    table = simple_table(
+        "retrieval scores per site", "site", "semantic (Eq. 5)", "classic top-1", f"top-{section.top_k}"
+    )
     for site in _shown(len(section.semantic)):
         rows = (section.semantic[site], section.classic[site], section.classic_top_k[site])
         table.add_row(str(site), *map(_numbers, rows))
@@ -107,7 +110,7 @@ def errors_table(console: Console, profile: Any) -> None:
 
     counted = [store for store, error in enumerate(section.errors) if error > 0]
     sizes = dict(zip(counted, layer_budgets([section.errors[store] for store in counted], 256 * len(counted))))
-    table = _table(
+    table = simple_table(
         f"output error with {section.keep} tokens kept", "store", "share of error", "relative", "tokens of 256 a layer",
         *section.sets,
     )  # fmt: skip
@@ -124,7 +127,7 @@ def sketch_table(console: Console, profile: Any) -> None:
     if section is None:
         return
     shown = sorted({rank for rank, _ in section.candidates})
-    table = _table(
+    table = simple_table(
         "token sketch per site", "site", *(f"energy {rank}" for rank in shown), "rank x bits", "caught", "bytes a token"
     )
     for site in _shown(len(section.ranks)):
@@ -163,7 +166,7 @@ def sekv_table(console: Console, profile: Any) -> None:
         return
     losses = ", ".join(f"{name} {value:.4g}" for name, value in provenance.losses.items())
     console.print(f"held-out losses after {provenance.steps} steps: {losses}")
-    table = _table("per site, held-out contexts", *(title for _, title, _ in COLUMNS))
+    table = simple_table("per site, held-out contexts", *(title for _, title, _ in COLUMNS))
     for row in provenance.table:
         table.add_row(*(form.format(row[key]) for key, _, form in COLUMNS))
     console.print(table)

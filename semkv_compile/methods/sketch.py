@@ -23,9 +23,7 @@ from semkv.runtime.components import Components, IndexPart, Part, Plan, Summary
 from semkv.runtime.segments import Folding
 from semkv.runtime.spans import FoldedSpans
 
-MISSING = (
-    "method 'sketch' needs a profile with a token sketch: make one with `semkv-profile MODEL --steps retrieval-heads,sketch -o OUT`"
-)
+MISSING = "method 'sketch' needs a profile with a token sketch: make one with `semkv-profile MODEL --steps retrieval-heads,sketch -o OUT`"
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,9 @@ def folded(router, seed: int = 0) -> tuple[FoldedSpans, RowRecord]:
     components = Components(router=router, host_form="raw", outside="folded")
     spans = FoldedSpans(SITE, components, torch.float32)
     everything = torch.arange(N)
-    spans.fold(Folding(made.keys[0], made.values[0], everything, torch.ones(N), torch.tensor(LENGTHS), None, made.ids, made))
+    spans.fold(
+        Folding(made.keys[0], made.values[0], everything, torch.ones(N), torch.tensor(LENGTHS), None, made.ids, made)
+    )
     held = sum(x.nbytes for x in spans.device_tensors())
     assert held == pytest.approx(len(LENGTHS) * SITE.kv_heads * unit_cost_bytes(SITE, components))
     return spans, made
@@ -135,7 +137,9 @@ def test_bounds_of_pages():
     check(scores, q, bound)
     for kv in range(3):
         for start, end in edges():
-            assert bound(kv, q[2 * kv, 0], start, end) >= float((made.keys[0][kv, start:end] @ q[2 * kv, 0]).max()) - 1e-5
+            assert (
+                bound(kv, q[2 * kv, 0], start, end) >= float((made.keys[0][kv, start:end] @ q[2 * kv, 0]).max()) - 1e-5
+            )
 
 
 @pytest.mark.parametrize("direction", [False, True])
@@ -159,7 +163,9 @@ def test_representatives_of_blocks():
     for kv in range(3):
         for token in range(N):
             following = range(token + 1, min(N, token + 5))
-            pairs = [float(made.queries[0][h, j] @ made.keys[0][kv, token]) for j in following for h in (2 * kv, 2 * kv + 1)]
+            pairs = [
+                float(made.queries[0][h, j] @ made.keys[0][kv, token]) for j in following for h in (2 * kv, 2 * kv + 1)
+            ]
             expected = sum(pairs) / max(1, len(pairs))
             assert float(relevance[kv, token]) == pytest.approx(expected, abs=1e-4)
 

@@ -76,8 +76,12 @@ def test_rows_are_independent_and_states_go_on(whole, name, tmp_path):
 @pytest.mark.parametrize("name", RETRIEVING)
 def test_with_room_for_everything_it_is_full_attention(whole, name):
     """What stays folded is nothing: only the 8 bits of folded tokens are left of the approximation."""
-    options = SMALL.get(name, {}) | ({"all_heads": True, "fixed_share": 0.3} if name == "sketch" else {"fixed_share": 0.3})
-    compiled = whole.with_method(name, budget=2000, config=whole.settings.model_copy(update={"residency": "elastic"}), **options)
+    options = SMALL.get(name, {}) | (
+        {"all_heads": True, "fixed_share": 0.3} if name == "sketch" else {"fixed_share": 0.3}
+    )
+    compiled = whole.with_method(
+        name, budget=2000, config=whole.settings.model_copy(update={"residency": "elastic"}), **options
+    )
     ids, question = prompt(900, 5), prompt(4, 6)
     state, reference = compiled.prefill(ids), whole.prefill(ids)
     assert any(memory.spans.count > 3 for memory in state.rows[0].budgeted())

@@ -266,6 +266,13 @@ def test_best_method_reads_the_nearest_budget():
     assert profile.best_method(0.6) == "snapkv"
 
 
+def test_equal_scores_go_to_more_questions_then_to_fewer_bytes():
+    table = [cell("a", 0.1, 1.0), cell("b", 0.1, 1.0).model_copy(update={"samples": 90}), cell("c", 0.1, 1.0)]
+    assert build(choices=tuple(table)).best_method(0.1) == "b"
+    moving = [one.model_copy(update={"samples": 9, "moved": moved}) for one, moved in zip(table, (0.3, 0.2, 0.1))]
+    assert build(choices=tuple(moving)).best_method(0.1) == "c"
+
+
 def test_best_method_compares_on_shared_lengths_only():
     table = (cell("sekv", 0.1, 0.8, 4096), cell("sekv", 0.1, 0.9, 1024), cell("snapkv", 0.1, 0.85, 1024))
     assert build(choices=table).best_method(0.1) == "sekv"

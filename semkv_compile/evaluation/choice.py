@@ -1,0 +1,150 @@
+"""Which method is best for a model at each budget, by measurement: successive halving over one prefill per context."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from semkv.errors import BudgetError, ConfigError
+from semkv.evaluation.runner import Progress, cell_of, check_grid, run_grid
+from semkv.evaluation.schema import Row
+from semkv.evaluation.settings import Grid, Variant
+from semkv.evaluation.store import RowStore
+from semkv.evaluation.subject import Subject
+from semkv.evaluation.tasks.base import Task
+from semkv.profiles.schema import Choice
+
+FINALISTS = 3
+"""Methods per budget that are measured to the end."""
+
+
+@dataclass(frozen=True)
+class Contest:
+    """What is compared and on what.
+
+    methods: names, `full` not among them. budgets: fractions of the full KV. families: names of tasks. length: tokens of
+    a context. first, samples: questions per family that every method answers, and that the finalists answer.
+    """
+
+    methods: tuple[str, ...]
+    budgets: tuple[float, ...] = (0.03, 0.05, 0.1, 0.2)
+    families: tuple[str, ...] = ("single", "multi", "confusable", "dense")
+    length: int = 2048
+    first: int = 4
+    samples: int = 16
+    questions_per_context: int = 4
+    seed: int = 1
+
+    def __post_init__(self) -> None:
+        if not self.methods:
+            raise ConfigError("no method was given to choose from")
+        if not 1 <= self.first <= self.samples:
+            raise ConfigError(f"first questions {self.first}: expected 1 to samples ({self.samples})")
+
+    def grid(self, entrants: Mapping[float, tuple[str, ...]], samples: int) -> Grid:
+        """The cells of one round."""
+        variants = tuple(Variant(method=name, budget=budget) for budget, names in entrants.items() for name in names)
+        return Grid(
+            variants=variants, families=self.families, lengths=(self.length,), samples=samples,
+            questions_per_context=self.questions_per_context, seed=self.seed,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """choices: a cell for each method and budget that could run. left_out: why the others could not, in words."""
+
+    choices: tuple[Choice, ...]
+    left_out: tuple[str, ...]
+
+
+def choose(
+    compiled: Any,
+    tokenizer: Any,
+    contest: Contest,
+    *,
+    identity: str,
+    rows: Path | None = None,
+    progress: Progress | None = None,
+    tasks: Mapping[str, Task] | None = None,
+) -> Outcome:
+    """Measure every method at every budget on a few questions, and the better half on twice as many until `samples`.
+
+    compiled: a `CompiledModel` that holds what the methods need (profile, weights); its own method does not matter.
+    identity, rows: as in `evaluate`; a run that stopped goes on. A method whose smallest budget is above one of the
+    budgets, or that lacks something in the profile, is left out there. Ties are broken by the bytes that a step moves.
+    """
+    subject, store = Subject(compiled, identity), RowStore(rows)
+    entrants, left_out = _able(subject, tokenizer, contest, tasks)
+    measured: dict[tuple[str, float], Choice] = {}
+    asked = contest.first
+    while entrants:
+        grid = contest.grid(entrants, asked)
+        run_grid(subject, tokenizer, grid, store, progress, tasks)
+        for budget, names in entrants.items():
+            for name in names:
+                measured[name, budget] = _measured(grid, identity, store, name, budget, contest, tasks)
+        if asked >= contest.samples:
+            break
+        entrants = {budget: _better([measured[name, budget] for name in names]) for budget, names in entrants.items()}
+        asked = min(contest.samples, 2 * asked)
+    return Outcome(tuple(measured.values()), tuple(left_out))
+
+
+def _able(
+    subject: Subject, tokenizer: Any, contest: Contest, tasks: Mapping[str, Task] | None
+) -> tuple[dict[float, tuple[str, ...]], list[str]]:
+    """The methods that can run at each budget, and why others cannot."""
+    able: dict[float, tuple[str, ...]] = {}
+    left_out = []
+    for budget in contest.budgets:
+        names = []
+        for name in contest.methods:
+            try:
+                check_grid(contest.grid({budget: (name,)}, contest.first), subject, tokenizer, tasks)
+            except (BudgetError, ConfigError) as error:
+                left_out.append(f"{name} at {100 * budget:g} %: {error}")
+            else:
+                names.append(name)
+        if names:
+            able[budget] = tuple(names)
+    return able, left_out
+
+
+def _measured(
+    grid: Grid,
+    identity: str,
+    store: RowStore,
+    name: str,
+    budget: float,
+    contest: Contest,
+    tasks: Mapping[str, Task] | None,
+) -> Choice:
+    """What the rows of one method and budget say: the mean over families, and what its steps moved."""
+    variant = Variant(method=name, budget=budget)
+    scores, rows = [], []
+    for family in contest.families:
+        task = (tasks or {}).get(family)
+        cell = cell_of(grid, identity, variant, family, contest.length, "unseen", task)
+        found: list[Row] = store.rows(cell.key, range(grid.contexts))
+        scores.append(fmean(answer.value for row in found for answer in row.answers))
+        rows += found
+    steps = sum(row.usage.steps for row in rows)
+    moved = sum(row.usage.moved for row in rows) / max(1, steps) / max(1, max(row.usage.full for row in rows))
+    return Choice(
+        method=name, budget=budget, length=contest.length, score=round(fmean(scores), 6), samples=grid.samples,
+        moved=round(moved, 6),
+    )  # fmt: skip
+
+
+def _better(found: list[Choice]) -> tuple[str, ...]:
+    """The better half of one budget's methods, `FINALISTS` at least, in their order."""
+    ranked = sorted(found, key=lambda choice: (-choice.score, choice.moved))
+    kept = {choice.method for choice in ranked[: max(FINALISTS, -(-len(ranked) // 2))]}
+    return tuple(choice.method for choice in found if choice.method in kept)
+
+
+__all__ = ["Contest", "Outcome", "choose"]

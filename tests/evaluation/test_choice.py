@@ -1,0 +1,68 @@
+"""Choosing a method by measurement: halving, ties, what cannot run, and going on after an interruption."""
+
+from __future__ import annotations
+
+import pytest
+
+from semkv.errors import ConfigError
+from semkv.evaluation.choice import Contest, _better, choose
+from semkv.profiles.schema import Choice
+
+
+def test_every_method_is_measured_and_the_better_ones_longer(lookup, tokenizer, tmp_path):
+    """A question is about any place of the context, so a head or a tail of half of it answers about half."""
+    contest = Contest(("head", "tail"), (0.3, 0.95), ("single",), length=256, first=4, samples=16)
+    seen: list[tuple[int, int]] = []
+    made = choose(
+        lookup,
+        tokenizer,
+        contest,
+        identity="a",
+        rows=tmp_path / "rows.jsonl",
+        progress=lambda d, n, w: seen.append((d, n)),
+    )
+    cells = {(cell.method, cell.budget): cell for cell in made.choices}
+    assert set(cells) == {(m, b) for m in ("head", "tail") for b in (0.3, 0.95)}
+    assert all(cell.samples == 16 for cell in made.choices), "two methods are finalists both"
+    assert cells["tail", 0.95].score > cells["tail", 0.3].score
+    assert seen
+    done = lookup.log["prefill"]
+    again = choose(lookup, tokenizer, contest, identity="a", rows=tmp_path / "rows.jsonl")
+    assert again.choices == made.choices
+    assert lookup.log["prefill"] == done, "nothing is measured twice"
+
+
+def test_what_cannot_run_is_left_out_with_its_reason(lookup, tokenizer):
+    made = choose(
+        lookup, tokenizer, Contest(("head", "absent"), (0.01, 0.5), ("single",), length=256, samples=4), identity="a"
+    )
+    assert {(cell.method, cell.budget) for cell in made.choices} == {("head", 0.5)}
+    assert any(reason.startswith("absent at 50 %: method 'absent'") for reason in made.left_out)
+    assert any(reason.startswith("head at 1 %: budget 0.01 at length 256 leaves") for reason in made.left_out)
+
+
+def cell(method: str, score: float, moved: float = 0.0) -> Choice:
+    return Choice(method=method, budget=0.1, length=512, score=score, samples=4, moved=moved)
+
+
+def test_half_go_on_three_at_least_and_ties_go_to_what_moves_less():
+    many = [cell(f"m{place}", place / 10) for place in range(9)]
+    assert _better(many) == ("m4", "m5", "m6", "m7", "m8")
+    assert _better(many[:4]) == ("m1", "m2", "m3")
+    assert _better([cell("a", 1.0, 0.3), cell("b", 1.0, 0.1), cell("c", 1.0, 0.2), cell("d", 1.0, 0.0)]) == (
+        "b",
+        "c",
+        "d",
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"methods": ()}, "no method was given"),
+        ({"first": 9, "samples": 4}, "first questions 9: expected 1 to samples \\(4\\)"),
+    ],
+)
+def test_contests_are_checked(values, message):
+    with pytest.raises(ConfigError, match=message):
+        Contest(**({"methods": ("head",)} | values))
