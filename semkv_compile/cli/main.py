@@ -221,7 +221,7 @@ def demo_command(
     out: Annotated[Path, typer.Option(help="Folder for the profile, results and pictures.")] = Path("demo_output"),
     length: Annotated[str, typer.Option(help="Context length of the evaluation, tokens.")] = "2K",
     budget: Annotated[str, typer.Option(help="Fraction of the full KV, or tokens per KV head and layer.")] = "0.1",
-    samples: Annotated[int, typer.Option(help="Questions per task family.")] = 16,
+    samples: Annotated[int, typer.Option(help="Questions per task family.")] = 40,
     calibrate_steps: Annotated[
         int, typer.Option(help="Steps of the calibration; 0 takes the profile that is committed with the model.")
     ] = 60,
