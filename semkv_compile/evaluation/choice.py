@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from semkv.errors import BudgetError, ConfigError
-from semkv.evaluation.runner import Progress, cell_of, check_grid, run_grid
+from semkv.evaluation.runner import Progress, all_tasks, cell_of, check_grid, run_grid
 from semkv.evaluation.schema import Row
 from semkv.evaluation.settings import Grid, Variant
 from semkv.evaluation.store import RowStore
@@ -97,20 +97,33 @@ def choose(
 def _able(
     subject: Subject, tokenizer: Any, contest: Contest, tasks: Mapping[str, Task] | None
 ) -> tuple[dict[float, tuple[str, ...]], list[str]]:
-    """The methods that can run at each budget, and why others cannot."""
-    able: dict[float, tuple[str, ...]] = {}
+    """The methods that can run at each budget, all tried on one context, and why others cannot."""
     left_out = []
+    sound: list[Variant] = []
     for budget in contest.budgets:
-        names = []
         for name in contest.methods:
+            grid = contest.grid({budget: (name,)}, contest.first)
             try:
-                check_grid(contest.grid({budget: (name,)}, contest.first), subject, tokenizer, tasks)
+                check_grid(grid, subject, tokenizer, tasks)
             except (BudgetError, ConfigError) as error:
                 left_out.append(f"{name} at {100 * budget:g} %: {error}")
             else:
-                names.append(name)
-        if names:
-            able[budget] = tuple(names)
+                sound += grid.variants
+    able: dict[float, tuple[str, ...]] = {}
+    if not sound:
+        return able, left_out
+    sample = all_tasks(tasks)[contest.families[0]].make(
+        tokenizer, contest.length, 0, seed=contest.seed, questions=contest.questions_per_context
+    )
+    record = subject.record(sample.ids, sound)
+    for variant in sound:
+        assert isinstance(variant.budget, float)
+        try:
+            subject.variant(variant).compress(record)
+        except BudgetError as error:
+            left_out.append(f"{variant.method} at {100 * variant.budget:g} %: {error}")
+        else:
+            able[variant.budget] = (*able.get(variant.budget, ()), variant.method)
     return able, left_out
 
 
