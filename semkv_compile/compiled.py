@@ -209,7 +209,7 @@ class CompiledModel(GenerationMixin, nn.Module):
                 raise InputError(
                     f"method {self.method.name!r} reads all queries of a prompt: make the record with all_queries=True"
                 )
-        rows = [RowMemory(self.placement, one) for one in records]
+        rows = [RowMemory(self.placement, one.ordered_for(self.program)) for one in records]
         return State(self.placement, rows, torch.stack([one.logits for one in records]))
 
     @torch.no_grad()
@@ -426,4 +426,6 @@ __all__ = ["CompiledModel"]
 
 
 def _pass_options(source: Program, method: Method, profile: Profile | None) -> PassOptions:
-    return PassOptions(method=method.name, layer_shares=method.layer_shares(source, profile))
+    return PassOptions(
+        method=method.name, layer_shares=method.layer_shares(source, profile), head_roles=method.head_roles(source, profile),
+    )  # fmt: skip

@@ -9,6 +9,7 @@ from semkv.methods.chunkkv import ChunkKV
 from semkv.methods.compresskv import CompressKV
 from semkv.methods.full import Full
 from semkv.methods.h2o import H2O
+from semkv.methods.heterocache import HeteroCache
 from semkv.methods.pyramidkv import PyramidKV
 from semkv.methods.sekv import SeKV
 from semkv.methods.semantic_clusters import delimiter_ids
@@ -31,6 +32,7 @@ METHODS: dict[str, type[Method]] = {
         SemantiCache,
         CompressKV,
         SentenceKV,
+        HeteroCache,
     )
 }
 
@@ -49,6 +51,7 @@ __all__ = [
     "ChunkKV",
     "CompressKV",
     "Full",
+    "HeteroCache",
     "Method",
     "PyramidKV",
     "SeKV",

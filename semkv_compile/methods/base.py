@@ -39,6 +39,10 @@ class Method(ABC):
         """One positive weight per store of `program.stores`, by which layers divide the budget; None: evenly."""
         return None
 
+    def head_roles(self, program: Program, profile: Profile | None) -> tuple[tuple[str, ...], ...] | None:
+        """For each store of `program.stores` a role per KV head, heads of one role being put side by side; None: as they are."""
+        return None
+
     def check(self, profile: Profile | None) -> None:  # noqa: B027 - most methods need nothing
         """Raise `ConfigError` where `profile` lacks what the method needs: called before any work."""
 

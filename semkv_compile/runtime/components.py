@@ -165,6 +165,8 @@ class Components:
     window: tokens that stay exact behind the newest, before the budget shrinks it to `window_share` of the fixed parts.
     fold_chunk: tokens that leave the window at once.
     reads_queries: whether the record of a prompt must hold all of its queries, not the last ones only.
+    whole: every token stays exact on the device, whatever it takes; the row's other parts share what is left of its budget.
+    resident: what is unfolded stays between steps, within the part's own share of the budget, whatever the residency.
     """
 
     keeper: Keeper | None = None
@@ -184,6 +186,8 @@ class Components:
     window_share: float = 1 / 3
     fold_chunk: int = 8
     reads_queries: bool = False
+    whole: bool = False
+    resident: bool = False
 
     @property
     def reads_surprisal(self) -> bool:
@@ -226,11 +230,19 @@ class BeforeStep(Protocol):
         """ids int64 [T] follow `tokens` tokens of the row. notes: kept by the row between steps; passing: for this step."""
 
 
+class AfterPrompt(Protocol):
+    """What a method remembers of a prompt, for its steps."""
+
+    def read(self, record: RowRecord, notes: dict[str, Tensor]) -> None:
+        """Put into `notes` what `record` tells."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """A method for one program: for each store that it treats, the parts that its KV heads are divided into, in order.
 
     allocator: divides the budget among layers per prompt; None: the sites' own shares. before: see `BeforeStep`.
+    after_prompt: see `AfterPrompt`.
     notes: what its components keep in `Step.notes`, by name.
     """
 
@@ -238,6 +250,7 @@ class Plan:
     allocator: Allocator | None = None
     before: BeforeStep | None = None
     notes: Mapping[str, Note] = field(default_factory=dict)
+    after_prompt: AfterPrompt | None = None
 
     def all_components(self) -> tuple[Components, ...]:
         """The distinct compositions, in order."""
@@ -256,6 +269,11 @@ class Plan:
     def reads_queries(self) -> bool:
         """Whether prefill has to keep every query of the prompt."""
         return any(components.reads_queries for components in self.all_components())
+
+    @property
+    def keeps_whole_heads(self) -> bool:
+        """Whether some parts hold every token, so that the others share what those leave."""
+        return any(components.whole for components in self.all_components())
 
     @property
     def unfolds(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ class RowRecord:
     queries: per site, the last min(n, 64) queries [Hq, w, D] in the compute dtype; all n where `all_queries`, on the host.
     surprisal: float32 [n] in nats, the first token's being 0; None where it was not asked for.
     logits: [vocab] after the last token.
+    head_orders: per KV store the user's model's KV head at each place, where the program that made it moved heads.
     """
 
     ids: Tensor
@@ -33,10 +34,31 @@ class RowRecord:
     surprisal: Tensor | None = None
     logits: Tensor | None = None
     all_queries: bool = False
+    head_orders: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:
         return len(self.ids)
+
+    def ordered_for(self, program: Program) -> RowRecord:
+        """This record with the heads of every store in the order that `program` has them; itself where they are."""
+        orders = head_orders(program)
+        if orders == self.head_orders:
+            return self
+        keys, values, queries = dict(self.keys), dict(self.values), dict(self.queries)
+        for site in program.sites:
+            plain = tuple(range(site.kv_heads))
+            have = self.head_orders.get(site.store, plain)
+            place = [have.index(head) for head in orders.get(site.store, plain)]
+            queries[site.index] = queries[site.index].unflatten(0, (site.kv_heads, -1))[place].flatten(0, 1)
+            if self.keys[site.store] is keys[site.store]:
+                keys[site.store], values[site.store] = keys[site.store][place], values[site.store][place]
+        return replace(self, keys=keys, values=values, queries=queries, head_orders=orders)
+
+
+def head_orders(program: Program) -> dict[int, tuple[int, ...]]:
+    """Per KV store whose heads a pass moved: the user's model's KV head at each place."""
+    return {site.store: site.head_order for site in program.stores if site.head_order}
 
 
 class Recorder:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NoReturn
 
@@ -24,6 +24,8 @@ from semkv.runtime.site_memory import SiteMemory
 from semkv.runtime.spans import FoldedSpans, unit_cost_bytes
 from semkv.runtime.step import Step
 from semkv.runtime.token_store import TokenStore
+from semkv.runtime.traffic import Traffic
+from semkv.runtime.whole_heads import part_shares, unclaimed
 
 PAGE = 8
 """Tokens in a page at which methods declare their smallest sizes."""
@@ -71,27 +73,6 @@ class Placement:
         return self.plan.parts.get(store.store, whole) if store.treatment == "method" else whole
 
 
-@dataclass
-class Traffic:
-    """What decode steps did, summed over the steps of one row.
-
-    steps: forward calls; moved_bytes: from the host tier to the device; peak_bytes: largest device residency of budgeted
-    stores; peak_share: largest residency as a share of the budget at that step; zooms: per site float32 [2, Hq], units
-    unfolded and decisions taken.
-    """
-
-    steps: int = 0
-    moved_bytes: int = 0
-    peak_bytes: int = 0
-    peak_share: float = 0.0
-    zooms: dict[int, Tensor] = field(default_factory=dict)
-
-    def clone(self) -> Traffic:
-        copy = Traffic(**{name: getattr(self, name) for name in ("steps", "moved_bytes", "peak_bytes", "peak_share")})
-        copy.zooms = {site: count.clone() for site, count in self.zooms.items()}
-        return copy
-
-
 class RowMemory:
     """Stores of one row, built from its prefill record.
 
@@ -106,12 +87,15 @@ class RowMemory:
         self.notes: dict[str, Tensor] = {}
         self.passing: dict[str, object] = {}
         self.shares = self._shares(record)
+        self.part_shares = part_shares(placement, self.shares, self.tokens)
         self._check_budget()
         divided: dict[Division, Segmentation] = {}
         self.stores = {
             store.store: tuple(self._build(store, part, record, divided) for part in placement.parts(store))
             for store in placement.program.stores
         }
+        if placement.plan.after_prompt is not None:
+            placement.plan.after_prompt.read(record, self.notes)
 
     # -- budget ------------------------------------------------------------------------------------------------------
 
@@ -124,7 +108,8 @@ class RowMemory:
             budget = self.placement.budget.average_tokens(self.tokens)
             if self.placement.plan.allocator is not None:
                 shares = list(self.placement.plan.allocator.shares(stores, record, budget))
-            shares = bounded_shares(stores, shares, budget, self.placement.minimum_tokens, self.tokens)
+            if not self.placement.plan.keeps_whole_heads:
+                shares = bounded_shares(stores, shares, budget, self.placement.minimum_tokens, self.tokens)
         weights = [share * store.values_per_token for share, store in zip(shares, stores)]
         return {store.store: weight / sum(weights) for store, weight in zip(stores, weights)}
 
@@ -134,6 +119,8 @@ class RowMemory:
             return
         for store in placement.budgeted:
             for part in placement.parts(store):
+                if part.components.whole:
+                    continue
                 site = store.part(part.first, part.last, part.share)
                 cap = self._part_cap(store, part, self.tokens) / self._token_nbytes(site)
                 if cap < placement.minimum_tokens:
@@ -164,6 +151,10 @@ class RowMemory:
         )
 
     def _part_cap(self, store: AttentionSite, part: Part, tokens: int) -> float:
+        if part.components.whole:
+            return float("inf")
+        if self.part_shares:
+            return unclaimed(self.placement, tokens) * self.part_shares[store.store, part.first]
         return self.cap_bytes(tokens) * self.shares[store.store] * part.share
 
     def fixed_allowance(self, store: AttentionSite, part: Part, tokens: int) -> float:
@@ -181,13 +172,25 @@ class RowMemory:
         parts, memories = self.placement.parts(store), self.stores[store.store]
         if store.treatment != "method" or self.placement.budget.value is None:
             return [float("inf")] * len(parts)
-        if self.placement.residency == "elastic":
-            room = [self._part_cap(store, part, tokens) - memory.fixed_nbytes for part, memory in zip(parts, memories)]
+        room = [self._part_cap(store, part, tokens) - memory.fixed_nbytes for part, memory in zip(parts, memories)]
+        if all(memory.elastic for memory in memories):
             return [max(0.0, free) for free in room]
         fixed = sum(memory.fixed_nbytes for memory in self.budgeted())
-        free = max(0.0, self.cap_bytes(tokens) - fixed)
-        weights = [part.share if memory.unfolds else 0.0 for part, memory in zip(parts, memories)]
-        return [free * weight / (sum(weights) or 1.0) for weight in weights]
+        free = max(0.0, self.cap_bytes(tokens) - fixed - self._resident_room(tokens))
+        weights = [
+            part.share if memory.unfolds and not memory.elastic else 0.0 for part, memory in zip(parts, memories)
+        ]
+        shared = [free * weight / (sum(weights) or 1.0) for weight in weights]
+        return [max(0.0, own) if memory.elastic else got for own, got, memory in zip(room, shared, memories)]
+
+    def _resident_room(self, tokens: int) -> float:
+        """Device bytes that parts may fill with what stays unfolded between steps."""
+        total = 0.0
+        for store in self.placement.budgeted:
+            for part, memory in zip(self.placement.parts(store), self.stores[store.store]):
+                if memory.elastic and memory.unfolds:
+                    total += max(0.0, self._part_cap(store, part, tokens) - memory.fixed_nbytes)
+        return total
 
     def chunk_limit(self) -> int:
         """Tokens that one step may add so that they fit beside what stays: whole pages, at least one token."""
@@ -286,7 +289,7 @@ class RowMemory:
                 scores=scored[1],
             ),
             spans, made.record.ids[recent].clone(), made.surprisal[recent].clone(),
-            device=device, elastic=placement.residency == "elastic",
+            device=device, elastic=placement.residency == "elastic" or made.components.resident,
         )  # fmt: skip
 
     # -- steps -------------------------------------------------------------------------------------------------------
@@ -312,7 +315,8 @@ class RowMemory:
                 limit = self.cap_bytes(tokens) / 4 / store.kv_heads
                 allowance = self.fixed_allowance(store, part, tokens)
                 memory.append(k[heads], v[heads], positions, ids, surprisal, allowance, limit)
-        step = Step(ids, self.tokens, site, q, memories, self.notes, self.passing)
+        caps = tuple(self._part_cap(store, part, tokens) for part in parts) if store.treatment == "method" else ()
+        step = Step(ids, self.tokens, site, q, memories, caps, self.notes, self.passing)
         made = []
         for part, memory, room in zip(parts, memories, self.workspace_allowance(store, tokens)):
             own = site.part(part.first, part.last, 1.0)
@@ -336,9 +340,8 @@ class RowMemory:
     def device_nbytes(self, running: tuple[SiteMemory, ...] = ()) -> int:
         """Device bytes of budgeted stores while the layer of `running` runs; between steps where it is empty."""
         fixed = sum(memory.fixed_nbytes for memory in self.budgeted())
-        if self.placement.residency == "elastic":
-            return fixed + sum(memory.workspace_nbytes for memory in self.budgeted())
-        return fixed + sum(memory.workspace_nbytes for memory in running)
+        fixed += sum(memory.workspace_nbytes for memory in self.budgeted() if memory.elastic)
+        return fixed + sum(memory.workspace_nbytes for memory in running if not memory.elastic)
 
     def memories(self) -> Iterator[SiteMemory]:
         """The memories of all parts of all stores."""
@@ -362,6 +365,7 @@ class RowMemory:
     def clone(self) -> RowMemory:
         copy = object.__new__(RowMemory)
         copy.placement, copy.tokens, copy.shares = self.placement, self.tokens, self.shares
+        copy.part_shares = self.part_shares
         copy.traffic, copy.notes, copy.passing = self.traffic.clone(), dict(self.notes), {}
         copy.stores = {store: tuple(memory.clone() for memory in parts) for store, parts in self.stores.items()}
         return copy

@@ -10,10 +10,12 @@ from torch import Tensor
 from semkv.ir.site import AttentionSite
 from semkv.runtime.components import Part
 from semkv.runtime.quantization import Quantized
-from semkv.runtime.row_memory import Placement, RowMemory, Traffic
+from semkv.runtime.row_memory import Placement, RowMemory
 from semkv.runtime.site_memory import SiteMemory
 from semkv.runtime.spans import FACTORS, FoldedSpans
 from semkv.runtime.token_store import TokenStore
+from semkv.runtime.traffic import Traffic
+from semkv.runtime.whole_heads import sharing_parts
 
 TABLES = ("segment_unit", "segment_kind", "segment_length", "segment_position", "segment_start")
 
@@ -22,6 +24,7 @@ def row_to_tensors(row: RowMemory) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """(facts, tensors) from which `row_from_tensors` makes an equal row. Traffic is not kept."""
     facts: dict[str, Any] = {"tokens": row.tokens, "stores": sorted(row.stores), "folded": []}
     facts["shares"] = [[store, share] for store, share in sorted(row.shares.items())]
+    facts["part_shares"] = [[store, first, share] for (store, first), share in sorted(row.part_shares.items())]
     tensors = {f"notes.{name}": x.contiguous() for name, x in row.notes.items()}
     for store, parts in row.stores.items():
         for number, memory in enumerate(parts):
@@ -65,6 +68,7 @@ def row_from_tensors(placement: Placement, facts: dict[str, Any], tensors: dict[
     if not isinstance(row.tokens, int) or row.tokens < 1 or facts["stores"] != sorted(stores):
         raise ValueError(f"{row.tokens!r} tokens in stores {facts['stores']!r}, expected stores {sorted(stores)}")
     row.shares = _shares(placement, facts["shares"])
+    row.part_shares = _part_shares(placement, facts.get("part_shares", []))
     row.notes = {}
     for name in [name.removeprefix("notes.") for name in tensors if name.startswith("notes.")]:
         if name not in placement.plan.notes:
@@ -87,6 +91,15 @@ def _shares(placement: Placement, listed: list[list[Any]]) -> dict[int, float]:
     sound = sorted(shares) == expected and all(isinstance(x, float) and 0 < x <= 1 for x in shares.values())
     if not sound or (shares and abs(sum(shares.values()) - 1) > 1e-6):
         raise ValueError(f"shares {listed!r} do not divide a budget among the stores {expected}")
+    return shares
+
+
+def _part_shares(placement: Placement, listed: list[list[Any]]) -> dict[tuple[int, int], float]:
+    shares = {(store, first): share for store, first, share in listed}
+    expected = sorted((store.store, part.first) for store, part in sharing_parts(placement))
+    sound = sorted(shares) == expected and all(isinstance(x, float) and 0 <= x <= 1 for x in shares.values())
+    if not sound or (shares and abs(sum(shares.values()) - 1) > 1e-6):
+        raise ValueError(f"part shares {listed!r} do not divide what whole heads leave among the parts {expected}")
     return shares
 
 
@@ -120,7 +133,7 @@ def _memory(
         _fill_spans(spans, own, tokens)
     return SiteMemory(
         site, part.components, exact["kept"], exact["recent"], spans, ids, surprisal,
-        device=device, elastic=placement.residency == "elastic",
+        device=device, elastic=placement.residency == "elastic" or part.components.resident,
     )  # fmt: skip
 
 

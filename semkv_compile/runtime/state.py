@@ -88,7 +88,7 @@ class State:
                 out[where] += memory.fixed_nbytes
                 out["reserved"] += memory.kept.reserved_nbytes + memory.recent.reserved_nbytes
                 out["disk" if placement.disk else "host"] += memory.host_nbytes
-                if placement.residency == "elastic":
+                if memory.elastic:
                     out["workspace"] += memory.workspace_nbytes
             out["peak"] += row.traffic.peak_bytes
         out["device"] += out["workspace"]

@@ -22,7 +22,7 @@ class Step:
     ----------
     ids: int64 [T], the new tokens. tokens: of the row before them.
     site: the whole site, of which a component may see a part of the heads. q: all of its queries [Hq, T, D].
-    parts: the memories of its store, in the order of their heads.
+    parts: the memories of its store, in the order of their heads. caps: device bytes that each of them may hold in all.
     notes: what the row remembers between steps, by name; tensors are replaced, never written in place.
     passing: what earlier layers, or `Plan.before`, left for later ones in this step.
     """
@@ -32,6 +32,7 @@ class Step:
     site: AttentionSite
     q: Tensor
     parts: tuple[SiteMemory, ...] = ()
+    caps: tuple[float, ...] = ()
     notes: dict[str, Tensor] = field(default_factory=dict)
     passing: dict[str, object] = field(default_factory=dict)
 

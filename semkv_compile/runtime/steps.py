@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from semkv.ir.program import Program
-from semkv.runtime.record import Recorder, RowRecord, chunked_surprisal
+from semkv.runtime.record import Recorder, RowRecord, chunked_surprisal, head_orders
 from semkv.runtime.state import State
 
 
@@ -15,7 +15,7 @@ def prefill_row(
     program: Program, ids: Tensor, kv_dtype: torch.dtype, *, surprisal: bool, all_queries: bool = False
 ) -> RowRecord:
     """Run the prompt ids int64 [n] in full and keep its keys and values on the host."""
-    record = RowRecord(ids=ids.cpu(), all_queries=all_queries)
+    record = RowRecord(ids=ids.cpu(), all_queries=all_queries, head_orders=head_orders(program))
     positions = torch.arange(len(ids), device=ids.device)[None]
     hidden = program.prefill(ids[None], positions, Recorder(program, record, kv_dtype))
     record.logits = program.head(hidden[:, -1:])[0, 0]

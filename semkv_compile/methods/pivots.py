@@ -1,0 +1,156 @@
+"""Heads that follow another head of their layer: the pivot's attention chooses their tokens, anew when it has drifted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from semkv.ir.program import Program
+from semkv.ir.site import AttentionSite
+from semkv.methods.routers import MeansSuffice
+from semkv.methods.window_scores import pooled, softmax_weights
+from semkv.runtime.components import Note
+from semkv.runtime.record import RowRecord
+from semkv.runtime.site_memory import SiteMemory
+from semkv.runtime.spans import FoldedSpans, ranges
+from semkv.runtime.step import Step
+
+
+@dataclass(frozen=True, eq=False)
+class PivotRouter(MeansSuffice):
+    """A satellite's tokens in the order in which its pivot last ranked them; units are single tokens.
+
+    HeteroCache Sec. 4.3 and Alg. 1: every `every` steps, where the median overlap of the pivot's top sets with those of its
+    baseline is below `tau_drift`, the pivot's ranking for the current query becomes its satellites' from the next step on,
+    and the new baseline. A top set has as many tokens as the satellites on the mean may hold. Tokens that came after the
+    ranking follow behind it, the newest first.
+
+    pivots: for the satellites, by (store, KV head in the lowered program), their pivot's KV head there. pool: width of the
+    average pooling of weights. retrieve: False keeps the ranking of the prompt's last query (ablation).
+    sites_of_pivots: (site, pivot's KV head) of every cluster.
+    """
+
+    pivots: Mapping[tuple[int, int], int]
+    every: int = 5
+    tau_drift: float = 0.5
+    pool: int = 5
+    retrieve: bool = True
+    sites_of_pivots: tuple[tuple[AttentionSite, int], ...] = ()
+
+    def score(self, site: AttentionSite, q: Tensor, spans: FoldedSpans, step: Step) -> Tensor:
+        orders = self.follow(step, self.pivots[site.store, site.first_head])
+        at, tokens = spans.positions[0].long(), step.tokens + q.shape[1]
+        rows = []
+        for order in orders:
+            rank = len(order) + tokens - torch.arange(tokens)  # those that the pivot has not ranked yet
+            rank[order] = torch.arange(len(order))
+            rows.append(-rank[at].float())
+        return torch.stack(rows).expand(site.q_heads, -1, -1)
+
+    def threshold(self, site: AttentionSite) -> Tensor:
+        return torch.full((site.q_heads,), float("-inf"))
+
+    def follow(self, step: Step, pivot: int) -> list[Tensor]:
+        """The ranking int64 [n] of tokens that the pivot's satellites go by, for each new query; once for all of them."""
+        name = f"{step.site.index}.{pivot}"
+        found = step.passing.get(f"pivot.{name}")
+        if found is None:
+            found = step.passing[f"pivot.{name}"] = self._follow(step, pivot, name)
+        return found  # type: ignore[return-value]
+
+    def _follow(self, step: Step, pivot: int, name: str) -> list[Tensor]:
+        notes = step.notes
+        order, overlaps = notes[f"pivot.order.{name}"], notes[f"pivot.overlaps.{name}"].tolist()
+        checks, updates = notes[f"pivot.checks.{name}"].tolist()
+        k, weights = self.set_size(step, pivot), self.weights(step, pivot)
+        used = []
+        for place in range(len(weights)):
+            used.append(order)
+            seen = weights[place, : step.tokens + place + 1]
+            ranked = seen.argsort(descending=True, stable=True)
+            base = order[:k]
+            overlaps.append(float(torch.isin(ranked[:k], base).sum()) / min(k, len(base)))
+            if len(overlaps) == self.every:
+                checks += 1
+                if self.retrieve and float(torch.tensor(overlaps).quantile(0.5)) < self.tau_drift:
+                    order, updates = ranked, updates + 1
+                overlaps = []
+        notes[f"pivot.order.{name}"] = order
+        notes[f"pivot.overlaps.{name}"] = torch.tensor(overlaps, dtype=torch.float32)
+        notes[f"pivot.checks.{name}"] = torch.tensor([checks, updates])
+        return used
+
+    def set_size(self, step: Step, pivot: int) -> int:
+        """Tokens that the pivot's satellites may hold, on the mean."""
+        sizes = [
+            cap
+            / (memory.recent.k.shape[0] * (memory.site.key_dim + memory.site.value_dim) * memory.recent.k.itemsize + 4)
+            for memory, cap in zip(step.parts, step.caps)
+            if self.pivots.get((memory.site.store, memory.site.first_head)) == pivot
+        ]
+        return max(1, int(sum(sizes) / len(sizes)))
+
+    def weights(self, step: Step, pivot: int) -> Tensor:
+        """The pivot's pooled attention float32 [T, n] on all tokens of the row, averaged over its query heads."""
+        own = step.site.part(pivot, pivot + 1, 1.0)
+        n = step.tokens + len(step.ids)
+        k = torch.zeros(1, n, own.key_dim)
+        for memory in step.parts:
+            inside = pivot - memory.site.first_head
+            if 0 <= inside < memory.site.kv_heads:
+                for keys, positions in _tokens_of(memory, inside):
+                    k[0, positions] = keys.float().cpu()
+        return _pooled_weights(own, step.q[own.query_heads].cpu(), k, self.pool)
+
+    def read(self, record: RowRecord, notes: dict[str, Tensor]) -> None:
+        """The baseline: the ranking by the prompt's last query."""
+        for site, pivot in self.sites_of_pivots:
+            own = site.part(pivot, pivot + 1, 1.0)
+            k = record.keys[site.store][pivot : pivot + 1]
+            weights = _pooled_weights(own, record.queries[site.index][own.query_heads, -1:].cpu(), k, self.pool)
+            name = f"{site.index}.{pivot}"
+            notes[f"pivot.order.{name}"] = weights[0].argsort(descending=True, stable=True)
+            notes[f"pivot.overlaps.{name}"] = torch.zeros(0)
+            notes[f"pivot.checks.{name}"] = torch.zeros(2, dtype=torch.int64)
+
+    def notes(self) -> dict[str, Note]:
+        """What a row remembers per cluster: the ranking, overlaps since the last check, and how often it checked and updated."""
+        found: dict[str, Note] = {}
+        for site, pivot in self.sites_of_pivots:
+            name = f"{site.index}.{pivot}"
+            found[f"pivot.order.{name}"] = Note((None,), torch.int64)
+            found[f"pivot.overlaps.{name}"] = Note((None,), torch.float32)
+            found[f"pivot.checks.{name}"] = Note((2,), torch.int64)
+        return found
+
+
+def pivot_sites(program: Program, pivots: Mapping[tuple[int, int], int]) -> tuple[tuple[AttentionSite, int], ...]:
+    """(site, pivot) of every site that reads a store with clusters."""
+    clusters = sorted({(store, pivot) for (store, _), pivot in pivots.items()})
+    return tuple((site, pivot) for site in program.sites for store, pivot in clusters if site.store == store)
+
+
+def _tokens_of(memory: SiteMemory, head: int) -> list[tuple[Tensor, Tensor]]:
+    """(keys [m, D], positions int64 [m]) of all tokens of one KV head of a memory, on the device and on the host."""
+    found = []
+    for store in (memory.kept, memory.recent):
+        positions = store.positions.expand(store.k.shape[0], -1)[head]
+        found.append((store.k[head], positions.long().cpu()))
+    spans = memory.spans
+    if spans is not None and spans.host_tokens.length:
+        k, _ = spans.host_tokens.all_tokens()
+        places = ranges(spans.segment_start, spans.segment_length)
+        found.append((k[head, places], ranges(spans.segment_position, spans.segment_length)))
+    return found
+
+
+def _pooled_weights(site: AttentionSite, q: Tensor, k: Tensor, pool: int) -> Tensor:
+    """Weights float32 [T, n] of the last queries q [G, T, D] of one KV head on its keys k [1, n, D]: averaged over the group,
+    pooled, -1 where a token is later than the query."""
+    n, tokens = k.shape[1], q.shape[1]
+    hidden = torch.arange(n) > torch.arange(n - tokens, n)[:, None]
+    weights = softmax_weights(site, q, k, hidden).mean(1)[0]
+    return pooled(weights, pool, "mean").masked_fill(hidden, -1.0)

@@ -1,0 +1,83 @@
+"""Budgets of rows in which some heads keep every token: the other parts share what those leave."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from semkv.errors import BudgetError
+from semkv.ir.site import AttentionSite
+from semkv.runtime.budget import bounded_shares
+from semkv.runtime.components import Part
+
+if TYPE_CHECKING:
+    from semkv.runtime.row_memory import Placement
+
+
+def sharing_parts(placement: Placement) -> list[tuple[AttentionSite, Part]]:
+    """(store, part) of those that share what whole heads leave; none where there are no whole heads."""
+    if not placement.plan.keeps_whole_heads or placement.budget.value is None:
+        return []
+    return [
+        (store, part) for store in placement.budgeted for part in placement.parts(store) if not part.components.whole
+    ]
+
+
+def whole_nbytes(placement: Placement, tokens: int) -> int:
+    """Device bytes of the heads that keep every token, and of a page that is not full."""
+    whole = [
+        store.part(part.first, part.last, 1.0)
+        for store in placement.budgeted for part in placement.parts(store) if part.components.whole
+    ]  # fmt: skip
+    size = placement.budget.dtype.itemsize
+    return sum((tokens + placement.page_size) * (site.values_per_token * size + 4) for site in whole)
+
+
+def unclaimed(placement: Placement, tokens: int) -> float:
+    """Device bytes that whole heads leave of the budget at `tokens` tokens."""
+    return placement.budget.cap_bytes(placement.budgeted, tokens) - whole_nbytes(placement, tokens)
+
+
+def part_shares(placement: Placement, shares: Mapping[int, float], tokens: int) -> dict[tuple[int, int], float]:
+    """Of what whole heads leave, the share of each other part, by (store, first head): in proportion to the stores' `shares`
+    and the parts' own, none more than all `tokens` tokens; what that takes from one goes to the others.
+
+    Raises
+    ------
+    BudgetError: the budget is a number of tokens, or whole heads leave too little of it; names the smallest that would do.
+    """
+    if not placement.plan.keeps_whole_heads or placement.budget.value is None:
+        return {}
+    if isinstance(placement.budget.value, int):
+        raise BudgetError(
+            f"budget {placement.budget.value} is a number of tokens, but {placement.method!r} keeps every token of some heads: "
+            "give a fraction of the full KV"
+        )
+    sharing, least = sharing_parts(placement), placement.minimum_tokens
+    sites = [store.part(part.first, part.last, 1.0) for store, part in sharing]
+    token = sum(site.values_per_token for site in sites) * placement.budget.dtype.itemsize
+    room = unclaimed(placement, tokens)
+    if room < 1.002 * least * token:
+        _refuse(placement, whole_nbytes(placement, tokens) + 1.003 * least * token, tokens)
+    if not sharing:
+        return {}
+    weights = [shares[store.store] * part.share for store, part in sharing]
+    sizes = bounded_shares(sites, weights, room / token, least, tokens + 2 * placement.page_size)
+    parts = [size * site.values_per_token for size, site in zip(sizes, sites)]
+    return {(store.store, part.first): size / sum(parts) for (store, part), size in zip(sharing, parts)}
+
+
+def _refuse(placement: Placement, needed: float, tokens: int) -> None:
+    full = sum(placement.budget.full_bytes(store, tokens) for store in placement.budgeted)
+    parts = [part for store in placement.budgeted for part in placement.parts(store)]
+    heads = sum(part.last - part.first for part in parts)
+    whole = sum(part.last - part.first for part in parts if part.components.whole)
+    share = math.ceil(1e3 * needed / full) / 1e3
+    hint = (
+        f"use a fraction of at least {share:g} at this length" if share <= 1 else "no budget is enough at this length"
+    )
+    raise BudgetError(
+        f"budget {placement.budget.value} is too small for {placement.method!r}: {whole} of {heads} KV heads keep all {tokens} "
+        f"tokens, {whole / heads:.1%} of the KV: {hint}, or a mode of the method that keeps no head whole"
+    )

@@ -1,0 +1,279 @@
+"""HeteroCache: budgets by stability (H4), drift and updates (H6), what satellites hold, against loops; rows, states, records."""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from dataclasses import replace
+
+import pytest
+import torch
+
+from semkv import bundled
+from semkv.api import compile as compile_model
+from semkv.config import CompileConfig
+from semkv.errors import BudgetError, ConfigError
+from semkv.ir.site import AttentionSite
+from semkv.methods import HeteroCache, find_method
+from semkv.methods.pivots import PivotRouter
+from semkv.profiles.schema.allocation import head_budgets
+from semkv.runtime.step import Step
+
+SITE = AttentionSite(index=3, name="layer", store=3, q_heads=4, kv_heads=2, key_dim=8, value_dim=8, scale=0.4)
+CLUSTERS = {"tau_similar": 0.05}
+"""A threshold at which heads of the bundled model form clusters."""
+
+
+@pytest.fixture(scope="module")
+def whole():
+    model, _ = bundled.load()
+    return compile_model(model, bundled.profile(), method="full", config=CompileConfig(kv_dtype="float16"))
+
+
+def prompt(tokens: int, seed: int) -> torch.Tensor:
+    return torch.randint(3, 600, (1, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def test_compressed_heads_divide_what_whole_heads_leave(whole):
+    """Eq. 7-8: inversely to stability, over all layers."""
+    compiled = whole.with_method("heterocache", budget=0.7, **CLUSTERS)
+    row = compiled.prefill(prompt(300, 1)).rows[0]
+    roles, _ = compiled.method.taxonomy(compiled.profile)
+    stability = compiled.profile.info.head_taxonomy.stability
+    stores = compiled.program.stores
+    stable = {
+        (site.store, place): stability[number][head]
+        for number, site in enumerate(stores)
+        for place, head in enumerate(site.head_order or range(4))
+        if roles[number][head] in ("anchor", "satellite")
+    }
+    assert set(row.part_shares) == set(stable)
+    assert sum(row.part_shares.values()) == pytest.approx(1)
+    full_heads = 16 - len(stable)
+    sizes = head_budgets(list(stable.values()), full_heads, 0.7, 300)
+    for place, size in zip(stable, sizes):
+        assert row.part_shares[place] * sum(sizes) == pytest.approx(size, rel=0.12, abs=2)
+    even = whole.with_method("heterocache", budget=0.7, uniform=True, **CLUSTERS).prefill(prompt(300, 1)).rows[0]
+    assert list(even.part_shares.values()) == pytest.approx([1 / len(stable)] * len(stable), rel=1e-3)
+
+
+def test_no_head_gets_more_than_all_tokens(whole):
+    row = whole.with_method("heterocache", budget=0.9, **CLUSTERS).prefill(prompt(200, 1)).rows[0]
+    for (store, first), memory in (
+        (key, memory) for key in row.part_shares for memory in row.stores[key[0]] if memory.site.first_head == key[1]
+    ):
+        cap = row._part_cap(
+            memory.site, next(p for p in row.placement.parts(row.placement.stores[store]) if p.first == first), 200
+        )
+        assert cap <= (200 + 18) * (128 * 2 + 4)
+
+
+class Given(PivotRouter):
+    """A router whose pivot attends as it is told."""
+
+    def set_size(self, step, pivot):
+        return 6
+
+    def weights(self, step, pivot):
+        return step.q[0, :, : step.tokens + len(step.ids)]
+
+
+@pytest.mark.parametrize("cuts", [(1,) * 17, (3, 5, 9), (17,)])
+@pytest.mark.parametrize(("tau", "retrieve"), [(0.5, True), (0.9, True), (0.9, False)])
+def test_drift_updates_as_the_algorithm_says(cuts, tau, retrieve):
+    generator = torch.Generator().manual_seed(5)
+    n, k, every = 40, 6, 5
+    rows = torch.rand(17, n + 17, generator=generator)
+    rows[4:] = rows[4:] * 0.2 + rows[9].clone()  # attention that settles after a while
+    first = rows[0, :n].argsort(descending=True)
+    router = Given({(3, 1): 0}, every, tau, 5, retrieve)
+    order, buffered, expected, updates = first.tolist(), [], [], 0
+    for t in range(17):
+        expected.append(order)
+        ranked = sorted(range(n + t + 1), key=lambda j: -float(rows[t, j]))
+        buffered.append(len(set(ranked[:k]) & set(order[:k])) / k)
+        if len(buffered) == every:
+            if retrieve and statistics.median(buffered) < tau:
+                order, updates = ranked, updates + 1
+            buffered = []
+    notes = {"pivot.order.3.0": first, "pivot.overlaps.3.0": torch.zeros(0), "pivot.checks.3.0": torch.zeros(2).long()}
+    got, at = [], 0
+    for cut in cuts:
+        step = Step(torch.zeros(cut).long(), n + at, SITE, rows[None, at : at + cut], notes=notes)
+        made = router.follow(step, 0)
+        assert router.follow(step, 0) is made, "satellites of one pivot share its ranking"
+        got += made
+        at += cut
+    assert [one.tolist() for one in got] == expected
+    assert notes["pivot.checks.3.0"].tolist() == [3, updates]
+    assert (updates > 0) == retrieve
+    assert notes["pivot.overlaps.3.0"].tolist() == pytest.approx(buffered)
+
+
+def naive_weights(q, k, scale, pool):
+    """Mean over the group's softmax of one query on k [n, D], then the mean of `pool` neighbours, zeros beyond the ends."""
+    n, mean = len(k), [0.0] * len(k)
+    for head in q:
+        scores = [float(head.float() @ key.float()) * scale for key in k]
+        total = sum(math.exp(score) for score in scores)
+        mean = [have + math.exp(score) / total / len(q) for have, score in zip(mean, scores)]
+    half = pool // 2
+    return [sum(mean[max(0, j - half) : min(n, j + half + 1)]) / pool for j in range(n)]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_pivot_is_asked_for_all_of_its_tokens(whole, strict):
+    """Wherever they are; the prompt's last query makes the first ranking."""
+    compiled = whole.with_method("heterocache", budget=0.7, strict=strict, **CLUSTERS)
+    record = compiled.prefill_record(prompt(150, 2))
+    row = compiled.compress(record).rows[0]
+    site = compiled.program.sites[1]
+    router = next(m.components.router for m in row.stores[1] if isinstance(m.components.router, PivotRouter))
+    pivot = router.pivots[1, next(head for store, head in router.pivots if store == 1)]
+    heads = slice(pivot * site.group_size, (pivot + 1) * site.group_size)
+    expected = naive_weights(record.queries[1][heads, -1], record.keys[1][pivot], site.scale, 5)
+    step = Step(torch.zeros(1).long(), 149, site, record.queries[1][:, -1:], row.stores[1])
+    got = router.weights(step, pivot)[0]
+    torch.testing.assert_close(got, torch.tensor(expected), rtol=0.1 if strict else 1e-3, atol=1e-3 if strict else 1e-6)
+    order = row.notes[f"pivot.order.1.{pivot}"].tolist()
+    assert [expected[j] for j in order] == pytest.approx(sorted(expected, reverse=True), rel=1e-3, abs=1e-6)
+
+
+def test_satellites_hold_the_best_of_their_pivot(whole):
+    """Not the earliest: by score before any cut, as many as fit, each satellite its own number."""
+    compiled = whole.with_method("heterocache", budget=0.6, **CLUSTERS)
+    state = compiled.prefill(prompt(260, 3))
+    row = state.rows[0]
+    before = dict(row.notes)
+    compiled.extend(state, prompt(1, 4))
+    counts = set()
+    for store, memories in row.stores.items():
+        for memory in memories:
+            router = memory.components.router
+            if not isinstance(router, PivotRouter):
+                continue
+            pivot = router.pivots[store, memory.site.first_head]
+            folded = set(memory.spans.positions[0].tolist())
+            ranked = [j for j in before[f"pivot.order.{store}.{pivot}"].tolist() if j in folded]
+            held = memory.workspace.positions[0].tolist()
+            assert 0 < len(held) < len(folded)
+            assert set(held) == set(ranked[: len(held)])
+            counts.add(len(held))
+            assert memory.spans.host_tokens.length + memory.kept.length + memory.recent.length == 261
+        for memory in memories:
+            if memory.components.whole:
+                assert memory.recent.length == 261
+    assert len(counts) > 1
+
+
+def test_what_stays_is_not_moved_again(whole):
+    compiled = whole.with_method("heterocache", budget=0.6, retrieval=False, recent=64, **CLUSTERS)
+    state = compiled.prefill(prompt(260, 3))
+    compiled.extend(state, prompt(1, 4))
+    moved = state.rows[0].traffic.moved_bytes
+    compiled.extend(state, prompt(1, 5))
+    assert state.rows[0].traffic.moved_bytes - moved < 0.05 * moved
+
+
+KINDS = {
+    "faithful": (0.7, CLUSTERS), "uniform": (0.7, {"uniform": True, **CLUSTERS}), "static": (0.7, {"retrieval": False, **CLUSTERS}),
+    "anchors": (0.8, {"tau_stable": 0.1, "tau_similar": 0.4}), "strict": (0.5, {"strict": True, **CLUSTERS}),
+    "strict, in tokens": (100, {"strict": True}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_the_budget_holds(whole, kind):
+    budget, options = KINDS[kind]
+    compiled = whole.with_method("heterocache", budget=budget, **options)
+    state = compiled.prefill(prompt(280, 1))
+    for seed in range(4):
+        compiled.extend(state, prompt(11, seed))
+        row = state.rows[0]
+        held = sum(sum(x.nbytes for x in memory.spans.device_tensors()) for memory in row.budgeted() if memory.spans)
+        held += sum(memory.kept.nbytes + memory.recent.nbytes for memory in row.budgeted())
+        held += sum(sum(x.nbytes for x in memory.workspace.tensors) for memory in row.budgeted() if memory.workspace)
+        assert held == row.device_nbytes() <= row.cap_bytes(row.tokens)
+        assert state.nbytes["device"] == held
+    assert state.stats.peak_share <= 1
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_rows_are_independent_and_states_go_on(whole, kind, tmp_path):
+    budget, options = KINDS[kind]
+    compiled = whole.with_method("heterocache", budget=budget, every=2, tau_drift=0.9, **options)
+    rows = [prompt(length, length)[0] for length in (240, 181, 207)]
+    padded = torch.stack([torch.cat([torch.zeros(240 - len(row), dtype=torch.int64), row]) for row in rows])
+    mask = torch.stack([torch.arange(240) >= 240 - len(row) for row in rows]).long()
+    out = compiled.generate(padded, attention_mask=mask, max_new_tokens=8, do_sample=False)
+    for row, made in zip(rows, out):
+        alone = compiled.generate(row[None], max_new_tokens=8, do_sample=False)
+        assert made[240:].tolist() == alone[0, len(row) :].tolist()
+    state = compiled.prefill(rows[0][None])
+    compiled.extend(state, prompt(5, 3))
+    state.save(tmp_path / "state")
+    again, fork = compiled.load_state(tmp_path / "state"), state.fork()
+    more = prompt(9, 4)
+    logits = compiled.extend(state, more, all_logits=True)
+    assert torch.equal(logits, compiled.extend(again, more, all_logits=True))
+    assert torch.equal(logits, compiled.extend(fork, more, all_logits=True))
+
+
+def test_a_record_of_another_program_has_its_heads_put_in_order(whole):
+    compiled = whole.with_method("heterocache", budget=0.97)
+    assert any(site.head_order for site in compiled.program.stores)
+    ids, more = prompt(150, 6), prompt(4, 7)
+    foreign, own = whole.prefill_record(ids), compiled.prefill_record(ids)
+    assert foreign.head_orders != own.head_orders
+    one, other = compiled.compress(foreign), compiled.compress(own)
+    got, expected = compiled.extend(one, more), compiled.extend(other, more)
+    assert float((got.softmax(-1) - expected.softmax(-1)).abs().max()) < 1e-3
+    back = own.ordered_for(whole.program)
+    assert back.head_orders == {}
+    torch.testing.assert_close(back.keys[0], foreign.keys[0], rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(back.queries[0], foreign.queries[0], rtol=1e-3, atol=1e-3)
+
+
+def test_roles_stand_side_by_side(whole):
+    compiled = whole.with_method("heterocache", budget=0.95)
+    for site, roles in zip(compiled.program.stores, compiled.profile.info.head_taxonomy.roles):
+        assert tuple(roles[head] for head in site.head_order or range(4)) == site.roles
+        assert len([1 for left, right in zip(site.roles, site.roles[1:]) if left != right]) == len(set(site.roles)) - 1
+
+
+def test_too_small_a_budget_names_the_one_that_is_enough(whole):
+    compiled = whole.with_method("heterocache", budget=0.5)
+    said = r"14 of 16 KV heads keep all 300 tokens, 87.5% of the KV: use a fraction of at least (0.\d+) at this length"
+    with pytest.raises(BudgetError, match=said) as refused:
+        compiled.prefill(prompt(300, 1))
+    smallest = float(re.search(said, str(refused.value))[1])
+    whole.with_method("heterocache", budget=smallest).prefill(prompt(300, 1))
+    with pytest.raises(BudgetError, match="keep all 300 tokens"):
+        whole.with_method("heterocache", budget=smallest - 0.002).prefill(prompt(300, 1))
+    with pytest.raises(
+        BudgetError, match="budget 90 is a number of tokens, but 'heterocache' keeps every token of some heads"
+    ):
+        whole.with_method("heterocache", budget=90).prefill(prompt(300, 1))
+
+
+def test_a_profile_without_roles_is_refused():
+    bare = bundled.profile()
+    info = bare.info.model_copy(update={"head_taxonomy": None})
+    tensors = {name: x for name, x in bare.tensors.items() if not name.startswith("taxonomy.")}
+    for profile in (None, replace(bare, info=info, tensors=tensors)):
+        with pytest.raises(
+            ConfigError, match="needs a profile with head roles: measure them with `semkv-profile MODEL --steps tax"
+        ):
+            HeteroCache().check(profile)
+
+
+@pytest.mark.parametrize(("options", "said"), [
+    ({"tau_drift": 1.5}, r"option 'tau_drift' .* is 1.5; expected an overlap in \(0, 1\]"),
+    ({"pool": 4}, "option 'pool' .* is 4; expected an odd width"),
+    ({"every": 0}, "option 'every' .* is 0; expected at least 1"),
+    ({"bits": 3}, "option 'bits' .* is 3; expected 4, 8 or 16"),
+])  # fmt: skip
+def test_wrong_options_are_refused(options, said):
+    with pytest.raises(ConfigError, match=said):
+        find_method("heterocache", options)
