@@ -6,15 +6,20 @@ from semkv.errors import ConfigError
 from semkv.methods.base import Method
 from semkv.methods.cake import CAKE
 from semkv.methods.chunkkv import ChunkKV
+from semkv.methods.clusterkv import ClusterKV
 from semkv.methods.compresskv import CompressKV
 from semkv.methods.full import Full
 from semkv.methods.h2o import H2O
 from semkv.methods.heterocache import HeteroCache
+from semkv.methods.infllm import InfLLM
 from semkv.methods.pyramidkv import PyramidKV
+from semkv.methods.quest import Quest
 from semkv.methods.sekv import SeKV
 from semkv.methods.semantic_clusters import delimiter_ids
 from semkv.methods.semanticache import SemantiCache
 from semkv.methods.sentencekv import SentenceKV
+from semkv.methods.shadowkv import ShadowKV
+from semkv.methods.sketch import Sketch
 from semkv.methods.snapkv import SnapKV
 from semkv.methods.streaming_llm import StreamingLLM
 
@@ -25,6 +30,11 @@ METHODS: dict[str, type[Method]] = {
         StreamingLLM,
         SnapKV,
         SeKV,
+        Quest,
+        ShadowKV,
+        InfLLM,
+        ClusterKV,
+        Sketch,
         H2O,
         PyramidKV,
         ChunkKV,
@@ -54,6 +64,7 @@ __all__ = [
     "HeteroCache",
     "Method",
     "PyramidKV",
+    "Quest",
     "SeKV",
     "SemantiCache",
     "SentenceKV",
