@@ -67,7 +67,9 @@ def test_methods_by_name() -> None:
     from semkv.methods import METHODS
 
     assert list(METHODS)[:4] == ["full", "streaming_llm", "snapkv", "sekv"]
-    assert {"h2o", "pyramidkv", "chunkkv", "cake", "semanticache", "compresskv", "sentencekv", "heterocache"} <= set(METHODS)
+    assert {"h2o", "pyramidkv", "chunkkv", "cake", "semanticache", "compresskv", "sentencekv", "heterocache"} <= set(
+        METHODS
+    )
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
