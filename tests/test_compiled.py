@@ -198,7 +198,7 @@ HOLES = torch.tensor([[1, 1, 0, 1, 1]])
 
 
 @pytest.mark.parametrize(("arguments", "error", "message"), [
-    ({"method": "h2o"}, ConfigError, "unknown method 'h2o'; there are: full, streaming_llm, snapkv, sekv"),
+    ({"method": "h3o"}, ConfigError, "unknown method 'h3o'; there are: full, streaming_llm, snapkv, sekv"),
     ({"method": "snapkv", "budget": 0}, BudgetError, "budget 0: a whole number is tokens"),
     ({"method": "snapkv", "budget": 2.0}, BudgetError, r"budget 2\.0: a fraction of the full KV must lie in \(0, 1\]"),
     ({"method": "snapkv", "budget": float("nan")}, BudgetError, r"budget nan: a fraction"),
