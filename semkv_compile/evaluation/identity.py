@@ -21,7 +21,9 @@ def subject_identity(model: nn.Module, profile: Profile | None, config: CompileC
     settings = (config or CompileConfig()).model_dump(mode="json", exclude={"method_options"})
     parts: dict[str, Any] = {"model": model_fingerprint(model), "settings": settings, "dtype": str(dtype)}
     if profile is not None:
-        # Provenance and measured choices do not change what a compiled model computes.
-        info = profile.info.model_dump(mode="json", exclude={"provenance", "choices", "tensors_digest"})
+        # How it came to be and measured choices do not change what a compiled model computes; what a file says of its
+        # tensors is not there before the profile was saved.
+        told = {"provenance", "measured", "choices", "tensors", "tensors_digest"}
+        info = profile.info.model_dump(mode="json", exclude=told)
         parts["profile"] = [info, weights_digest(profile.tensors)]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]
