@@ -24,9 +24,8 @@ from semkv.passes.assign_budgets import AssignBudgets
 from semkv.passes.base import PassOptions
 from semkv.pipeline import captured_program
 from semkv.profiles.calibration import CalibrationSettings, bundled_data
-from semkv.profiles.calibration.calibrate import COVERAGE_SHARE
 from semkv.profiles.calibration.contexts import Context
-from semkv.profiles.calibration.metrics import coverage, mass_at_cap
+from semkv.profiles.calibration.metrics import COVERAGE_SHARE, caught_counts, caught_shares, mass_at_cap
 from semkv.profiles.calibration.parameters import SekvParameters
 from semkv.profiles.calibration.train import Trainer
 
@@ -44,7 +43,11 @@ TEXTS = ("prose", "questions")
 def caught(parameters: SekvParameters, contexts: list[Context], settings: CalibrationSettings) -> float:
     """Attention on the spans that the router takes, over all attention on spans, mean over the sites."""
     sites = [int(key) for key in parameters.router]
-    return sum(coverage(parameters, contexts, site, COVERAGE_SHARE, settings)["kept"] for site in sites) / len(sites)
+    shares = []
+    for site in sites:
+        counts = [caught_counts(parameters, context, site, COVERAGE_SHARE, settings) for context in contexts]
+        shares.append(caught_shares(counts)["caught"])
+    return sum(shares) / len(shares)
 
 
 @torch.no_grad()

@@ -20,13 +20,9 @@ from semkv.pipeline import captured_program
 from semkv.profiles.schema import ModelFacts, Profile, ProfileInfo, Provenance, SekvSection, SiteFacts
 
 from .data import CalibrationData
-from .metrics import coverage
 from .parameters import SekvParameters
 from .settings import CalibrationSettings
 from .train import Progress, Result, Trainer
-
-COVERAGE_SHARE = 0.06
-"""Share of a context's tokens that the report unfolds: what a budget of a tenth leaves beside its fixed parts."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +87,7 @@ def calibrate(
         versions=versions(),
         settings=settings.model_dump(mode="json"),
         losses={key: round(value, 6) for key, value in result.losses.items()},
-        table=tuple(report(result, settings)),
+        table=tuple(report(result)),
     )
     profile = to_profile(
         program, result.parameters, settings, name=name, fingerprint=fingerprint, provenance=provenance
@@ -182,21 +178,12 @@ def to_profile(
     return Profile(info, tensors)
 
 
-def report(result: Result, settings: CalibrationSettings) -> list[dict[str, float]]:
-    """Per site, on the held-out contexts: what `ratios` says, thresholds, and how much attention the router catches."""
+def report(result: Result) -> list[dict[str, float]]:
+    """Per site, on the held-out contexts: what `ratios` says, and the mean threshold."""
     rows = []
     for row in result.table:
-        site = int(row["site"])
-        caught = coverage(result.parameters, result.held_out, site, COVERAGE_SHARE, settings)
-        threshold = result.parameters.threshold[str(site)].detach()
-        rows.append(
-            {key: round(value, 4) for key, value in row.items()}
-            | {
-                "threshold": round(float(threshold.mean()), 4),
-                "caught": round(caught["kept"], 4),
-                "oracle": round(caught["oracle"], 4),
-            }
-        )
+        threshold = float(result.parameters.threshold[str(int(row["site"]))].detach().mean())
+        rows.append({key: round(value, 4) for key, value in (row | {"threshold": threshold}).items()})
     return rows
 
 

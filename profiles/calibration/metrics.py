@@ -14,6 +14,9 @@ from .parameters import SekvParameters
 from .settings import CalibrationSettings
 from .student import SiteTrace
 
+COVERAGE_SHARE = 0.06
+"""Share of a context's tokens that the report unfolds: what a budget of a tenth leaves beside its fixed parts."""
+
 
 def zoom_counts(site: SiteContext, trace: SiteTrace, settings: CalibrationSettings) -> dict[str, float]:
     """Counts of one site and context: targets, zoomed targets and zooms at mined positions, and mean figures."""
@@ -59,24 +62,21 @@ def mass_at_cap(order: Tensor, site: SiteContext, tokens: float, settings: Calib
 
 
 @torch.no_grad()
-def coverage(
-    parameters: SekvParameters, contexts: Sequence[Context], site: int, share: float, settings: CalibrationSettings
+def caught_counts(
+    parameters: SekvParameters, context: Context, site: int, share: float, settings: CalibrationSettings
 ) -> dict[str, float]:
-    """Share of the teacher's span attention that `share` of the context's tokens, unfolded by margin, catches.
+    """The teacher's attention on spans (`mass`), and what of it `share` of the context's tokens catch when spans are
+    unfolded by the router's margin (`caught`) and by the attention itself (`oracle`)."""
+    part = context.sites[site]
+    room = share * context.tokens
+    caught, mass = mass_at_cap(margins(parameters, site, part), part, room, settings)
+    return {"caught": caught, "oracle": mass_at_cap(part.mass, part, room, settings)[0], "mass": mass}
 
-    `kept` by the router, `oracle` by the attention itself.
-    """
-    kept = oracle = total = 0.0
-    for context in contexts:
-        part = context.sites[site]
-        if part.spans is None:
-            continue
-        margin = margins(parameters, site, part)
-        room = share * context.tokens
-        got, all_mass = mass_at_cap(margin, part, room, settings)
-        kept, total = kept + got, total + all_mass
-        oracle += mass_at_cap(part.mass, part, room, settings)[0]
-    return {"kept": kept / max(total, 1e-9), "oracle": oracle / max(total, 1e-9)}
+
+def caught_shares(counts: Sequence[dict[str, float]]) -> dict[str, float]:
+    """`caught` and `oracle` of `caught_counts` over several contexts, as shares of the attention on spans."""
+    total = {name: sum(count[name] for count in counts) for name in ("caught", "oracle", "mass")}
+    return {name: total[name] / max(total["mass"], 1e-9) for name in ("caught", "oracle")}
 
 
 def margins(parameters: SekvParameters, site: int, part: SiteContext) -> Any:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,11 @@ from semkv.ir.program import Program
 from . import checkpoint as files
 from . import losses
 from .checkpoint import Checkpoint
+from .context_cache import ContextCache
 from .contexts import Context, map_tensors, read_context
 from .data import CalibrationData
 from .initialise import initialise
-from .metrics import ratios, zoom_counts
+from .metrics import COVERAGE_SHARE, caught_counts, caught_shares, ratios, zoom_counts
 from .parameters import SekvParameters
 from .schedule import budget_weight, plan, rate_factor, stage
 from .segmentation import Divider
@@ -31,6 +31,9 @@ Progress = Callable[[str, int, int, dict[str, float]], None]
 """Called with a phase (`teacher`, `train`), what is done and what there is to do, and the latest figures."""
 
 CACHE_BYTES = 4 << 30
+HELD_BYTES = 2 << 30
+"""Contexts that stay in memory: of training, and held-out ones; the rest is read anew."""
+
 INITIAL_CONTEXTS = 8
 CLIP = 1.0
 
@@ -40,7 +43,6 @@ class Result:
     """A finished training: the best parameters and what they reach on the held-out contexts."""
 
     parameters: SekvParameters
-    held_out: list[Context]
     losses: dict[str, float]
     table: list[dict[str, float]]
     history: list[dict[str, float]]
@@ -82,23 +84,20 @@ class Trainer:
         self.stopped = False
         self.history: list[dict[str, float]] = []
         self.earlier_minutes = 0.0
-        self.contexts: OrderedDict[tuple[int, int], Context] = OrderedDict()
-        self.cached = 0
-        self.held_out: list[Context] = []
+        self.contexts = ContextCache(CACHE_BYTES)
+        self.held_out = ContextCache(HELD_BYTES)
 
     # -- contexts ----------------------------------------------------------------------------------------------------
 
     def context(self, length: int, index: int) -> Context:
         """The context of a training sequence, from the cache where it is there; floats are float32."""
-        key = (length, index)
-        if key not in self.contexts:
-            made = self._read(self.data.training[length][index], index)
-            self.contexts[key] = made
-            self.cached += made.nbytes
-            while self.cached > CACHE_BYTES and len(self.contexts) > 1:
-                self.cached -= self.contexts.popitem(last=False)[1].nbytes
-        self.contexts.move_to_end(key)
-        return self._ready(self.contexts[key])
+        ids = self.data.training[length][index]
+        return self._ready(self.contexts.get((length, index), lambda: self._read(ids, index)))
+
+    def _held_out(self) -> Iterator[Context]:
+        """The held-out contexts, one at a time."""
+        for index, ids in enumerate(self.data.held_out):
+            yield self._ready(self.held_out.get((len(ids), index), lambda ids=ids: self._read(ids, 0)))  # type: ignore[misc]
 
     def read(self, ids: Tensor) -> Context:
         """A sequence outside the training data as a context, divided for the first budget."""
@@ -118,8 +117,7 @@ class Trainer:
         """Train to the end, from the checkpoint where there is one."""
         started = time.monotonic()
         saved = files.read(self.path, self.identity) if self.path is not None else None
-        for index, ids in enumerate(self.data.held_out):
-            self.held_out.append(self._read(ids, 0))
+        for index, _ in enumerate(self._held_out()):
             self.progress("teacher", index + 1, len(self.data.held_out), {})
         if saved is None:
             self._start()
@@ -131,7 +129,6 @@ class Trainer:
         figures, table = self.evaluate()
         return Result(
             parameters=self.parameters,
-            held_out=[self._ready(context) for context in self.held_out],
             losses=figures,
             table=table,
             history=self.history,
@@ -155,7 +152,7 @@ class Trainer:
         for step, (length, indices) in enumerate(plan(self.settings, counts)):
             if step < self.step or self.stopped:
                 continue
-            figures = self._one_step([self.context(length, index) for index in indices])
+            figures = self._one_step(length, indices)
             self.step = step + 1
             self.progress("train", self.step, self.settings.max_steps, figures)
             if self.step % self.settings.evaluation_interval == 0 or self.step == self.settings.max_steps:
@@ -164,75 +161,89 @@ class Trainer:
                     files.write(self.path, self._checkpoint(started))
             if stage(self.step, self.settings) != stage(step, self.settings):
                 self.contexts.clear()
-                self.cached = 0
 
-    def _one_step(self, contexts: list[Context]) -> dict[str, float]:
+    def _one_step(self, length: int, indices: list[int]) -> dict[str, float]:
+        """The student reads the first context; the losses on teacher queries are means over all of them.
+
+        Gradients are summed up context by context, so that one context and its graph are in memory.
+        """
         factor = rate_factor(self.step, self.settings)
         for group in self.optimiser.param_groups:
             group["lr"] = self.settings.learning_rate * factor * group["factor"]
-        terms, _ = self.terms(contexts)
-        total = self._total(terms, budget_weight(self.step, self.settings))
+        weight = budget_weight(self.step, self.settings)
         self.optimiser.zero_grad()
-        total.backward()
+        figures: dict[str, float] = {}
+        for turn, index in enumerate(indices):
+            context = self.context(length, index)
+            terms = {name: value / len(indices) for name, value in self._routing_terms(context).items()}
+            if not turn:
+                terms |= self._student_terms(context)[0]
+            total = self._total(terms, weight)
+            if total.requires_grad:
+                total.backward()
+            for name, value in {"loss": total, **terms}.items():
+                figures[name] = figures.get(name, 0.0) + float(value.detach())
         torch.nn.utils.clip_grad_norm_(self.parameters.parameters(), CLIP * len(self.parameters.router))
         self.optimiser.step()
-        return {"loss": float(total.detach()), **{name: float(value.detach()) for name, value in terms.items()}}
+        return figures
 
     # -- losses ------------------------------------------------------------------------------------------------------
 
-    def terms(self, contexts: list[Context]) -> tuple[dict[str, Tensor], dict[int, SiteTrace]]:
-        """The losses before their weights, and the student's decisions on the first context.
-
-        The student reads the first context; the losses on teacher queries are means over all.
-        """
-        first = contexts[0]
-        student, traces = run_student(self.program, first, self.parameters)
-        terms = {"distill": losses.distillation(first.log_probs, student)}
-        terms |= self._routing_terms(contexts)
+    def _student_terms(self, context: Context) -> tuple[dict[str, Tensor], dict[int, SiteTrace]]:
+        """The losses that need the student, before their weights, and its decisions."""
+        student, traces = run_student(self.program, context, self.parameters)
         zero = torch.zeros((), device=self.device)
         reconstruction, budget = zero, zero
         for index, trace in traces.items():
-            spans = first.sites[index].spans
+            spans = context.sites[index].spans
             reconstruction = reconstruction + losses.reconstruction(trace.key_gates, spans.key_sigma)
             reconstruction = reconstruction + losses.reconstruction(trace.value_gates, spans.value_sigma)
             budget = budget + losses.budget(trace.zoom, (trace.key_gates, trace.value_gates), self.settings.beta)
-        return terms | {"recon": reconstruction, "budget": budget}, traces
+        terms = {"distill": losses.distillation(context.log_probs, student), "recon": reconstruction, "budget": budget}
+        return terms, traces
 
-    def _routing_terms(self, contexts: list[Context]) -> dict[str, Tensor]:
+    def _routing_terms(self, context: Context) -> dict[str, Tensor]:
         """Eq. 13 and the ranking term, on the teacher's queries: their targets are the teacher's too."""
         zoom = torch.zeros((), device=self.device)
         rank = torch.zeros((), device=self.device)
-        for context in contexts:
-            for index, site in enumerate(context.sites):
-                if site.spans is None:
-                    continue
-                summaries = self.parameters.summaries(index, site.spans.mean_k)
-                relevance = self.parameters.relevance(index, site.q, summaries, site.spans.log_size)
-                logits = relevance - self.parameters.offset[str(index)][:, None, None]
-                targets, mined = losses.zoom_targets(site.mass, self.settings)
-                zoom = zoom + losses.zoom(logits, targets, mined, self.settings.positive_weight)
-                rank = rank + losses.ranking(relevance, site.mass, mined)
-        return {"zoom": zoom / len(contexts), "rank": rank / len(contexts)}
+        for index, site in enumerate(context.sites):
+            if site.spans is None:
+                continue
+            summaries = self.parameters.summaries(index, site.spans.mean_k)
+            relevance = self.parameters.relevance(index, site.q, summaries, site.spans.log_size)
+            logits = relevance - self.parameters.offset[str(index)][:, None, None]
+            targets, mined = losses.zoom_targets(site.mass, self.settings)
+            zoom = zoom + losses.zoom(logits, targets, mined, self.settings.positive_weight)
+            rank = rank + losses.ranking(relevance, site.mass, mined)
+        return {"zoom": zoom, "rank": rank}
 
     def _total(self, terms: dict[str, Tensor], weight: float) -> Tensor:
+        """The weighted sum of the losses that are there."""
         s = self.settings
-        routing = s.lambda_zoom * terms["zoom"] + s.lambda_rank * terms["rank"]
-        return terms["distill"] + routing + s.lambda_recon * terms["recon"] + weight * terms["budget"]
+        weights = {
+            "distill": 1.0, "zoom": s.lambda_zoom, "rank": s.lambda_rank, "recon": s.lambda_recon, "budget": weight,
+        }  # fmt: skip
+        return torch.stack([weights[name] * value for name, value in terms.items()]).sum()
 
     @torch.no_grad()
     def evaluate(self) -> tuple[dict[str, float], list[dict[str, float]]]:
         """Mean losses on the held-out contexts (the budget loss at full weight), and figures per site."""
         sums: dict[str, float] = {}
         counts: dict[int, list[dict[str, float]]] = {}
-        for stored in self.held_out:
-            context = self._ready(stored)
-            terms, traces = self.terms([context])
+        for context in self._held_out():
+            terms, traces = self._student_terms(context)
+            terms |= self._routing_terms(context)
             terms["total"] = self._total(terms, self.settings.lambda_budget)
             for name, value in terms.items():
-                sums[name] = sums.get(name, 0.0) + float(value) / len(self.held_out)
+                sums[name] = sums.get(name, 0.0) + float(value) / len(self.data.held_out)
             for index, trace in traces.items():
-                counts.setdefault(index, []).append(zoom_counts(context.sites[index], trace, self.settings))
-        table = [{"site": float(index), **ratios(rows)} for index, rows in sorted(counts.items())]
+                site = context.sites[index]
+                seen = zoom_counts(site, trace, self.settings)
+                seen |= caught_counts(self.parameters, context, index, COVERAGE_SHARE, self.settings)
+                counts.setdefault(index, []).append(seen)
+        table = [
+            {"site": float(index), **ratios(rows), **caught_shares(rows)} for index, rows in sorted(counts.items())
+        ]
         return sums, table
 
     def _evaluate_and_keep(self) -> None:
