@@ -42,17 +42,25 @@ def parser(description: str) -> argparse.ArgumentParser:
 
 
 class Bench:
-    """The bundled model compiled once, with its grids' rows in one file per benchmark."""
+    """The bundled model compiled once, with its grids' rows in one file per benchmark.
 
-    def __init__(self, name: str, arguments: argparse.Namespace):
+    profile: in place of the one that `arguments` names.
+    """
+
+    def __init__(self, name: str, arguments: argparse.Namespace, profile: Profile | None = None):
         quiet_libraries()
         torch.set_num_threads(arguments.threads)
         self.name, self.arguments = name, arguments
         self.model, self.tokenizer = bundled.load()
-        self.profile: Any = Profile.load(arguments.profile) if arguments.profile else bundled.profile()
+        given = Profile.load(arguments.profile) if arguments.profile and profile is None else profile
+        self.profile: Any = given or bundled.profile()
         # The weights are stored in float16; so is the KV, or summaries would look cheaper than they are in practice.
         config = CompileConfig(kv_dtype="float16")
         self.compiled = compile_model(self.model, self.profile, method="sekv", budget=0.1, config=config)
+        self.identify()
+
+    def identify(self) -> None:
+        """Tie the rows that follow to the model's weights as they are now."""
         self.identity = subject_identity(self.model, self.profile, None, self.compiled.placement.budget.dtype)
 
     def run(self, grid: Grid, title: str) -> Report:
