@@ -66,7 +66,8 @@ def seen_grid(samples: int, length: int, chunk: int) -> Grid:
         Variant(method="sentencekv", budget=0.02, label=factor_labels("token")[3.0], options={"query": "token"}),
     ]
     return Grid(
-        variants=(Variant(method="full"), *variants), families=FAMILIES, lengths=(length,), samples=samples, questions=("seen",)
+        variants=(Variant(method="full"), *variants), families=FAMILIES, lengths=(length,), samples=samples, questions=("seen",),
+        questions_per_context=1,
     )  # fmt: skip
 
 
