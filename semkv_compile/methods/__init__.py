@@ -12,6 +12,7 @@ from semkv.methods.full import Full
 from semkv.methods.h2o import H2O
 from semkv.methods.heterocache import HeteroCache
 from semkv.methods.infllm import InfLLM
+from semkv.methods.omnikv import OmniKV
 from semkv.methods.pyramidkv import PyramidKV
 from semkv.methods.quest import Quest
 from semkv.methods.sekv import SeKV
@@ -43,6 +44,7 @@ METHODS: dict[str, type[Method]] = {
         CompressKV,
         SentenceKV,
         HeteroCache,
+        OmniKV,
     )
 }
 
@@ -63,6 +65,7 @@ __all__ = [
     "Full",
     "HeteroCache",
     "Method",
+    "OmniKV",
     "PyramidKV",
     "Quest",
     "SeKV",

@@ -101,7 +101,7 @@ class PivotRouter(MeansSuffice):
         for memory in step.parts:
             inside = pivot - memory.site.first_head
             if 0 <= inside < memory.site.kv_heads:
-                for keys, positions in _tokens_of(memory, inside):
+                for keys, positions in tokens_of(memory, inside):
                     k[0, positions] = keys.float().cpu()
         return _pooled_weights(own, step.q[own.query_heads].cpu(), k, self.pool)
 
@@ -133,7 +133,7 @@ def pivot_sites(program: Program, pivots: Mapping[tuple[int, int], int]) -> tupl
     return tuple((site, pivot) for site in program.sites for store, pivot in clusters if site.store == store)
 
 
-def _tokens_of(memory: SiteMemory, head: int) -> list[tuple[Tensor, Tensor]]:
+def tokens_of(memory: SiteMemory, head: int) -> list[tuple[Tensor, Tensor]]:
     """(keys [m, D], positions int64 [m]) of all tokens of one KV head of a memory, on the device and on the host."""
     found = []
     for store in (memory.kept, memory.recent):

@@ -237,12 +237,19 @@ class AfterPrompt(Protocol):
         """Put into `notes` what `record` tells."""
 
 
+class AtSite(Protocol):
+    """What a method does in one site's turn, for the layers after it."""
+
+    def stored(self, step: Step) -> None:
+        """The site's new tokens are in its memories, and it is about to attend; what others need is left in `step.passing`."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """A method for one program: for each store that it treats, the parts that its KV heads are divided into, in order.
 
     allocator: divides the budget among layers per prompt; None: the sites' own shares. before: see `BeforeStep`.
-    after_prompt: see `AfterPrompt`.
+    after_prompt: see `AfterPrompt`. at_site: by site index, see `AtSite`.
     notes: what its components keep in `Step.notes`, by name.
     """
 
@@ -251,6 +258,7 @@ class Plan:
     before: BeforeStep | None = None
     notes: Mapping[str, Note] = field(default_factory=dict)
     after_prompt: AfterPrompt | None = None
+    at_site: Mapping[int, AtSite] = field(default_factory=dict)
 
     def all_components(self) -> tuple[Components, ...]:
         """The distinct compositions, in order."""

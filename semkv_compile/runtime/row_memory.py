@@ -317,6 +317,8 @@ class RowMemory:
                 memory.append(k[heads], v[heads], positions, ids, surprisal, allowance, limit)
         caps = tuple(self._part_cap(store, part, tokens) for part in parts) if store.treatment == "method" else ()
         step = Step(ids, self.tokens, site, q, memories, caps, self.notes, self.passing)
+        if site.index in self.placement.plan.at_site:
+            self.placement.plan.at_site[site.index].stored(step)
         made = []
         for part, memory, room in zip(parts, memories, self.workspace_allowance(store, tokens)):
             own = site.part(part.first, part.last, 1.0)
