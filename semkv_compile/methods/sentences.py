@@ -37,6 +37,8 @@ BYTES = {
     (E3, BYTE_80): E3_80, (EF, BYTE_BC): EF_BC, (E3_80, BYTE_82): FULL, (EF_BC, BYTE_81): FULL, (EF_BC, BYTE_9F): FULL,
 }  # fmt: skip
 """The marks U+3002, U+FF01 and U+FF1F where their three bytes are several tokens."""
+QUOTE_BYTES = (b"\xe2\x80", b"\x99", b"\x9d")
+"""Closing quotes U+2019 and U+201D where they are two tokens: behind a mark, both go on with its sentence."""
 
 
 def sentence_classes(tokenizer: Any) -> Tensor:
@@ -107,11 +109,13 @@ def _is_short(word: str) -> bool:
 
 
 def _class_of_bytes(raw: bytes) -> tuple[int, int]:
+    if raw in QUOTE_BYTES:
+        return CLOSER, OTHER
     heads = {0x80: BYTE_80, 0xBC: BYTE_BC, 0x82: BYTE_82, 0x81: BYTE_81, 0x9F: BYTE_9F}
-    begins = heads.get(raw[0], PLAIN) if len(raw) == 1 else PLAIN
+    begins = heads.get(raw[0], PLAIN) if len(raw) == 1 else SPACE if raw[:1].isspace() else PLAIN
     for tail, kind in ((b"\xe3\x80", E3_80), (b"\xef\xbc", EF_BC), (b"\xe3", E3), (b"\xef", EF)):
         if raw.endswith(tail):
-            return (SPACE if raw[:1].isspace() else begins), kind
+            return begins, kind
     return begins, OTHER
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -38,9 +40,42 @@ def test_operator_registration():
     torch.library.opcheck(attention, (*leaves, where, torch.zeros(4).double()), {"site": 0, "scale": 0.3, "window": 5})
 
 
-def test_gradients_reach_what_is_learned():
-    q, k, v, where = operands()
-    sinks, slopes = torch.zeros(4, dtype=torch.float64), torch.full((4,), 0.1, dtype=torch.float64)
+def by_loops(q, k, v, where, sinks=None, slopes=None, *, scale, window=0, softcap=0.0):
+    """One query and one key at a time: the definition."""
+    out = torch.zeros(*q.shape[:3], v.shape[-1], dtype=q.dtype)
+    for row, head, t in itertools.product(*map(range, q.shape[:3])):
+        kv, logits, values = head // (q.shape[1] // k.shape[1]), [], []
+        for other in range(k.shape[2]):
+            distance = where[row, t] - where[row, other]
+            if distance < 0 or (window and distance >= window):
+                continue
+            logit = scale * q[row, head, t] @ k[row, kv, other]
+            logit = softcap * torch.tanh(logit / softcap) if softcap else logit
+            logits.append(logit if slopes is None else logit - slopes[head] * distance)
+            values.append(v[row, kv, other])
+        weights = torch.stack(logits if sinks is None else [*logits, sinks[head]]).softmax(0)
+        out[row, head, t] = sum(weight * value for weight, value in zip(weights, values))
+    return out
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 4}, {"softcap": 1.5}])
+def test_sinks_slopes_and_gradients_are_those_of_the_definition(options):
+    q, k, v, where = operands(value_dim=5)
+    sinks, slopes = torch.linspace(-1, 1, 4).double(), torch.full((4,), 0.1, dtype=torch.float64)
     learned = [x.requires_grad_() for x in (q, k, v, sinks, slopes)]
-    attention(q, k, v, where, sinks, slopes, site=0, scale=0.3).square().sum().backward()
-    assert all(x.grad is not None and x.grad.abs().max() > 0 for x in learned)
+    got = attention(q, k, v, where, sinks, slopes, site=0, scale=0.3, **options)
+    expected = by_loops(q, k, v, where, sinks, slopes, scale=0.3, **options)
+    torch.testing.assert_close(got, expected)
+    weights = torch.randn(got.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    found = torch.autograd.grad((got * weights).sum(), learned)
+    for one, other in zip(found, torch.autograd.grad((expected * weights).sum(), learned)):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_later_token_changes_nothing():
+    q, k, v, where = operands()
+    before = attention(q, k, v, where, site=0, scale=0.3)
+    k[:, :, 7:], v[:, :, 7:] = 100.0, 100.0
+    after = attention(q, k, v, where, site=0, scale=0.3)
+    assert torch.equal(after[:, :, :7], before[:, :, :7])
+    assert not torch.isclose(after[:, :, 7:], before[:, :, 7:]).any()

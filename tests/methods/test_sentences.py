@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from semkv import bundled
 from semkv.methods.sentences import (
@@ -97,6 +99,33 @@ def token_sentences(name: str, text: str) -> list[str]:
 @pytest.mark.parametrize("kind", list(TEXTS))
 def test_as_the_text_has_them(name, kind):
     assert token_sentences(name, TEXTS[kind]) == sentences_of(TEXTS[kind])
+
+
+PIECES = (
+    "word", "A", "3.14", "$1,299.99", "2.0.1", "Dr.", "Mr.", "J.", "e.g.", "U.S.", "a.m.", "vs.", "end.", "end!", "end?", "what?!",
+    "well...", '"quoted."', '"Why?"', "(aside.)", "“He left.”", "‘Go.’", "a!=b", "x.y", "no marks", "今天。", "「好。」", "去吧！", "是的？", "你好",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES[:3])
+@settings(max_examples=60, deadline=None)
+@given(
+    parts=st.lists(
+        st.tuples(st.sampled_from(PIECES), st.sampled_from((" ", " ", "\n", "\n\n"))), min_size=1, max_size=12
+    )
+)
+def test_any_run_of_pieces_is_divided_as_the_text_is(name, parts):
+    text = "".join(piece + space for piece, space in parts).strip()
+    assert token_sentences(name, text) == sentences_of(text)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    parts=st.lists(st.sampled_from(("the", "readers", ".", "?", ",", "copied", "maps", "71")), min_size=1, max_size=30)
+)
+def test_any_run_of_bundled_words_is_divided_as_the_text_is(parts):
+    text = " ".join(parts)
+    assert token_sentences("bundled", text) == sentences_of(text)
 
 
 def test_the_bundled_tokenizer():

@@ -40,8 +40,9 @@ def draw(rng: random.Random, form: Form) -> str:
 
 def unused(rng: random.Random, form: Form, taken: set[str]) -> str:
     """A key that is not in `taken`, where it then is."""
-    while (key := draw(rng, form)) in taken:
-        pass
+    key = draw(rng, form)
+    while key in taken:
+        key = draw(rng, form)
     taken.add(key)
     return key
 
