@@ -300,8 +300,8 @@ def main() -> None:
     )
     publish(
         "## Drift (App. D.4)",
-        f"{GENERATED} tokens sampled behind a context, clusters, W = 5, {100 * FAITHFUL:g} % of the KV. The paper reports a trigger rate of "
-        "0.823 % over 1K tokens, without saying of what; both readings are given. An update needs the median overlap of 5 steps below "
+        f"{GENERATED} tokens sampled behind a context, clusters, W = 5, {100 * FAITHFUL:g} % of the KV. The paper reports a trigger rate "
+        "of 0.823 % over 1K tokens, without saying of what; both readings are given. An update needs the median overlap of 5 steps below "
         "`tau_drift`; the paper takes `tau_stable`, 0.5. In brackets: 95 % interval over pivots.",
         drifts,
     )  # fmt: skip
