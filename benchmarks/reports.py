@@ -21,6 +21,8 @@ from semkv.evaluation.schema import Interval, Summary
 from semkv.evaluation.tables import percent
 
 Way = Literal["lower", "higher", "equal"]
+EQUAL = 0.05
+"""Accuracies that differ by no more than this are equal."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +37,12 @@ class Claim:
 
 
 def verdict(change: Interval, way: Way) -> str:
-    """Whether a paired change goes the way that the paper says, by its 95 % interval."""
+    """Whether a paired change goes the way that the paper says, by its 95 % interval; equal is within `EQUAL`."""
     ours = direction(change)
-    if ours == "open":
-        return "yes" if way == "equal" else "open"
-    return "yes" if ours == way else "no"
+    if ours != "open":
+        return "yes" if ours == way else "no"
+    known = change.low is not None and change.high is not None
+    return "yes" if way == "equal" and known and max(-change.low, change.high) <= EQUAL else "open"
 
 
 def claims_table(report: Report, claims: Sequence[Claim]) -> str:

@@ -48,7 +48,7 @@ NUMBERS = {
 
 
 def heads_label(count: int) -> str:
-    return "compresskv" if count == 4 else f"{count} heads"
+    return "compresskv" if count == 4 else f"{count} head{'s' * (count > 1)}"
 
 
 def grid(samples: int, length: int) -> Grid:
@@ -191,6 +191,8 @@ def main() -> None:
         masking_table(found),
         f"![masked heads]({NAME}/masked.png)",
         "## Selection, allocation and number of heads (Tables 2, 3)",
+        "With the question in the prompt every selection finds a single fact in 1 % of the KV, so that only `multi`, whose answers need "
+        "two facts, tells variants apart, and only below 3 %. Equal means within five points.",
         claims_table(report, CLAIMS),
         f"![heads that choose]({NAME}/heads.png)",
         "## Budgets",

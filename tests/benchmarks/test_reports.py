@@ -28,7 +28,8 @@ def scripts(monkeypatch):
 
 
 @pytest.mark.parametrize(("low", "high", "lower", "equal", "higher"), [
-    (-0.3, -0.1, "yes", "no", "no"), (-0.1, 0.1, "open", "yes", "open"), (0.1, 0.2, "no", "no", "yes"),
+    (-0.3, -0.1, "yes", "no", "no"), (-0.1, 0.1, "open", "open", "open"),
+    (-0.04, 0.05, "open", "yes", "open"), (0.1, 0.2, "no", "no", "yes"),
 ])  # fmt: skip
 def test_a_claim_is_judged_by_the_interval(scripts, low, high, lower, equal, higher):
     change = Interval(value=(low + high) / 2, low=low, high=high, samples=8, contexts=2)
