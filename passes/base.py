@@ -19,11 +19,13 @@ class PassOptions:
     method: name of the KV method; `full` leaves every site's tokens exact.
     layer_shares: one positive weight per KV store, from the profile's layer allocation; None is uniform.
     head_roles: per KV store, one role per KV head; None where the profile has no taxonomy.
+    thresholds: lengths of Alg. 1 for the counted stores (`semkv.profiles.schema.memory`); None: all wait on the host always.
     """
 
     method: str = "full"
     layer_shares: tuple[float, ...] | None = None
     head_roles: tuple[tuple[str, ...], ...] | None = None
+    thresholds: tuple[int, ...] | None = None
 
 
 class Pass(ABC):

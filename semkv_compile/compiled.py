@@ -17,8 +17,9 @@ from semkv.config import CompileConfig, check_budget
 from semkv.errors import BudgetError, ConfigError, InputError
 from semkv.ir.program import Program
 from semkv.methods import Method, find_method
+from semkv.offload import offload_thresholds
 from semkv.passes.base import PassOptions
-from semkv.pipeline import lower
+from semkv.pipeline import lower, place
 from semkv.profiles.schema import Profile
 from semkv.runtime.budget import Budget
 from semkv.runtime.record import RowRecord
@@ -84,20 +85,25 @@ class CompiledModel(GenerationMixin, nn.Module):
         object.__setattr__(self, "_source", source)
         self.profile, self.method, self.budget, self.settings = profile, method, budget, settings
         program = source if lowered else lower(source, _pass_options(source, method, profile))
+        dtype = settings.torch_kv_dtype(program.dtype)
+        plan = method.plan(program, profile)
+        limits = offload_thresholds(program, plan, profile, Budget(budget, dtype), settings)
+        program = place(program, PassOptions(thresholds=limits)) if limits and not lowered else program
         object.__setattr__(self, "program", program)
         self.config = PreTrainedConfig(vocab_size=program.vocab_size) if model_config is None else model_config
         self.generation_config = generation_config or GenerationConfig()
-        dtype = settings.torch_kv_dtype(program.dtype)
         self.placement = Placement(
             program=program,
             method=method.name,
-            plan=method.plan(program, profile),
+            plan=plan,
             budget=Budget(budget, dtype),
             minimum_tokens=in_pages(method.minimum_tokens, settings.page_size),
             residency=settings.residency,
             page_size=settings.page_size,
             disk=settings.host == "disk",
             device=self.device,
+            thresholds=limits,
+            rows=settings.rows if limits else None,
         )
         self.eval()
 

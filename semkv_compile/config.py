@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from semkv.errors import BudgetError
 
 KV_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+PREFIXES = "KMGT"
+
+
+def byte_count(text: str) -> int:
+    """Bytes of a size such as `24GB`, `1.5 GiB` or `4096`; `ValueError` for anything else."""
+    found = re.fullmatch(rf"\s*(\d+(?:\.\d+)?)\s*(?:([{PREFIXES}])(I?)B)?\s*", text.upper())
+    if found is None or float(found[1]) == 0:
+        raise ValueError(f"{text!r} is no size: expected a number of bytes, or one with a unit such as 24GB or 16GiB")
+    power = PREFIXES.index(found[2]) + 1 if found[2] else 0
+    return int(float(found[1]) * (1024 if found[3] else 1000) ** power)
 
 
 class CompileConfig(BaseModel):
@@ -28,6 +40,12 @@ class CompileConfig(BaseModel):
     page_size: tokens in a page, the granularity in which exact entries are charged to the budget; 1 to 64.
     extend_chunk: tokens that `extend` runs at once; those of a chunk share the room for unfolded spans. Default: 1 for up to
         64 new tokens where a method unfolds spans, else 8; 512 without a budget.
+    offload: where folded tokens wait. `budget`: on the host, so that the device holds no more than the budget. `progressive`:
+        on the device, beside the budget, as long as `device_memory` has room; layers go to the host one by one, the last
+        first, as the sequence grows (SpeContext Alg. 2). What a step selects is the same, so tokens are too.
+    device_memory: `progressive` only: bytes of the device for weights, working memory and KV, a number or a text such as
+        `24GB` or `16GiB`. host_memory: bytes of the host for waiting tokens; None: no limit.
+    rows: `progressive` only: sequences that share the device.
     method_options: parameters of the method, by name; see each method's docstring.
     """
 
@@ -38,6 +56,10 @@ class CompileConfig(BaseModel):
     host: Literal["ram", "disk"] = "ram"
     page_size: int = Field(default=8, ge=1, le=64)
     extend_chunk: int | None = Field(default=None, ge=1)
+    offload: Literal["budget", "progressive"] = "budget"
+    device_memory: int | None = Field(default=None, ge=1)
+    host_memory: int | None = Field(default=None, ge=1)
+    rows: int = Field(default=1, ge=1)
     method_options: dict[str, Any] = Field(default_factory=dict)
 
     @field_validator("kv_dtype")
@@ -46,6 +68,21 @@ class CompileConfig(BaseModel):
         if value is not None and value not in KV_DTYPES:
             raise ValueError(f"kv_dtype {value!r} is not one of {', '.join(KV_DTYPES)}")
         return value
+
+    @field_validator("device_memory", "host_memory", mode="before")
+    @classmethod
+    def _bytes(cls, value: Any) -> Any:
+        return byte_count(value) if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _memory_with_progressive(self) -> CompileConfig:
+        given = [name for name in ("device_memory", "host_memory") if getattr(self, name) is not None]
+        if self.offload == "progressive" and self.device_memory is None:
+            raise ValueError("offload='progressive' needs device_memory, such as '24GB'")
+        if self.offload == "budget" and (given or self.rows > 1):
+            name = (given or ["rows"])[0]
+            raise ValueError(f"{name} is for offload='progressive'; with 'budget' the budget is all there is")
+        return self
 
     def torch_kv_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
         """The dtype of exact entries for a model whose own dtype is `model_dtype`."""

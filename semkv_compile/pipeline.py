@@ -21,6 +21,7 @@ from semkv.passes.find_attention import FindAttention
 from semkv.passes.group_heads import GroupHeads
 from semkv.passes.lift_positions import LiftPositions
 from semkv.passes.lower_kernels import LowerKernels
+from semkv.passes.place_memory import PlaceMemory
 from semkv.passes.rewrite_attention import RewriteAttention
 from semkv.passes.surprisal_head import SurprisalHead
 
@@ -40,6 +41,11 @@ LOWER: tuple[Pass, ...] = (
     LowerKernels(),  # lowered: constants folded, decode fixed at one token
 )
 """What depends on the method and the profile as well."""
+
+PLACE: tuple[Pass, ...] = (
+    PlaceMemory(),  # lowered: from which length on each site's folded tokens wait on the host
+)
+"""What depends on the device's memory as well; it changes no graph."""
 
 
 def captured_program(model: torch.nn.Module, *, dump: Path | None = None) -> Program:
@@ -63,6 +69,11 @@ def captured_program(model: torch.nn.Module, *, dump: Path | None = None) -> Pro
 def lower(program: Program, options: PassOptions, *, dump: Path | None = None) -> Program:
     """The lowered program of a `captured_program` for one method and profile."""
     return run_passes(program, LOWER, options, ran=[p.name for p in UNDERSTAND], dump=dump)
+
+
+def place(program: Program, options: PassOptions) -> Program:
+    """A lowered program whose sites say where their folded tokens wait, by `options.thresholds`."""
+    return run_passes(program, PLACE, options, ran=[p.name for p in (*UNDERSTAND, *LOWER)])
 
 
 def run_passes(
@@ -111,7 +122,7 @@ def check_order(passes: Sequence[Pass], *, stage: str = "captured", ran: Iterabl
 
 def identity() -> str:
     """A hash of the pipeline and of every pass in it; part of the key of caches and artifacts."""
-    parts = [f"{step.name}:{step.identity()}" for step in (*UNDERSTAND, *LOWER)]
+    parts = [f"{step.name}:{step.identity()}" for step in (*UNDERSTAND, *LOWER, *PLACE)]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 

@@ -31,6 +31,8 @@ class MeasureSettings(BaseModel):
     sketch_rank: columns that the sketch stores. sketch_ranks, sketch_bits: what a head may use.
     sketch_share: tokens that a sketch has to find, over the context's. sketch_target: share of the attention that can be
         caught which a head's rank and bits should reach.
+    device_memory: bytes of the device that thresholds are for; None: of the CUDA device that the model is on, else 24 GB.
+    memory_rows, memory_budget: R sequences and B selected tokens per KV head and layer that they are for (SpeContext: 2048).
     retrieves: a KV head retrieves when the best semantic score of its query heads reaches this share of attention, or
         `retrieves_relative` times the model's best score where that is less.
     """
@@ -62,6 +64,9 @@ class MeasureSettings(BaseModel):
     sketch_target: float = Field(default=0.9, gt=0, le=1)
     retrieves: float = Field(default=0.1, ge=0, le=1)
     retrieves_relative: float = Field(default=0.5, ge=0, le=1)
+    device_memory: int | None = Field(default=None, ge=1)
+    memory_rows: int = Field(default=1, ge=1)
+    memory_budget: int = Field(default=2048, ge=1)
     seed: int = 0
 
     @classmethod

@@ -26,6 +26,7 @@ from .data import CalibrationData
 from .layer_errors import CompressionErrors
 from .measure import Measure, Report, Subject, run_measure
 from .measure_settings import MeasureSettings
+from .memory import Memory
 from .retrieval_heads import SemanticRetrieval
 from .samples import MeasureData
 from .sentences import Sentences
@@ -34,7 +35,7 @@ from .sketch import Sketch
 from .taxonomy import Taxonomy
 
 MEASURES: dict[str, type[Measure]] = {
-    step.name: step for step in (Taxonomy, SemanticRetrieval, CompressionErrors, Sketch, Sentences)
+    step.name: step for step in (Taxonomy, SemanticRetrieval, CompressionErrors, Sketch, Sentences, Memory)
 }
 SEKV = "sekv"
 STEPS: tuple[str, ...] = (*MEASURES, SEKV)

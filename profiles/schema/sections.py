@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 
 from .facts import MAX_SITES, Digest, Finite, Fraction, ModelFacts, Name, Section, SiteFacts
 from .heads import HeadTaxonomy, LayerErrors, RetrievalHeads, SketchSection
+from .memory import MemoryModel
 from .sentences import SentenceSection
 
 SCHEMA_VERSION: Literal[1] = 1
@@ -66,13 +67,6 @@ class SekvSection(Section):
             shapes[f"sekv.gates.{layer}.weight"] = (rows, columns)
             shapes[f"sekv.gates.{layer}.bias"] = (rows,)
         return shapes
-
-
-class MemoryModel(Section):
-    """Constants of the memory model (SpeContext Eq. 6-8), in bytes, and sequence-length thresholds in tokens."""
-
-    constants: dict[Name, Finite] = Field(max_length=256)
-    thresholds: tuple[Annotated[int, Field(ge=0)], ...] = Field(default=(), max_length=MAX_SITES)
 
 
 class Choice(Section):
@@ -162,7 +156,9 @@ class ProfileInfo(Section):
 
     @model_validator(mode="after")
     def _sections_fit(self) -> ProfileInfo:
-        for section in (self.head_taxonomy, self.retrieval_heads, self.layer_errors, self.sketch, self.sentences):
+        for section in (
+            self.head_taxonomy, self.retrieval_heads, self.layer_errors, self.sketch, self.sentences, self.memory_model,
+        ):  # fmt: skip
             if section is not None:
                 section.check(self.model)
         return self

@@ -67,7 +67,9 @@ def program_fingerprint(program: Program) -> str:
     facts = [program.vocab_size, program.max_positions, str(program.dtype), program.batched]
     digest.update(json.dumps(facts).encode())
     for site in program.sites:
-        digest.update(json.dumps(dataclasses.asdict(site) | {"name": "", "reason": ""}, sort_keys=True).encode())
+        fields = dataclasses.asdict(site) | {"name": "", "reason": ""}
+        del fields["host_from"]  # where tokens wait changes nothing
+        digest.update(json.dumps(fields, sort_keys=True).encode())
     for name in ("body", "head", "prefill", "extend", "decode"):
         module = getattr(program, name)
         if module is not None:

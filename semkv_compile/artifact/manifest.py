@@ -167,6 +167,8 @@ def parse_sites(values: list[dict[str, Any]]) -> tuple[AttentionSite, ...]:
             raise ValueError(f"site {index} has q_heads, kv_heads, key_dim, value_dim = {sizes}")
         if not all(map(math.isfinite, numbers)) or site.softcap < 0 or not 0 <= site.window < 2**62:
             raise ValueError(f"site {index} has scale, softcap, budget_share = {numbers} and window {site.window}")
+        if site.host_from is not None and not 0 < site.host_from < 2**62:
+            raise ValueError(f"site {index} waits on the host from {site.host_from} tokens on")
         if not 0 <= site.budget_share <= 1 + 1e-6 or len(site.roles) not in (0, site.kv_heads):
             raise ValueError(f"site {index} has budget_share {site.budget_share} and {len(site.roles)} roles")
         sites.append(site)

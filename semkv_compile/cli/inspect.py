@@ -70,7 +70,14 @@ def profile_lines(path: Path) -> list[tuple[str, str]]:
         note = f"; {record.note}" if record.note else ""
         lines.append((step, f"{record.created}, {record.units} samples in {record.wall_minutes:.1f} minutes{note}"))
     if info.memory_model is not None:
-        lines.append(("memory model", "measured"))
+        memory = info.memory_model
+        lines.append(
+            (
+                "memory model",
+                f"a device of {size(memory.device_bytes)} holds all of {memory.thresholds[0]:,} tokens, "
+                f"{memory.thresholds[-1]:,} with every layer on the host",
+            )
+        )
     for choice in info.choices:
         lines.append((f"measured at {100 * choice.budget:g} %", _choice(choice)))
     made = info.provenance

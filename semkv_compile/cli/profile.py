@@ -15,6 +15,7 @@ from rich.console import Console
 
 from semkv.cli.common import PhaseBars, output_console
 from semkv.cli.profile_choice import CHOICE
+from semkv.config import byte_count
 from semkv.errors import ConfigError, SemkvError
 
 BUNDLED = "bundled"
@@ -27,7 +28,7 @@ BUNDLED_MEASURES: dict[str, Any] = {
 }  # fmt: skip
 """Measuring defaults for the bundled model, whose contexts are short: all steps take minutes on two cores."""
 
-STEPS = ("taxonomy", "retrieval-heads", "layer-errors", "sketch", "sentences", "sekv")
+STEPS = ("taxonomy", "retrieval-heads", "layer-errors", "sketch", "sentences", "memory", "sekv")
 """What can be calibrated, in order; a test compares it with `semkv.profiles.calibration.STEPS`."""
 
 ALL_STEPS = (*STEPS, CHOICE)
@@ -51,6 +52,9 @@ Steps, in the order in which they run (--steps takes some of them, separated by 
   sketch           low-rank, low-bit codes of tokens that find what a query looks for, for the heads that retrieve
 
   sentences        where sentences end, for every token of the tokenizer (SentenceKV)
+
+  memory           working memory and bytes per token, and from which lengths on layers have to leave a device for the host
+                   (SpeContext)
 
   sekv             SeKV's router, zoom thresholds and rank gates, trained
 
@@ -126,6 +130,12 @@ def profile(
     tau_similar: Annotated[
         float | None, typer.Option(help="Overlap from which two heads are similar; default 0.5.")
     ] = None,
+    device_memory: Annotated[
+        str | None,
+        typer.Option(
+            help="memory: size of the device that thresholds are for, as 24GB or 16GiB; default: the CUDA device's, else 24GB."
+        ),
+    ] = None,
     queries: Annotated[
         int | None, typer.Option(help="sekv: tokens behind each context that read it compressed.")
     ] = None,
@@ -157,7 +167,7 @@ def profile(
     training = {"length": length, "queries": queries, "max_steps": max_steps, "sequences": sequences}
     measuring = {
         "length": length, "samples": samples, "needle_lengths": needle_lengths, "needle_depths": needle_depths,
-        "tau_stable": tau_stable, "tau_similar": tau_similar,
+        "tau_stable": tau_stable, "tau_similar": tau_similar, "device_memory": _bytes(device_memory),
     }  # fmt: skip
     defaults = (BUNDLED_SETTINGS, BUNDLED_MEASURES) if model == BUNDLED else ({}, {})
     settings = CalibrationSettings.checked(
@@ -173,6 +183,13 @@ def profile(
             model, output, work, chosen, bool(named), base, tuple(data or ()), with_tasks, settings, measures, device, report
         )
     )  # fmt: skip
+
+
+def _bytes(text: str | None) -> int | None:
+    try:
+        return None if text is None else byte_count(text)
+    except ValueError as error:
+        raise ConfigError(f"--device-memory: {error}") from None
 
 
 def _over(defaults: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from semkv.cli.profile_memory import memory_picture
+
 COLOURS = {"anchor": "tab:blue", "volatile": "tab:red", "pivot": "tab:orange", "satellite": "tab:green"}
 BUDGETS = (64, 256, 1024)
 """Mean tokens per layer that budgets are drawn for."""
@@ -30,6 +32,7 @@ def write_report(folder: Path, profile: Any, history: list[dict[str, float]]) ->
         "retrieval_heads.png": (info.retrieval_heads, _retrieval),
         "layer_errors.png": (info.layer_errors, _errors),
         "sketch.png": (info.sketch, _sketch),
+        "memory.png": (info.memory_model, memory_picture),
         "losses.png": (history or None, _losses),
     }
     written = ["report.json"]

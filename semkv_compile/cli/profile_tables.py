@@ -8,6 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from semkv.cli.profile_memory import memory_table
+
 SHOWN_ROWS = 48
 """Layers that a table shows; of a deeper model every n-th."""
 
@@ -179,6 +181,7 @@ TABLES: dict[str, Callable[[Console, Any], None]] = {
     "layer-errors": errors_table,
     "sketch": sketch_table,
     "sentences": sentences_table,
+    "memory": memory_table,
     "sekv": sekv_table,
 }
 

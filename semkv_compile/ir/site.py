@@ -26,6 +26,8 @@ class AttentionSite:
     reason: why it has that treatment, shown by `semkv.explain`.
     budget_share: part of the device budget that this site's store may use; the shares of a program's `method` stores
         sum to 1. 0.0 where the budget does not count the site.
+    host_from: number of tokens of the sequence from which on what is folded here waits on the host, before which on the
+        device; None: always on the host.
     roles: one role per KV head, from the profile's head taxonomy; empty where there is none.
     head_order: the user's model's KV head that stands at each place, where `group_heads` moved heads; empty where none
         moved. Tensors of a profile that have one row per KV head must be read in this order.
@@ -47,6 +49,7 @@ class AttentionSite:
     treatment: Literal["method", "window", "exact"] = "method"
     reason: str = ""
     budget_share: float = 0.0
+    host_from: int | None = None
     roles: tuple[str, ...] = ()
     head_order: tuple[int, ...] = ()
     first_head: int = 0

@@ -1,4 +1,4 @@
-"""Where folded tokens wait: raw, quantised to 8 bits, or as low-rank factors, in host memory or in a mapped file."""
+"""Where folded tokens wait: raw, quantised to 8 bits, or as low-rank factors, in host memory, in a mapped file or on the device."""
 
 from __future__ import annotations
 
@@ -12,15 +12,23 @@ from semkv.runtime.quantization import quantize
 
 Form = Literal["raw", "int8"]
 
+AHEAD = 256
+"""Tokens that a tensor on the device is made larger at a time."""
+
 
 class GrowingTensor:
-    """A tensor [H, n, ...] that grows along its second dimension, in memory or in a file mapped into it."""
+    """A tensor [H, n, ...] that grows along its second dimension, in memory or in a file mapped into it.
 
-    def __init__(self, heads: int, tail: tuple[int, ...], dtype: torch.dtype, *, disk: bool = False) -> None:
+    device: None for host memory, or for the file where `disk`.
+    """
+
+    def __init__(
+        self, heads: int, tail: tuple[int, ...], dtype: torch.dtype, *, disk: bool = False, device: torch.device | None = None
+    ) -> None:  # fmt: skip
         self.length = 0
-        self.disk = disk
+        self.disk, self.device = disk, device
         self._tail = tail
-        self._data = torch.empty((heads, 0, *tail), dtype=dtype)
+        self._data = torch.empty((heads, 0, *tail), dtype=dtype, device=device)
         self._file: tempfile._TemporaryFileWrapper | None = None
 
     @property
@@ -32,11 +40,16 @@ class GrowingTensor:
         """Bytes of what is stored."""
         return self.data.numel() * self._data.element_size()
 
+    @property
+    def reserved_nbytes(self) -> int:
+        """Bytes allocated ahead of need."""
+        return self._data.nbytes - self.nbytes
+
     def _allocate(self, capacity: int) -> None:
         heads, dtype = self._data.shape[0], self._data.dtype
         shape = (heads, capacity, *self._tail)
-        if not self.disk:
-            fresh = torch.empty(shape, dtype=dtype)
+        if self.device is not None or not self.disk:
+            fresh = torch.empty(shape, dtype=dtype, device=self.device)
         else:
             file = tempfile.NamedTemporaryFile(prefix="semkv-host-", suffix=".bin")  # noqa: SIM115 - lives as long as the pool
             count = max(1, torch.Size(shape).numel())
@@ -46,19 +59,26 @@ class GrowingTensor:
             )
         fresh[:, : self.length] = self.data
         self._data = fresh
-        if self.disk:
+        if self.device is None and self.disk:
             self._file = file
 
     def append(self, x: Tensor) -> None:
         """Add x [H, t, ...]."""
         end = self.length + x.shape[1]
         if end > self._data.shape[1]:
-            self._allocate(end if self.length == 0 else max(end, self._data.shape[1] * 5 // 4))
+            ahead = self._data.shape[1] * 5 // 4
+            if self.device is not None:
+                ahead = min(ahead, self.length + AHEAD)
+            self._allocate(end if self.length == 0 else max(end, ahead))
         self._data[:, self.length : end] = x
         self.length = end
 
     def clone(self) -> GrowingTensor:
-        copy = GrowingTensor(self._data.shape[0], self._tail, self._data.dtype, disk=self.disk)
+        return self.moved(self.device)
+
+    def moved(self, device: torch.device | None) -> GrowingTensor:
+        """A copy on `device`; on the host where it is None."""
+        copy = GrowingTensor(self._data.shape[0], self._tail, self._data.dtype, disk=self.disk, device=device)
         copy.append(self.data)
         return copy
 
@@ -67,19 +87,19 @@ class HostTokens:
     """Folded tokens' keys and values per KV head, in order, raw in the KV dtype or as 8-bit codes with scales."""
 
     def __init__(
-        self, heads: int, key_dim: int, value_dim: int, dtype: torch.dtype, form: Form, *, disk: bool = False
-    ) -> None:
+        self, heads: int, key_dim: int, value_dim: int, dtype: torch.dtype, form: Form, *, disk: bool = False,
+        device: torch.device | None = None,
+    ) -> None:  # fmt: skip
         self.form = form
         self.dtype = dtype
         stored = dtype if form == "raw" else torch.uint8
         self.parts = {
-            "k": GrowingTensor(heads, (key_dim,), stored, disk=disk),
-            "v": GrowingTensor(heads, (value_dim,), stored, disk=disk),
+            "k": GrowingTensor(heads, (key_dim,), stored, disk=disk, device=device),
+            "v": GrowingTensor(heads, (value_dim,), stored, disk=disk, device=device),
         }
         if form == "int8":
-            self.parts |= {
-                name: GrowingTensor(heads, (1,), torch.float16, disk=disk) for name in ("k_scale", "v_scale")
-            }
+            for name in ("k_scale", "v_scale"):
+                self.parts[name] = GrowingTensor(heads, (1,), torch.float16, disk=disk, device=device)
 
     @property
     def length(self) -> int:
@@ -109,7 +129,8 @@ class HostTokens:
     def gather(self, index: Tensor, heads: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Tokens by place: index int64 [Hkv, s] -> k [Hkv, s, D], v [Hkv, s, Dv] in the KV dtype.
 
-        With `heads` int64 [s], index is [s], a place in each of those heads, and the result has no head dimension.
+        With `heads` int64 [s], index is [s], a place in each of those heads, and the result has no head dimension. Indices
+        are on the CPU; the result is where the tokens wait.
         """
         heads = torch.arange(index.shape[0])[:, None] if heads is None else heads
         if self.form == "raw":
@@ -121,15 +142,20 @@ class HostTokens:
         return out[0], out[1]
 
     def all_tokens(self) -> tuple[Tensor, Tensor]:
-        """Every stored token: k [Hkv, n, D], v [Hkv, n, Dv]."""
+        """Every stored token, in host memory: k [Hkv, n, D], v [Hkv, n, Dv]."""
         index = torch.arange(self.length).expand(self.parts["k"].data.shape[0], -1)
-        return self.gather(index)
+        k, v = self.gather(index)
+        return k.cpu(), v.cpu()
 
-    def clone(self) -> HostTokens:
+    def moved(self, device: torch.device | None) -> HostTokens:
+        """A copy on `device`; on the host where it is None."""
         copy = object.__new__(HostTokens)
         copy.form, copy.dtype = self.form, self.dtype
-        copy.parts = {name: part.clone() for name, part in self.parts.items()}
+        copy.parts = {name: part.moved(device) for name, part in self.parts.items()}
         return copy
+
+    def clone(self) -> HostTokens:
+        return self.moved(self.parts["k"].device)
 
 
 class HostFactors:
@@ -140,9 +166,12 @@ class HostFactors:
 
     KINDS = ("key_u", "key_s", "key_v", "value_u", "value_s", "value_v")
 
-    def __init__(self, heads: int, key_dim: int, value_dim: int, dtype: torch.dtype, *, disk: bool = False) -> None:
+    def __init__(
+        self, heads: int, key_dim: int, value_dim: int, dtype: torch.dtype, *, disk: bool = False,
+        device: torch.device | None = None,
+    ) -> None:  # fmt: skip
         self.heads, self.key_dim, self.value_dim, self.dtype = heads, key_dim, value_dim, dtype
-        self.packed = {kind: GrowingTensor(1, (), dtype, disk=disk) for kind in self.KINDS}
+        self.packed = {kind: GrowingTensor(1, (), dtype, disk=disk, device=device) for kind in self.KINDS}
         self.offsets = {kind: torch.zeros(heads, 0, dtype=torch.int64) for kind in self.KINDS}
         self.key_rank = torch.zeros(heads, 0, dtype=torch.int64)
         self.value_rank = torch.zeros(heads, 0, dtype=torch.int64)
@@ -213,12 +242,16 @@ class HostFactors:
                 valid = (column < own[..., None, None]) & (row < inside[..., None, None])
             if skip is not None:
                 valid = valid & ~skip.view(*skip.shape, *([1] * (valid.dim() - 2)))
-            out[kind] = torch.where(valid, flat[torch.where(valid, index, 0)], flat.new_zeros(()))
+            out[kind] = torch.where(valid.to(flat.device), flat[torch.where(valid, index, 0)], flat.new_zeros(()))
         return out
 
     def clone(self) -> HostFactors:
+        return self.moved(self.packed["key_u"].device)
+
+    def moved(self, device: torch.device | None) -> HostFactors:
+        """A copy whose factors are on `device`, or on the host where it is None; its tables stay there."""
         copy = HostFactors(self.heads, self.key_dim, self.value_dim, self.dtype)
-        copy.packed = {kind: part.clone() for kind, part in self.packed.items()}
+        copy.packed = {kind: part.moved(device) for kind, part in self.packed.items()}
         copy.offsets = {kind: offsets.clone() for kind, offsets in self.offsets.items()}
         copy.key_rank, copy.value_rank, copy.lengths = (
             self.key_rank.clone(),

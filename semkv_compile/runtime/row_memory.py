@@ -15,6 +15,7 @@ from semkv.errors import BudgetError
 from semkv.ir.memory import Entries
 from semkv.ir.program import Program
 from semkv.ir.site import AttentionSite
+from semkv.profiles.schema.memory import offloaded_stores
 from semkv.runtime.budget import Budget, bounded_shares
 from semkv.runtime.components import Components, Evictor, Part, Plan
 from semkv.runtime.join import join_parts
@@ -45,6 +46,8 @@ class Placement:
     """What is the same for every row: the program, the method's plan, the budget, and where tiers live.
 
     minimum_tokens: smallest budget, in tokens per KV head and layer, that the method can live in at this page size.
+    thresholds: where layers leave the device progressively, the lengths of Alg. 1 (`semkv.profiles.schema.memory`), which the
+        sites' `host_from` follow from. rows: sequences that these are for; None: any number.
     """
 
     program: Program
@@ -56,6 +59,12 @@ class Placement:
     page_size: int
     disk: bool
     device: torch.device
+    thresholds: tuple[int, ...] = ()
+    rows: int | None = None
+
+    def where(self, site: AttentionSite, tokens: int) -> torch.device | None:
+        """Where the folded tokens of a site wait when its sequence has `tokens` tokens: a device, or None for the host."""
+        return self.device if site.host_from is not None and tokens < site.host_from else None
 
     @cached_property
     def budgeted(self) -> tuple[AttentionSite, ...]:
@@ -83,6 +92,7 @@ class RowMemory:
     def __init__(self, placement: Placement, record: RowRecord) -> None:
         self.placement = placement
         self.tokens = record.tokens
+        self._check_length(self.tokens)
         self.traffic = Traffic()
         self.notes: dict[str, Tensor] = {}
         self.passing: dict[str, object] = {}
@@ -98,6 +108,11 @@ class RowMemory:
             placement.plan.after_prompt.read(record, self.notes)
 
     # -- budget ------------------------------------------------------------------------------------------------------
+
+    def _check_length(self, tokens: int) -> None:
+        """Raise `BudgetError` for a sequence that the device cannot hold with every layer on the host."""
+        if self.placement.thresholds:
+            offloaded_stores(self.placement.thresholds, tokens)
 
     def _shares(self, record: RowRecord) -> dict[int, float]:
         stores = self.placement.budgeted
@@ -267,7 +282,8 @@ class RowMemory:
 
     def _spans(self, made: _Prompt) -> FoldedSpans:
         placement = self.placement
-        return FoldedSpans(made.site, made.components, placement.budget.dtype, disk=placement.disk)
+        device = placement.where(made.site, made.record.tokens)
+        return FoldedSpans(made.site, made.components, placement.budget.dtype, disk=placement.disk, device=device)
 
     def _site(
         self, made: _Prompt, kept: Tensor, recent: Tensor, spans: FoldedSpans | None = None, scores: Tensor | None = None
@@ -297,8 +313,16 @@ class RowMemory:
     def begin_step(self, ids: Tensor) -> None:
         """Tokens ids [T] are about to run through all layers."""
         self.passing = {}
+        self._offload(self.tokens + len(ids))
         if self.placement.plan.before is not None:
             self.placement.plan.before.begin(ids, self.tokens, self.notes, self.passing)
+
+    def _offload(self, tokens: int) -> None:
+        """Move the layers whose threshold lies below `tokens` tokens to the host (SpeContext Alg. 2)."""
+        self._check_length(tokens)
+        for memory in self.budgeted():
+            if self.placement.where(memory.site, tokens) is None:
+                self.traffic.offloaded_bytes += memory.to_host()
 
     def entries(
         self, site: AttentionSite, owner: bool, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, ids: Tensor,

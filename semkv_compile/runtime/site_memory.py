@@ -49,6 +49,29 @@ class SiteMemory:
         return self.spans.host_nbytes if self.spans is not None else 0
 
     @property
+    def reserved_nbytes(self) -> int:
+        """Device bytes that are allocated ahead of need."""
+        ahead = self.kept.reserved_nbytes + self.recent.reserved_nbytes
+        return ahead + self.spans.reserved_nbytes if self.spans is not None and self.on_device else ahead
+
+    @property
+    def on_device(self) -> bool:
+        """Whether what is folded waits on the device, because the sequence is shorter than the layer's threshold."""
+        return self.spans is not None and self.spans.device is not None
+
+    @property
+    def resident_nbytes(self) -> int:
+        """Device bytes of what waits there, which the budget does not count."""
+        return self.spans.waiting_nbytes if self.on_device else 0
+
+    def to_host(self) -> int:
+        """Move what is folded to the host; the bytes that moved."""
+        moved = self.resident_nbytes
+        if self.on_device:
+            self.spans.to_host()
+        return moved
+
+    @property
     def page_nbytes(self) -> int:
         """Device bytes of a page of recent tokens, all KV heads."""
         return self.recent.page_size * self.recent.token_nbytes
@@ -274,7 +297,8 @@ class SiteMemory:
                 break
             room *= 0.9 * allowance / unfolded.nbytes  # factors of different ranks are padded to the largest
         self.workspace_nbytes, self.moved_nbytes = unfolded.nbytes, unfolded.moved_nbytes
-        self.workspace = unfolded if self.elastic else None
+        # A copy of what is on the device anyway is not kept.
+        self.workspace = unfolded if self.elastic and not self.on_device else None
         return zoom, unfolded
 
     def clone(self) -> SiteMemory:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from semkv.ir.site import AttentionSite
 from semkv.runtime.components import Components, IndexPart
-from semkv.runtime.host_pool import HostFactors, HostTokens
+from semkv.runtime.host_pool import GrowingTensor, HostFactors, HostTokens
 from semkv.runtime.quantization import Quantized, bytes_per_vector, concatenate, dequantize, quantize
 from semkv.runtime.segments import Folding
 
@@ -63,6 +63,15 @@ def unit_cost_bytes(site: AttentionSite, components: Components) -> float:
     return cost
 
 
+def waiting_cost_bytes(site: AttentionSite, components: Components, dtype: torch.dtype) -> int:
+    """Bytes that one folded token takes while it waits, over the heads of `site`; factors take no more than that."""
+    if components.segmenter is None or components.host_form == "none":
+        return 0
+    if components.host_form == "raw":
+        return site.values_per_token * dtype.itemsize
+    return site.kv_heads * (bytes_per_vector(site.key_dim, 8) + bytes_per_vector(site.value_dim, 8))
+
+
 class FoldedSpans:
     """Folded units in the order in which they were made. A unit is routed to and unfolded whole. It is one or more stored
     segments, each raw tokens or factors: spans merge as the sequence grows, and some units are not runs of tokens. Heads
@@ -72,12 +81,17 @@ class FoldedSpans:
     [Hkv|1, M]; the router's index, by name, [rows, M, ...]. Host: tokens, factors and tables.
     """
 
-    def __init__(self, site: AttentionSite, components: Components, dtype: torch.dtype, *, disk: bool = False) -> None:
-        self.site, self.components, self.dtype = site, components, dtype
+    def __init__(
+        self, site: AttentionSite, components: Components, dtype: torch.dtype, *, disk: bool = False,
+        device: torch.device | None = None,
+    ) -> None:  # fmt: skip
+        """device: where folded tokens and factors wait; None: on the host, which `disk` says the kind of."""
+        self.site, self.components, self.dtype, self.device = site, components, dtype, device
         heads = site.kv_heads
         form = "raw" if components.host_form == "none" else components.host_form  # then it stays empty
-        self.host_tokens = HostTokens(heads, site.key_dim, site.value_dim, dtype, form, disk=disk)
-        self.host_factors = HostFactors(heads, site.key_dim, site.value_dim, dtype, disk=disk)
+        dims = (heads, site.key_dim, site.value_dim, dtype)
+        self.host_tokens = HostTokens(*dims, form, disk=disk, device=device)
+        self.host_factors = HostFactors(*dims, disk=disk, device=device)
         self.segment_unit = torch.zeros(1, 0, dtype=torch.int64)
         self.segment_kind = torch.zeros(0, dtype=torch.int64)
         self.segment_length = torch.zeros(0, dtype=torch.int64)
@@ -133,10 +147,30 @@ class FoldedSpans:
         return self._held[1]
 
     @property
+    def waiting_nbytes(self) -> int:
+        """Bytes of the tokens and factors that wait to be unfolded, wherever they are."""
+        return sum(part.nbytes for part in self._waiting())
+
+    @property
+    def reserved_nbytes(self) -> int:
+        """Bytes allocated ahead for them."""
+        return sum(part.reserved_nbytes for part in self._waiting())
+
+    def _waiting(self) -> tuple[GrowingTensor, ...]:
+        return (*self.host_tokens.parts.values(), *self.host_factors.packed.values())
+
+    @property
     def host_nbytes(self) -> int:
         tables = (self.segment_unit, self.segment_kind, self.segment_length, self.segment_position, self.segment_start)
         held = self.host_tokens.nbytes + self.host_factors.nbytes + sum(table.nbytes for table in tables)
+        held -= self.waiting_nbytes if self.device is not None else 0
         return held if self.components.summary is not None else held + self.lengths.nbytes + self.positions.nbytes
+
+    def to_host(self) -> None:
+        """Move what waits on the device to the host."""
+        if self.device is not None:
+            self.host_tokens, self.host_factors = self.host_tokens.moved(None), self.host_factors.moved(None)
+            self.device = None
 
     def token_nbytes(self) -> int:
         """Device bytes of one unfolded token of one KV head: key, value and position."""
@@ -330,12 +364,15 @@ class FoldedSpans:
             out.factor_unit = torch.where(picked >= 0, segment_unit.gather(1, number), -1)
             inside = torch.arange(out.factors["key_u"].shape[2])
             out.factor_positions = (self.segment_position[number][..., None] + inside).to(torch.int32)
+        if self.device is not None:
+            out.moved_nbytes = 0  # nothing crosses the link
         return out
 
     def _gather_tokens(self, tokens: Tensor, resident: Unfolded | None) -> tuple[Tensor, Tensor, int]:
         """Keys and values at places `tokens` int64 [Hkv, s], zero where padded, and the bytes that came from the host."""
         site = self.site
-        k, v = (torch.zeros(*tokens.shape, dim, dtype=self.dtype) for dim in (site.key_dim, site.value_dim))
+        dims, place = (site.key_dim, site.value_dim), self.device
+        k, v = (torch.zeros(*tokens.shape, dim, dtype=self.dtype, device=place) for dim in dims)
         missing = tokens >= 0
         if resident is not None and resident.tokens.shape[1] and tokens.shape[1]:
             last = torch.iinfo(torch.int64).max

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from semkv.errors import BudgetError
 from semkv.ir.memory import Entries
 from semkv.runtime.batch import stack_entries
 from semkv.runtime.row_memory import Placement, RowMemory
@@ -40,6 +41,11 @@ class State:
     is_compileable = False  # what `generate` asks of a cache
 
     def __init__(self, placement: Placement, rows: list[RowMemory], logits: Tensor) -> None:
+        if placement.rows is not None and len(rows) > placement.rows:
+            raise BudgetError(
+                f"{len(rows)} rows: the lengths at which layers leave the device were computed for {placement.rows}; compile with "
+                f"CompileConfig(rows={len(rows)})"
+            )
         self.placement = placement
         self.rows = rows
         self.logits = logits
@@ -78,17 +84,20 @@ class State:
 
         device: what the budget counts, between steps (all stores where there is no budget). peak: the sum over rows of
         the largest residency of a step so far. workspace: unfolded spans that stay between steps. window: sliding-window
-        stores, which the budget does not count. reserved: device pages allocated ahead. host, disk: folded tokens.
+        stores, which the budget does not count. resident: folded tokens of layers that have not left the device yet
+        (`CompileConfig(offload="progressive")`), beside what the budget counts. reserved: device memory allocated ahead.
+        host, disk: folded tokens that wait there.
         """
         placement = self.placement
-        out = dict.fromkeys(("device", "peak", "workspace", "window", "reserved", "host", "disk"), 0)
+        out = dict.fromkeys(("device", "peak", "workspace", "window", "resident", "reserved", "host", "disk"), 0)
         for row in self.rows:
             for memory in row.memories():
                 where = "window" if memory.site.treatment == "window" else "device"
                 out[where] += memory.fixed_nbytes
-                out["reserved"] += memory.kept.reserved_nbytes + memory.recent.reserved_nbytes
+                out["resident"] += memory.resident_nbytes
+                out["reserved"] += memory.reserved_nbytes
                 out["disk" if placement.disk else "host"] += memory.host_nbytes
-                if memory.elastic:
+                if memory.elastic and not memory.on_device:
                     out["workspace"] += memory.workspace_nbytes
             out["peak"] += row.traffic.peak_bytes
         out["device"] += out["workspace"]

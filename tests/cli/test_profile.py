@@ -47,7 +47,7 @@ def run(*arguments):
 
 def test_a_local_folder_is_calibrated(folder, text, tmp_path):
     output, report = tmp_path / "tiny.profile", tmp_path / "report"
-    result = run(folder, "--data", text, "-o", output, "--report", report, *TINY)
+    result = run(folder, "--data", text, "-o", output, "--report", report, "--device-memory", "8GB", *TINY)
     assert result.exit_code == 0, result.output
     assert "held-out losses after 4 steps: distill" in result.output
     columns = "site recall prec. zoomed caught oracle k rank v rank tau mined"
@@ -60,9 +60,10 @@ def test_a_local_folder_is_calibrated(folder, text, tmp_path):
     written = json.loads((report / "report.json").read_text())
     assert [row["step"] for row in written["history"]] == [0, 1, 2, 3, 4]
     assert written["layer_errors"]["keep"] == 32
-    for name in ("losses", "heads", "clusters", "layer_errors", "sketch"):
+    for name in ("losses", "heads", "clusters", "layer_errors", "sketch", "memory"):
         assert (report / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
-    for words in ("head roles per KV store", "output error with 32 tokens kept", "token sketch per site"):
+    tables = ("head roles per KV store", "output error with 32 tokens kept", "token sketch per site")
+    for words in (*tables, "device of 7.5 GiB, 1 row(s), 2048 selected tokens"):
         assert words in result.output
     with pytest.raises(
         ConfigError, match=r"exists already: pass --steps to make some of its sections again, --restart"
@@ -113,6 +114,7 @@ def run_raising(*arguments):
         (["some/model", "-o", "out"], r"--data is needed to calibrate 'some/model': pass running text"),
         (["-o", "out", "--steps", "roles"], r"--steps 'roles' is unknown: it can be taxonomy, retrieval-heads"),
         (["-o", "out", "--length", "3"], r"setting length = 3"),
+        (["-o", "out", "--device-memory", "much"], r"--device-memory: 'much' is no size: expected a number of bytes"),
         (
             ["some/model", "-o", "out", "--with-tasks", "--data", __file__],
             r"--with-tasks makes the bundled model",

@@ -12,7 +12,7 @@ from semkv.profiles.calibration.steps import forget, with_section
 from semkv.profiles.schema import Profile
 
 calibration = sys.modules["semkv.profiles.calibration.calibrate"]
-SECTIONS = ("head_taxonomy", "retrieval_heads", "layer_errors", "sketch", "sentences", "sekv")
+SECTIONS = ("head_taxonomy", "retrieval_heads", "layer_errors", "sketch", "sentences", "memory_model", "sekv")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -140,9 +140,9 @@ def test_a_profile_of_another_model_is_refused(job, finished, make_llama):
 def test_steps_are_put_in_order_and_unknown_ones_named():
     assert check_steps(["sekv", "taxonomy", "taxonomy"]) == ("taxonomy", "sekv")
     with pytest.raises(
-        ConfigError, match=r"--steps 'memory' is unknown: it can be taxonomy, retrieval-heads, layer-errors"
+        ConfigError, match=r"--steps 'speed' is unknown: it can be taxonomy, retrieval-heads, layer-errors"
     ):
-        check_steps(["memory"])
+        check_steps(["speed"])
 
 
 def test_a_model_in_training_mode_is_refused(job, make_llama):
