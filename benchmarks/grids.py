@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from semkv.evaluation.environment import describe, now
 from semkv.evaluation.identity import subject_identity
 from semkv.evaluation.report import build_report
 from semkv.evaluation.store import RowStore
+from semkv.evaluation.tasks.base import Task
 from semkv.profiles.schema import Profile
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -63,13 +65,16 @@ class Bench:
         """Tie the rows that follow to the model's weights as they are now."""
         self.identity = subject_identity(self.model, self.profile, None, self.compiled.placement.budget.dtype)
 
-    def run(self, grid: Grid, title: str) -> Report:
-        """Measure what the chosen families lack, then report on everything that the rows hold of the grid."""
-        chosen = tuple(family for family in grid.families if family in self.arguments.families.split(","))
+    def run(self, grid: Grid, title: str, tasks: Mapping[str, Task] | None = None) -> Report:
+        """Measure what the chosen families lack, then report on everything that the rows hold of the grid.
+
+        tasks: what names in `grid.families` stand for that are not bundled families; they are measured beside any of those.
+        """
+        asked = self.arguments.families.split(",")
+        chosen = tuple(family for family in grid.families if family in asked or family in (tasks or {}))
         rows = self.arguments.rows / f"{self.name}.rows.jsonl"
         if self.arguments.report_only:
-            here = describe(now())
-            return build_report(grid, self.identity, RowStore(rows), here, title=title, model="bundled")
+            return self.report(grid, title, tasks)
         with progress_bar(title) as progress:
             report = evaluate(
                 self.compiled,
@@ -80,12 +85,25 @@ class Bench:
                 title=title,
                 rows=rows,
                 progress=progress,
+                tasks=tasks,
             )
         if not report.complete:
             raise SystemExit("stopped before it was complete; run the same command to go on")
         return build_report(
-            grid, self.identity, RowStore(rows), report.environment, title=title, model="bundled", notes=report.notes
+            grid,
+            self.identity,
+            RowStore(rows),
+            report.environment,
+            title=title,
+            model="bundled",
+            notes=report.notes,
+            tasks=tasks,
         )
+
+    def report(self, grid: Grid, title: str, tasks: Mapping[str, Task] | None = None) -> Report:
+        """What the rows hold of `grid`."""
+        rows = RowStore(self.arguments.rows / f"{self.name}.rows.jsonl")
+        return build_report(grid, self.identity, rows, describe(now()), title=title, model="bundled", tasks=tasks)
 
 
 def write_results(name: str, report: Report) -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from semkv.errors import BudgetError, ConfigError
-from semkv.evaluation.runner import Progress, all_tasks, cell_of, check_grid, run_grid
+from semkv.errors import ConfigError
+from semkv.evaluation.fitting import which_fit
+from semkv.evaluation.runner import Progress, cell_of, run_grid
 from semkv.evaluation.schema import Row
 from semkv.evaluation.settings import Grid, Variant
 from semkv.evaluation.store import RowStore
@@ -98,33 +99,14 @@ def _able(
     subject: Subject, tokenizer: Any, contest: Contest, tasks: Mapping[str, Task] | None
 ) -> tuple[dict[float, tuple[str, ...]], list[str]]:
     """The methods that can run at each budget, all tried on one context, and why others cannot."""
-    left_out = []
-    sound: list[Variant] = []
-    for budget in contest.budgets:
-        for name in contest.methods:
-            grid = contest.grid({budget: (name,)}, contest.first)
-            try:
-                check_grid(grid, subject, tokenizer, tasks)
-            except (BudgetError, ConfigError) as error:
-                left_out.append(f"{name} at {100 * budget:g} %: {error}")
-            else:
-                sound += grid.variants
+    variants = tuple(Variant(method=name, budget=budget) for budget in contest.budgets for name in contest.methods)
+    grid = contest.grid(dict.fromkeys(contest.budgets, contest.methods), contest.first)
+    fitting, refused = which_fit(subject, tokenizer, grid.model_copy(update={"variants": variants}), tasks)
     able: dict[float, tuple[str, ...]] = {}
-    if not sound:
-        return able, left_out
-    sample = all_tasks(tasks)[contest.families[0]].make(
-        tokenizer, contest.length, 0, seed=contest.seed, questions=contest.questions_per_context
-    )
-    record = subject.record(sample.ids, sound)
-    for variant in sound:
+    for variant in fitting:
         assert isinstance(variant.budget, float)
-        try:
-            subject.variant(variant).compress(record)
-        except BudgetError as error:
-            left_out.append(f"{variant.method} at {100 * variant.budget:g} %: {error}")
-        else:
-            able[variant.budget] = (*able.get(variant.budget, ()), variant.method)
-    return able, left_out
+        able[variant.budget] = (*able.get(variant.budget, ()), variant.method)
+    return able, [f"{variant.method} at {variant.budget_text}: {why}" for variant, why in refused]
 
 
 def _measured(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -41,8 +42,8 @@ DEFAULT_FRAME = Frame()
 class Pages:
     """Pages of `size` tokens between the first tokens and the window.
 
-    Where the index of that many pages does not fit, pages double in size; with `fixed` they keep it, and the oldest tokens
-    are left out.
+    Where the index of that many pages does not fit, pages double in size; with `fixed` they keep it, the window gives way
+    down to one page of memory, and after that the oldest tokens are left out.
     """
 
     size: int = 16
@@ -61,6 +62,14 @@ class Pages:
         self, record: RowRecord, store: AttentionSite, room: float, unit_cost: float, page_size: int
     ) -> Segmentation:
         first, recent, left = self.frame.fit(record.tokens, room, page_size)
+        if self.fixed:
+            # One page of memory beside the codes, as what a question brings has to go somewhere before the cap grows.
+            missing = math.ceil((recent - first) / self.size) * unit_cost + page_size - left
+            spare = (record.tokens - recent) // page_size - 1
+            saved = page_size - unit_cost * page_size / self.size  # tokens that leave the window are indexed themselves
+            if missing > 0 and spare > 0 and saved > 0:
+                pages = min(spare, math.ceil(missing / saved))
+                recent, left = recent + pages * page_size, left + pages * page_size
         most = max(1, int(left / unit_cost)) if unit_cost > 0 else record.tokens
         size, start = self.size, first
         if self.fixed:

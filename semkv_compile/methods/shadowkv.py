@@ -45,8 +45,10 @@ class OutlierPages:
         kept = min(self.outliers, int(room / 4) // self.pages.size)
         left = room - -(-kept * self.pages.size // page_size) * page_size
         parts = self.pages.segment(record, store, left, unit_cost, page_size)
-        kept = min(kept, len(parts.starts) - 1)
-        if kept <= 0:
+        if not kept or len(parts.starts) < 2:
+            return parts
+        kept = min(kept * self.pages.size // int(parts.lengths.max()), len(parts.starts) - 1)  # pages may have doubled
+        if not kept:
             return parts
         k = record.keys[store.store][store.first_head : store.first_head + store.kv_heads]
         worst = page_cosines(k, parts).argsort(stable=True)[:kept]
