@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch import nn
+
 from semkv.config import CompileConfig
 from semkv.errors import ConfigError
 from semkv.ir.program import Program
@@ -66,7 +68,7 @@ def offload_demand(
 
 
 def weight_bytes(program: Program) -> int:
-    """Bytes of the parameters and buffers of a program, each storage once."""
-    modules = [program.body] + ([program.head] if program.head is not None else [])
+    """Bytes of the parameters and buffers of all of a program's graphs, each storage once."""
+    modules = [part for part in vars(program).values() if isinstance(part, nn.Module)]
     tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
     return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())

@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import semkv
 from semkv.capture.device import moved
+from semkv.offload import offload_demand
 
 VOCAB, PROMPT, NEW = 61, 120, 12
 
@@ -93,3 +94,30 @@ def test_a_conversation_stays_on_its_device(
         held: list[Tensor] = [memory.kept.k, memory.kept.v, memory.recent.k, memory.recent.v]
         assert all(tensor.is_cuda for tensor in held)
         assert memory.spans is None or not any(part.data.is_cuda for part in memory.spans.host_tokens.parts.values())
+
+
+@pytest.mark.parametrize("options", [{"forms": "int8"}, {"forms": "factored"}], ids=["tokens", "factors"])
+def test_layers_leave_the_device_for_the_host(base: Any, pretended_cuda: Any, options: dict[str, Any]) -> None:
+    options = {"router": "untrained"} | options
+    there = {"offload": "progressive", "method_options": options, "kv_dtype": "float16"}
+    probe = base.with_method("sekv", 0.5, config=semkv.CompileConfig(**there, device_memory="1TB"), **options)
+    demand = offload_demand(probe.program, probe.placement.plan, None, probe.placement.budget, probe.settings)
+    settings = semkv.CompileConfig(**there, device_memory=int(demand.device_bytes(PROMPT, 0)))
+    moved_there = _moved(base, pretended_cuda, "sekv", 0.5, settings)
+    ids = torch.randint(1, VOCAB, (1, PROMPT), generator=torch.Generator().manual_seed(1))
+    state = moved_there.prefill(pretended_cuda.mark(ids.clone()))
+    where = []
+    for new in (1, 2 * PROMPT // 3):
+        where.append([_waits_on_device(memory) for memory in state.rows[0].memories()])
+        moved_there.extend(state, pretended_cuda.mark(ids[:, :new].clone()))
+    where.append([_waits_on_device(memory) for memory in state.rows[0].memories()])
+    assert where[:2] == [[True, True], [True, False]]
+    assert state.logits.is_cuda
+
+
+def _waits_on_device(memory: Any) -> bool:
+    """Whether what is folded is on the device, all of it or nothing."""
+    parts = [*memory.spans.host_tokens.parts.values(), *memory.spans.host_factors.packed.values()]
+    places = {part.data.is_cuda for part in parts if part.length}
+    assert len(places) == 1
+    return places.pop()
