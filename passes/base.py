@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from semkv.ir.program import Program, Stage
+from semkv.profiles.schema.retrieval_head import RetrievalHead
 
 
 @dataclass(frozen=True)
@@ -20,12 +21,14 @@ class PassOptions:
     layer_shares: one positive weight per KV store, from the profile's layer allocation; None is uniform.
     head_roles: per KV store, one role per KV head; None where the profile has no taxonomy.
     thresholds: lengths of Alg. 1 for the counted stores (`semkv.profiles.schema.memory`); None: all wait on the host always.
+    retrieval_head: that chooses tokens before the first layer; None where the method has none.
     """
 
     method: str = "full"
     layer_shares: tuple[float, ...] | None = None
     head_roles: tuple[tuple[str, ...], ...] | None = None
     thresholds: tuple[int, ...] | None = None
+    retrieval_head: RetrievalHead | None = None
 
 
 class Pass(ABC):

@@ -128,7 +128,7 @@ class CompiledModel(GenerationMixin, nn.Module):
     ) -> CompiledModel:
         """The same program under another method or budget; weights and graphs are shared, nothing is captured again."""
         settings = config or self.settings
-        source = self._source.evolve(stage="found", prefill=None, extend=None, decode=None)
+        source = self._source.evolve(stage="found", prefill=None, extend=None, decode=None, selector=None)
         return CompiledModel(
             source, self.profile, find_method(method, options), budget, settings.model_copy(update={"method_options": options}),
             fingerprint=self.fingerprint, model_config=self.config, generation_config=self.generation_config,
@@ -215,6 +215,10 @@ class CompiledModel(GenerationMixin, nn.Module):
                 raise InputError(
                     f"method {self.method.name!r} reads all queries of a prompt: make the record with all_queries=True"
                 )
+            if any(site not in one.features for site in self.placement.plan.features):
+                # The record was made for another method, whose program does not keep hidden states.
+                again = prefill_row(self.program, one.ids.to(self.device), self.placement.budget.dtype, surprisal=False)
+                one.features.update(again.features)
         rows = [RowMemory(self.placement, one.ordered_for(self.program)) for one in records]
         return State(self.placement, rows, torch.stack([one.logits for one in records]))
 
@@ -434,4 +438,5 @@ __all__ = ["CompiledModel"]
 def _pass_options(source: Program, method: Method, profile: Profile | None) -> PassOptions:
     return PassOptions(
         method=method.name, layer_shares=method.layer_shares(source, profile), head_roles=method.head_roles(source, profile),
+        retrieval_head=method.retrieval_head(profile),
     )  # fmt: skip

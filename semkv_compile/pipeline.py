@@ -19,6 +19,7 @@ from semkv.passes.base import Pass, PassOptions
 from semkv.passes.canonicalise import Canonicalise
 from semkv.passes.find_attention import FindAttention
 from semkv.passes.group_heads import GroupHeads
+from semkv.passes.insert_retrieval_head import InsertRetrievalHead
 from semkv.passes.lift_positions import LiftPositions
 from semkv.passes.lower_kernels import LowerKernels
 from semkv.passes.place_memory import PlaceMemory
@@ -38,6 +39,7 @@ LOWER: tuple[Pass, ...] = (
     AssignBudgets(),  # found -> annotated: treatment, reason and budget share of every site
     GroupHeads(),  # annotated: KV heads of one role made contiguous
     RewriteAttention(),  # annotated -> lowered: prefill, extend and decode on a memory
+    InsertRetrievalHead(),  # lowered: the speculative selector in front of the graph, where the method has one
     LowerKernels(),  # lowered: constants folded, decode fixed at one token
 )
 """What depends on the method and the profile as well."""

@@ -2,6 +2,7 @@
 
 from .calibrate import Calibration, calibrate
 from .data import CalibrationData, bundled_data, text_data
+from .eagle import import_eagle
 from .measure_settings import MeasureSettings
 from .samples import MeasureData, bundled_measure_data, text_measure_data
 from .settings import CalibrationSettings
@@ -20,6 +21,7 @@ __all__ = [
     "bundled_measure_data",
     "calibrate",
     "check_steps",
+    "import_eagle",
     "run_steps",
     "text_data",
     "text_measure_data",

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Interpreter
+from torch.fx import GraphModule, Interpreter, Node
 
 from semkv.ir.ops import attention
 
@@ -39,11 +39,24 @@ Handler = Callable[[SiteCall], Tensor]
 
 
 class SiteInterpreter(Interpreter):
-    """Interprets a body at stage `found`; intermediate values die as soon as nothing needs them."""
+    """Interprets a body at stage `found`; intermediate values die as soon as nothing needs them.
 
-    def __init__(self, body: GraphModule, handler: Handler) -> None:
+    watched: nodes whose values are kept in `seen`, under numbers of the caller's.
+    """
+
+    def __init__(
+        self, body: GraphModule, handler: Handler, watched: Mapping[str, int] | None = None,
+        seen: dict[int, Tensor] | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(body, garbage_collect_values=True)
-        self.handler = handler
+        self.handler, self.watched, self.seen = handler, watched or {}, {} if seen is None else seen
+
+    def run_node(self, n: Node) -> Any:
+        """Run a node, and keep its row 0 where it is watched."""
+        value = super().run_node(n)
+        if n.name in self.watched:
+            self.seen[self.watched[n.name]] = value[0]
+        return value
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Hand `semkv::attention` to the handler, run everything else."""
@@ -61,9 +74,12 @@ class SiteInterpreter(Interpreter):
         return self.handler(call)[None].to(q.dtype)
 
 
-def run_body(body: GraphModule, ids: Tensor, positions: Tensor, handler: Handler) -> Tensor:
-    """Hidden states [T, H] of ids [T] at positions [T]."""
-    return SiteInterpreter(body, handler).run(ids[None], positions[None])[0]
+def run_body(
+    body: GraphModule, ids: Tensor, positions: Tensor, handler: Handler, watched: Mapping[str, int] | None = None,
+    seen: dict[int, Tensor] | None = None,
+) -> Tensor:  # fmt: skip
+    """Hidden states [T, H] of ids [T] at positions [T]; `seen` gets the values of the nodes named in `watched`."""
+    return SiteInterpreter(body, handler, watched, seen).run(ids[None], positions[None])[0]
 
 
 def full_attention(call: SiteCall) -> Tensor:

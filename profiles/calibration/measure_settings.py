@@ -35,6 +35,12 @@ class MeasureSettings(BaseModel):
     memory_rows, memory_budget: R sequences and B selected tokens per KV head and layer that they are for (SpeContext: 2048).
     retrieves: a KV head retrieves when the best semantic score of its query heads reaches this share of attention, or
         `retrieves_relative` times the model's best score where that is less.
+    head_input: what SpeContext's retrieval head reads: embeddings and the `features` of the token before, as EAGLE-3 does, or the
+        `embedding` alone. head_sites: sites whose entering hidden states are the features; empty: EAGLE-3's low, middle and high
+        layer, of a model with few layers the second. head_dim, head_group: dimensions and query heads per KV head; 0: the model's.
+    head_rounds: times that each sample is read, head_steps: optimiser steps on each. head_rate: of AdamW, with warm-up and
+        cosine decay. head_near: tokens this near are exact anyway, and not to be foretold. head_floor: nor are tokens with less
+        than so many even shares of attention.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -64,6 +70,15 @@ class MeasureSettings(BaseModel):
     sketch_target: float = Field(default=0.9, gt=0, le=1)
     retrieves: float = Field(default=0.1, ge=0, le=1)
     retrieves_relative: float = Field(default=0.5, ge=0, le=1)
+    head_input: Literal["features", "embedding"] = "features"
+    head_sites: tuple[int, ...] = ()
+    head_dim: int = Field(default=0, ge=0, le=1024)
+    head_group: int = Field(default=0, ge=0, le=256)
+    head_rounds: int = Field(default=4, ge=1)
+    head_steps: int = Field(default=5, ge=1)
+    head_rate: float = Field(default=1e-2, gt=0)
+    head_near: int = Field(default=64, ge=1)
+    head_floor: float = Field(default=4.0, ge=0)
     device_memory: int | None = Field(default=None, ge=1)
     memory_rows: int = Field(default=1, ge=1)
     memory_budget: int = Field(default=2048, ge=1)

@@ -27,6 +27,7 @@ from .layer_errors import CompressionErrors
 from .measure import Measure, Report, Subject, run_measure
 from .measure_settings import MeasureSettings
 from .memory import Memory
+from .retrieval_head import Distillation
 from .retrieval_heads import SemanticRetrieval
 from .samples import MeasureData
 from .sentences import Sentences
@@ -35,7 +36,8 @@ from .sketch import Sketch
 from .taxonomy import Taxonomy
 
 MEASURES: dict[str, type[Measure]] = {
-    step.name: step for step in (Taxonomy, SemanticRetrieval, CompressionErrors, Sketch, Sentences, Memory)
+    step.name: step
+    for step in (Taxonomy, SemanticRetrieval, CompressionErrors, Sketch, Sentences, Distillation, Memory)
 }
 SEKV = "sekv"
 STEPS: tuple[str, ...] = (*MEASURES, SEKV)

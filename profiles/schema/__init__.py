@@ -1,6 +1,7 @@
 """What a profile holds, how it is stored and checked. Imports neither CUDA nor Triton code."""
 
 from .profile import Profile
+from .retrieval_head import RetrievalHeadSection
 from .sections import (
     Choice,
     HeadTaxonomy,
@@ -27,6 +28,7 @@ __all__ = [
     "Profile",
     "ProfileInfo",
     "Provenance",
+    "RetrievalHeadSection",
     "RetrievalHeads",
     "SekvSection",
     "SentenceSection",

@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 from .facts import MAX_SITES, Digest, Finite, Fraction, ModelFacts, Name, Section, SiteFacts
 from .heads import HeadTaxonomy, LayerErrors, RetrievalHeads, SketchSection
 from .memory import MemoryModel
+from .retrieval_head import RetrievalHeadSection
 from .sentences import SentenceSection
 
 SCHEMA_VERSION: Literal[1] = 1
@@ -147,6 +148,7 @@ class ProfileInfo(Section):
     layer_errors: LayerErrors | None = None
     sketch: SketchSection | None = None
     sentences: SentenceSection | None = None
+    retrieval_head: RetrievalHeadSection | None = None
     memory_model: MemoryModel | None = None
     choices: tuple[Choice, ...] = Field(default=(), max_length=65536)
     measured: dict[Name, Measured] = Field(default_factory=dict, max_length=64)
@@ -158,6 +160,7 @@ class ProfileInfo(Section):
     def _sections_fit(self) -> ProfileInfo:
         for section in (
             self.head_taxonomy, self.retrieval_heads, self.layer_errors, self.sketch, self.sentences, self.memory_model,
+            self.retrieval_head,
         ):  # fmt: skip
             if section is not None:
                 section.check(self.model)
@@ -166,7 +169,7 @@ class ProfileInfo(Section):
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every tensor that the sections need."""
         shapes: dict[str, tuple[int, ...]] = {}
-        for section in (self.sekv, self.head_taxonomy, self.sketch, self.sentences):
+        for section in (self.sekv, self.head_taxonomy, self.sketch, self.sentences, self.retrieval_head):
             if section is not None:
                 shapes |= section.tensor_shapes(self.model)
         return shapes
@@ -182,6 +185,7 @@ __all__ = [
     "ModelFacts",
     "ProfileInfo",
     "Provenance",
+    "RetrievalHeadSection",
     "RetrievalHeads",
     "SekvSection",
     "SentenceSection",

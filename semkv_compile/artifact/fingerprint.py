@@ -20,6 +20,7 @@ from semkv.artifact.graph_json import graph_tensors, graph_to_json
 from semkv.ir.program import Program
 
 SAMPLES = 4096
+PROGRAM_GRAPHS = ("body", "head", "prefill", "extend", "decode", "selector")
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: multiples spread evenly whatever the rows of the tensor
 
 
@@ -51,7 +52,7 @@ def model_fingerprint(model: nn.Module) -> str:
 def program_weights(program: Program) -> dict[str, Tensor]:
     """The tensors that a program's graphs read, by path; of paths that stand for different tensors the first."""
     tensors: dict[str, Tensor] = {}
-    for name in ("body", "head", "prefill", "extend", "decode"):
+    for name in PROGRAM_GRAPHS:
         module = getattr(program, name)
         for path, tensor in graph_tensors(module).items() if module is not None else ():
             tensors.setdefault(path, tensor)
@@ -70,7 +71,7 @@ def program_fingerprint(program: Program) -> str:
         fields = dataclasses.asdict(site) | {"name": "", "reason": ""}
         del fields["host_from"]  # where tokens wait changes nothing
         digest.update(json.dumps(fields, sort_keys=True).encode())
-    for name in ("body", "head", "prefill", "extend", "decode"):
+    for name in PROGRAM_GRAPHS:
         module = getattr(program, name)
         if module is not None:
             digest.update(f"\n{name}\n".encode())

@@ -206,8 +206,8 @@ def _check_function(name: str, function: Callable, args: tuple[Any, ...], kwargs
     if kwargs or len(args) != ARITY[name]:
         return f"{len(args)} positional and {len(kwargs)} named arguments, expected {ARITY[name]} and none"
     if name in GRAPH_FUNCTIONS:
-        if not all(isinstance(args[i], Node) for i in (0, 2, 3, 4, 5)) or type(args[1]) is not int:
-            return "expected memory, q, k, v and positions as nodes and the site as a number"
+        if type(args[1]) is not int or not all(isinstance(x, Node) for place, x in enumerate(args) if place != 1):
+            return "expected the memory and its tensors as nodes and the site as a number"
         return None
     if name == "operator.getitem":
         return None if isinstance(args[0], Node) else "expected a node to index"

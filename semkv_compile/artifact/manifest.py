@@ -36,11 +36,11 @@ MANIFEST = "manifest.json"
 SEAL = "manifest.sha256"
 WEIGHTS = "weights.safetensors"
 PROFILE = "profile"
-GRAPHS = ("body", "head", "prefill", "extend", "decode")
+GRAPHS = ("body", "head", "prefill", "extend", "decode", "selector")
 MAX_MANIFEST_BYTES = 16 << 20
 
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
-GraphName = Literal["body", "head", "prefill", "extend", "decode"]
+GraphName = Literal["body", "head", "prefill", "extend", "decode", "selector"]
 
 
 class _Part(BaseModel):
@@ -67,7 +67,7 @@ class ProgramFacts(_Part):
     """The fields of `semkv.ir.program.Program` that are not graphs. `sites` are `AttentionSite` fields by name."""
 
     stage: Literal["captured", "found", "annotated", "lowered"]
-    graphs: list[GraphName] = Field(max_length=5)
+    graphs: list[GraphName] = Field(max_length=6)
     sites: list[dict[str, JsonValue]] = Field(max_length=10_000)
     vocab_size: int = Field(ge=1, lt=2**31)
     max_positions: int | None = Field(ge=1, lt=2**62)

@@ -77,6 +77,7 @@ ARITY: dict[str, int] = {
     **dict.fromkeys(BINARY, 2),
     **dict.fromkeys(TERNARY, 3),
     **dict.fromkeys(GRAPH_FUNCTIONS, 6),
+    "semkv.memory.observe": 3,
 }
 
 NAMESPACES = {"aten": None, "semkv": None, "prims": "torch._prims", "transformers": "transformers.integrations.moe"}

@@ -24,11 +24,11 @@ BUNDLED_SETTINGS: dict[str, Any] = {
 }  # fmt: skip
 """Training defaults for the bundled model: a short run with a faster rate."""
 BUNDLED_MEASURES: dict[str, Any] = {
-    "length": 2048, "samples": 20, "held_out": 2, "needle_lengths": 3, "needle_depths": 4,
+    "length": 2048, "samples": 20, "held_out": 2, "needle_lengths": 3, "needle_depths": 4, "head_dim": 24, "head_group": 1,
 }  # fmt: skip
 """Measuring defaults for the bundled model, whose contexts are short: all steps take minutes on two cores."""
 
-STEPS = ("taxonomy", "retrieval-heads", "layer-errors", "sketch", "sentences", "memory", "sekv")
+STEPS = ("taxonomy", "retrieval-heads", "layer-errors", "sketch", "sentences", "retrieval-head", "memory", "sekv")
 """What can be calibrated, in order; a test compares it with `semkv.profiles.calibration.STEPS`."""
 
 ALL_STEPS = (*STEPS, CHOICE)
@@ -52,6 +52,8 @@ Steps, in the order in which they run (--steps takes some of them, separated by 
   sketch           low-rank, low-bit codes of tokens that find what a query looks for, for the heads that retrieve
 
   sentences        where sentences end, for every token of the tokenizer (SentenceKV)
+
+  retrieval-head   a one-layer head that foretells what the model attends to, distilled (SpeContext)
 
   memory           working memory and bytes per token, and from which lengths on layers have to leave a device for the host
                    (SpeContext)

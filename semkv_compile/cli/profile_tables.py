@@ -161,6 +161,29 @@ def sentences_table(console: Console, profile: Any) -> None:
     )
 
 
+def head_table(console: Console, profile: Any) -> None:
+    """Sizes of the retrieval head, and what it finds."""
+    section = profile.info.retrieval_head
+    if section is None:
+        return
+    reads = (
+        f"embeddings and the hidden states before at sites {section.feature_sites}"
+        if section.features
+        else "embeddings"
+    )
+    console.print(
+        f"retrieval head: {section.q_heads} query and {section.kv_heads} KV heads of {section.head_dim} dimensions on {reads}; "
+        f"{section.parameters:,} parameters, {1 - section.parameters / section.whole:.1%} fewer than the one-layer model's "
+        f"{section.whole:,}; {section.key_nbytes} bytes a token in half precision",
+        highlight=False,
+    )
+    console.print(
+        f"of the attention that {section.share:.0%} of the tokens can hold, those that it chooses per KV head hold "
+        f"{section.caught:.0%}, one choice for all heads {section.caught_batch:.0%}, on held-out text",
+        highlight=False,
+    )
+
+
 def sekv_table(console: Console, profile: Any) -> None:
     """Losses, and figures per site on held-out text."""
     provenance = profile.info.provenance
@@ -181,6 +204,7 @@ TABLES: dict[str, Callable[[Console, Any], None]] = {
     "layer-errors": errors_table,
     "sketch": sketch_table,
     "sentences": sentences_table,
+    "retrieval-head": head_table,
     "memory": memory_table,
     "sekv": sekv_table,
 }

@@ -7,7 +7,8 @@ registry, and two memories never share state unless they were forked.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 from torch.fx.node import has_side_effect
@@ -48,6 +49,13 @@ class Memory(Protocol):
         """Extend and decode: store the new tokens, choose what is unfolded for `q`, and return what attention reads."""
 
 
+class Observer(Protocol):
+    """What a program asks besides where a method reads hidden states of the token before."""
+
+    def observe(self, site: int, hidden: Tensor) -> None:
+        """Take the hidden states [B, T, H] with which the tokens enter a site's layer."""
+
+
 @has_side_effect
 def record(memory: Memory, site: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> None:
     """Graph function of the prefill program; see `Memory.record`."""
@@ -60,7 +68,17 @@ def entries(memory: Memory, site: int, q: Tensor, k: Tensor, v: Tensor, position
     return memory.entries(site, q, k, v, positions)
 
 
-GRAPH_FUNCTIONS = {"semkv.memory.record": record, "semkv.memory.entries": entries}
+@has_side_effect
+def observe(memory: Observer, site: int, hidden: Tensor) -> None:
+    """Graph function of all lowered programs; see `Observer.observe`."""
+    memory.observe(site, hidden)
+
+
+GRAPH_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "semkv.memory.record": record,
+    "semkv.memory.entries": entries,
+    "semkv.memory.observe": observe,
+}
 """Names under which artifacts store the functions of this module."""
 
-__all__ = ["GRAPH_FUNCTIONS", "Entries", "Memory", "entries", "record"]
+__all__ = ["GRAPH_FUNCTIONS", "Entries", "Memory", "Observer", "entries", "observe", "record"]

@@ -26,6 +26,8 @@ class Program:
     head: hidden states [..., H] -> logits [..., vocab]; None until split off.
     prefill, extend, decode: the lowered bodies, with a third placeholder `memory` (`semkv.ir.memory.Memory`); None
         before stage `lowered`. They share every parameter with `body`.
+    selector: of a method that chooses tokens before the first layer: `input_ids`, `positions` and maybe `features` [B, T, F]
+        -> (queries [B, Hq, T, D], keys [B, Hkv, T, D]); None for all others.
     sites: the attention sites in execution order.
     vocab_size: ids must lie in [0, vocab_size).
     max_positions: the model's declared context in tokens, None where it declares none.
@@ -45,6 +47,7 @@ class Program:
     prefill: GraphModule | None = None
     extend: GraphModule | None = None
     decode: GraphModule | None = None
+    selector: GraphModule | None = None
     notes: tuple[str, ...] = field(default=())
 
     def evolve(self, note: str | None = None, **changes) -> Program:

@@ -159,6 +159,25 @@ def _lowered(program: Program) -> list[str]:
         if reads != len(expected):
             problems.append(f"{label}: {reads} semkv::mixed_attention nodes for {len(expected)} sites")
         problems += _shares_parameters(program.body, module, label)
+    if program.selector is not None:
+        problems += _selector(program, program.selector)
+    return problems
+
+
+def _selector(program: Program, selector: GraphModule) -> list[str]:
+    """The speculative selector reads what the lowered graphs let the memory see, and nothing else."""
+    seen = {}
+    for label in LOWERED:
+        module = getattr(program, label)
+        nodes = module.graph.nodes if module is not None else ()
+        seen[label] = [node.args[1] for node in nodes if node.target is memory.observe]
+    reads = "features" in placeholders(selector.graph)
+    problems = _graph_problems(selector, "selector", (*BODY_INPUTS, "features") if reads else BODY_INPUTS, frozenset())
+    problems += _no_guards(selector, "selector") + _shares_parameters(program.body, selector, "selector")
+    if len({tuple(sorted(sites)) for sites in seen.values()}) > 1 or reads != bool(seen["decode"]):
+        problems.append(
+            f"selector: {'reads' if reads else 'does not read'} features, but the graphs observe sites {seen}"
+        )
     return problems
 
 

@@ -22,6 +22,7 @@ from semkv.methods.sentencekv import SentenceKV
 from semkv.methods.shadowkv import ShadowKV
 from semkv.methods.sketch import Sketch
 from semkv.methods.snapkv import SnapKV
+from semkv.methods.specontext import SpeContext
 from semkv.methods.streaming_llm import StreamingLLM
 
 METHODS: dict[str, type[Method]] = {
@@ -45,6 +46,7 @@ METHODS: dict[str, type[Method]] = {
         SentenceKV,
         HeteroCache,
         OmniKV,
+        SpeContext,
     )
 }
 
@@ -72,6 +74,7 @@ __all__ = [
     "SemantiCache",
     "SentenceKV",
     "SnapKV",
+    "SpeContext",
     "StreamingLLM",
     "delimiter_ids",
     "find_method",

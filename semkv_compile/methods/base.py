@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 from semkv.errors import ConfigError
 from semkv.ir.program import Program
 from semkv.profiles.schema import Profile
+from semkv.profiles.schema.retrieval_head import RetrievalHead
 from semkv.runtime.components import Components, Part, Plan
 
 
@@ -41,6 +42,10 @@ class Method(ABC):
 
     def head_roles(self, program: Program, profile: Profile | None) -> tuple[tuple[str, ...], ...] | None:
         """For each store of `program.stores` a role per KV head, heads of one role being put side by side; None: as they are."""
+        return None
+
+    def retrieval_head(self, profile: Profile | None) -> RetrievalHead | None:
+        """The head that chooses tokens before the first layer, put in front of the program; None: it has none."""
         return None
 
     def check(self, profile: Profile | None) -> None:  # noqa: B027 - most methods need nothing

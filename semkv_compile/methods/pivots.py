@@ -12,7 +12,7 @@ from semkv.ir.program import Program
 from semkv.ir.site import AttentionSite
 from semkv.methods.routers import MeansSuffice
 from semkv.methods.window_scores import pooled, softmax_weights
-from semkv.runtime.components import Note
+from semkv.runtime.components import Cap, Note
 from semkv.runtime.record import RowRecord
 from semkv.runtime.site_memory import SiteMemory
 from semkv.runtime.spans import FoldedSpans, ranges
@@ -105,7 +105,7 @@ class PivotRouter(MeansSuffice):
                     k[0, positions] = keys.float().cpu()
         return _pooled_weights(own, step.q[own.query_heads].cpu(), k, self.pool)
 
-    def read(self, record: RowRecord, notes: dict[str, Tensor]) -> None:
+    def read(self, record: RowRecord, notes: dict[str, Tensor], cap: Cap) -> None:
         """The baseline: the ranking by the prompt's last query."""
         for site, pivot in self.sites_of_pivots:
             own = site.part(pivot, pivot + 1, 1.0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -210,10 +210,14 @@ class Part:
 
 @dataclass(frozen=True)
 class Note:
-    """What a row remembers under one name: a tensor of `dtype` with the sizes of `shape`, None where any will do."""
+    """What a row remembers under one name: a tensor of `dtype` with the sizes of `shape`, None where any will do.
+
+    charged: its bytes are on the device between steps and count towards the budget.
+    """
 
     shape: tuple[int | None, ...]
     dtype: torch.dtype
+    charged: bool = False
 
     def check(self, x: Tensor, name: str) -> Tensor:
         """`x`, or `ValueError` where it is something else."""
@@ -223,18 +227,22 @@ class Note:
         return x
 
 
+Cap = Callable[[int], float]
+"""Device bytes of a row's whole budget at a number of tokens; infinite without a budget."""
+
+
 class BeforeStep(Protocol):
     """What a method does with the new tokens before any layer runs; it leaves its result in `passing`."""
 
-    def begin(self, ids: Tensor, tokens: int, notes: dict[str, Tensor], passing: dict[str, object]) -> None:
+    def begin(self, ids: Tensor, tokens: int, notes: dict[str, Tensor], passing: dict[str, object], cap: Cap) -> None:
         """ids int64 [T] follow `tokens` tokens of the row. notes: kept by the row between steps; passing: for this step."""
 
 
 class AfterPrompt(Protocol):
     """What a method remembers of a prompt, for its steps."""
 
-    def read(self, record: RowRecord, notes: dict[str, Tensor]) -> None:
-        """Put into `notes` what `record` tells."""
+    def read(self, record: RowRecord, notes: dict[str, Tensor], cap: Cap) -> None:
+        """Put into `notes` what `record` tells. The row's memories do not exist yet: what is charged makes them smaller."""
 
 
 class AtSite(Protocol):
@@ -250,7 +258,8 @@ class Plan:
 
     allocator: divides the budget among layers per prompt; None: the sites' own shares. before: see `BeforeStep`.
     after_prompt: see `AfterPrompt`. at_site: by site index, see `AtSite`.
-    notes: what its components keep in `Step.notes`, by name.
+    notes: what its components keep in `Step.notes`, by name. features: sites whose entering hidden states the row keeps of the
+        last step, as notes `features.SITE` [T, H], and records of the whole prompt.
     """
 
     parts: Mapping[int, tuple[Part, ...]]
@@ -259,6 +268,7 @@ class Plan:
     notes: Mapping[str, Note] = field(default_factory=dict)
     after_prompt: AfterPrompt | None = None
     at_site: Mapping[int, AtSite] = field(default_factory=dict)
+    features: tuple[int, ...] = ()
 
     def all_components(self) -> tuple[Components, ...]:
         """The distinct compositions, in order."""

@@ -24,6 +24,7 @@ class RowRecord:
     queries: per site, the last min(n, 64) queries [Hq, w, D] in the compute dtype; all n where `all_queries`, on the host.
     surprisal: float32 [n] in nats, the first token's being 0; None where it was not asked for.
     logits: [vocab] after the last token.
+    features: hidden states [n, H] that entered the layers of the sites that a retrieval head reads, on the host.
     head_orders: per KV store the user's model's KV head at each place, where the program that made it moved heads.
     """
 
@@ -35,6 +36,7 @@ class RowRecord:
     logits: Tensor | None = None
     all_queries: bool = False
     head_orders: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    features: dict[int, Tensor] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:
@@ -78,6 +80,10 @@ class Recorder:
             store = self.sites[site].store
             self.record_.keys[store] = k[0].to("cpu", self.dtype, copy=True).contiguous()
             self.record_.values[store] = v[0].to("cpu", self.dtype, copy=True).contiguous()
+
+    def observe(self, site: int, hidden: Tensor) -> None:
+        """Keep the hidden states of row 0; see `semkv.ir.memory.Observer.observe`."""
+        self.record_.features[site] = hidden[0].to("cpu", copy=True)
 
     def entries(self, site: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor):  # pragma: no cover - protocol
         raise RuntimeError("a recorder serves prefill programs only; extend and decode need a state")

@@ -96,6 +96,8 @@ class RowMemory:
         self.traffic = Traffic()
         self.notes: dict[str, Tensor] = {}
         self.passing: dict[str, object] = {}
+        if placement.plan.after_prompt is not None:
+            placement.plan.after_prompt.read(record, self.notes, self.whole_cap)
         self.shares = self._shares(record)
         self.part_shares = part_shares(placement, self.shares, self.tokens)
         self._check_budget()
@@ -104,8 +106,6 @@ class RowMemory:
             store.store: tuple(self._build(store, part, record, divided) for part in placement.parts(store))
             for store in placement.program.stores
         }
-        if placement.plan.after_prompt is not None:
-            placement.plan.after_prompt.read(record, self.notes)
 
     # -- budget ------------------------------------------------------------------------------------------------------
 
@@ -143,6 +143,8 @@ class RowMemory:
 
     def _refuse(self, store: AttentionSite, cap: float) -> NoReturn:
         placement, smallest = self.placement, self.placement.minimum_tokens
+        if self.charged_nbytes:
+            self._refuse_charged()
         if not isinstance(placement.budget.value, int) and cap > 0:
             smallest = math.ceil(smallest * placement.budget.value * self.tokens / cap - 1e-6)
         share = smallest / max(1, self.tokens)
@@ -158,12 +160,39 @@ class RowMemory:
         """Bytes of one token in all heads of `site`, at full resolution."""
         return site.values_per_token * self.placement.budget.dtype.itemsize
 
-    def cap_bytes(self, tokens: int) -> float:
-        """Device bytes that the budgeted stores together may hold at `tokens` tokens."""
+    def _refuse_charged(self) -> NoReturn:
+        """The budget that what the method itself keeps, and the least that it can live in, would fit."""
+        placement = self.placement
+        full = sum(placement.budget.full_bytes(store, self.tokens) for store in placement.budgeted)
+        least = placement.minimum_tokens / self.tokens + self.charged_nbytes / full
+        share = math.ceil(1e3 * (1.003 * least)) / 1e3
+        hint = (
+            f"use a fraction of at least {share:g} at this length"
+            if share <= 1
+            else "no budget is enough at this length"
+        )
+        raise BudgetError(
+            f"budget {placement.budget.value} is too small for {placement.method!r}, whose own index of {self.tokens} tokens takes "
+            f"{self.charged_nbytes / full:.1%} of the KV and which needs {placement.minimum_tokens} tokens per KV head beside it: "
+            f"{hint}, or a mode of the method whose index is smaller"
+        )
+
+    def whole_cap(self, tokens: int) -> float:
+        """Device bytes of the row's budget at `tokens` tokens."""
         placement = self.placement
         return (
             float("inf") if placement.budget.value is None else placement.budget.cap_bytes(placement.budgeted, tokens)
         )
+
+    def cap_bytes(self, tokens: int) -> float:
+        """Device bytes that the budgeted stores together may hold at `tokens` tokens: what charged notes leave."""
+        return self.whole_cap(tokens) - self.charged_nbytes
+
+    @property
+    def charged_nbytes(self) -> int:
+        """Device bytes of the notes that the budget counts."""
+        known = self.placement.plan.notes
+        return sum(x.nbytes for name, x in self.notes.items() if name in known and known[name].charged)
 
     def _part_cap(self, store: AttentionSite, part: Part, tokens: int) -> float:
         if part.components.whole:
@@ -315,7 +344,12 @@ class RowMemory:
         self.passing = {}
         self._offload(self.tokens + len(ids))
         if self.placement.plan.before is not None:
-            self.placement.plan.before.begin(ids, self.tokens, self.notes, self.passing)
+            self.placement.plan.before.begin(ids, self.tokens, self.notes, self.passing, self.whole_cap)
+
+    def observe(self, site: int, hidden: Tensor) -> None:
+        """Keep the hidden states [T, H] that enter a site's layer, where the method reads them in the next step."""
+        if site in self.placement.plan.features:
+            self.notes[f"features.{site}"] = hidden.to("cpu", copy=True)
 
     def _offload(self, tokens: int) -> None:
         """Move the layers whose threshold lies below `tokens` tokens to the host (SpeContext Alg. 2)."""
@@ -355,10 +389,11 @@ class RowMemory:
     ) -> None:
         traffic = self.traffic
         traffic.moved_bytes += sum(memory.moved_nbytes for memory in memories)
+        traffic.held_bytes += sum(memory.held_nbytes for memory in memories)
         if store.treatment == "method":
-            resident = self.device_nbytes(running=memories)
+            resident = self.device_nbytes(running=memories) + self.charged_nbytes
             traffic.peak_bytes = max(traffic.peak_bytes, resident)
-            traffic.peak_share = max(traffic.peak_share, resident / self.cap_bytes(tokens))
+            traffic.peak_share = max(traffic.peak_share, resident / self.whole_cap(tokens))
         if any(memory.zoomed is not None for memory in memories):
             counts = torch.cat([memory.zoom_counts(site.group_size) for memory in memories], 1)
             traffic.zooms[site.index] = traffic.zooms.get(site.index, torch.zeros_like(counts)) + counts

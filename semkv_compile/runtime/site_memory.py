@@ -33,7 +33,7 @@ class SiteMemory:
         self.recent_ids, self.recent_surprisal = recent_ids, recent_surprisal
         self.workspace: Unfolded | None = None
         self.workspace_nbytes = 0
-        self.moved_nbytes = 0
+        self.moved_nbytes = self.held_nbytes = 0
         self.zoomed: Tensor | None = None
 
     # -- sizes -------------------------------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ class SiteMemory:
             _per_head(self.kept.positions, self.recent.positions),
             _per_head(self.recent.positions, self.kept.positions),
         ]
-        self.workspace_nbytes = self.moved_nbytes = 0
+        self.workspace_nbytes = self.moved_nbytes = self.held_nbytes = 0
         self.zoomed = None
         if self.components.evictor is not None and site.index == self.site.index:
             self._score(site, q, torch.cat(k, 1), torch.cat(positions, 1), step)
@@ -296,7 +296,8 @@ class SiteMemory:
             if unfolded.nbytes <= allowance or not bool(union.any()):
                 break
             room *= 0.9 * allowance / unfolded.nbytes  # factors of different ranks are padded to the largest
-        self.workspace_nbytes, self.moved_nbytes = unfolded.nbytes, unfolded.moved_nbytes
+        self.workspace_nbytes = unfolded.nbytes
+        self.moved_nbytes, self.held_nbytes = unfolded.moved_nbytes, unfolded.held_nbytes
         # A copy of what is on the device anyway is not kept.
         self.workspace = unfolded if self.elastic and not self.on_device else None
         return zoom, unfolded

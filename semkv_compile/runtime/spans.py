@@ -24,7 +24,7 @@ class Unfolded:
     tokens: places int64 [Hkv, s] in `HostTokens`, ascending in each head, -1 pads; k, v their keys and values; positions
     int32 [Hkv, s]; unit int64 [Hkv, s] the span of each. factors: as `HostFactors.gather`, with ids int64 [Hkv, F],
     positions int32 [Hkv, F, L] and unit [Hkv, F]; None where no factored span was chosen. moved_nbytes: what crossed the
-    link for it; the rest was resident.
+    link for it; held_nbytes: what was resident and would have.
     """
 
     tokens: Tensor
@@ -37,6 +37,7 @@ class Unfolded:
     factor_positions: Tensor | None
     factor_unit: Tensor | None
     moved_nbytes: int
+    held_nbytes: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -351,15 +352,17 @@ class FoldedSpans:
             unit = torch.where(tokens >= 0, segment_unit.gather(1, owner), -1)
         else:
             positions, unit = tokens, tokens
-        out = Unfolded(tokens, k, v, positions.to(torch.int32), unit, None, None, None, None, moved)
+        held = int((tokens >= 0).sum()) * self.host_tokens.token_nbytes - moved
+        out = Unfolded(tokens, k, v, positions.to(torch.int32), unit, None, None, None, None, moved, held)
         factored = self.segment_kind == FACTORS
         if factored.any() and bool(chosen[:, factored].any()):
             segments = torch.nonzero(factored)[:, 0]
             picked = _padded([torch.nonzero(row)[:, 0] for row in chosen[:, segments]])
             number = segments[picked.clamp(min=0)]
             ids = torch.where(picked >= 0, self.segment_start[number], -1)
-            out.factors, moved = self._gather_factors(ids, resident)
+            out.factors, moved, held = self._gather_factors(ids, resident)
             out.moved_nbytes += moved
+            out.held_nbytes += held
             out.factor_ids = ids
             out.factor_unit = torch.where(picked >= 0, segment_unit.gather(1, number), -1)
             inside = torch.arange(out.factors["key_u"].shape[2])
@@ -387,8 +390,8 @@ class FoldedSpans:
         k[heads, columns], v[heads, columns] = self.host_tokens.gather(tokens[heads, columns], heads)
         return k, v, len(heads) * self.host_tokens.token_nbytes
 
-    def _gather_factors(self, ids: Tensor, resident: Unfolded | None) -> tuple[dict[str, Tensor], int]:
-        """Factors `ids` int64 [Hkv, F] (-1 pads), and the bytes that came from the host."""
+    def _gather_factors(self, ids: Tensor, resident: Unfolded | None) -> tuple[dict[str, Tensor], int, int]:
+        """Factors `ids` int64 [Hkv, F] (-1 pads), and the bytes that came from the host and that were there."""
         held = torch.zeros(ids.shape, dtype=torch.bool)
         if resident is not None and resident.factor_ids is not None:
             match = (ids[:, :, None] == resident.factor_ids[:, None, :]) & (ids >= 0)[:, :, None]
@@ -403,8 +406,11 @@ class FoldedSpans:
                 part = new[heads, columns]
                 part[(slice(None), *fits)] = old[(slice(None), *fits)]
                 new[heads, columns] = part
-        heads, columns = torch.nonzero((ids >= 0) & ~held, as_tuple=True)
-        return out, int(self.host_factors.span_nbytes()[heads, ids[heads, columns]].sum())
+        moved, stayed = (
+            int(self.host_factors.span_nbytes()[heads, ids[heads, columns]].sum())
+            for heads, columns in (torch.nonzero(part, as_tuple=True) for part in ((ids >= 0) & ~held, held))
+        )
+        return out, moved, stayed
 
     def clone(self) -> FoldedSpans:
         copy = object.__new__(FoldedSpans)

@@ -18,15 +18,17 @@ from semkv.runtime.row_memory import Placement, RowMemory
 class Stats:
     """Traffic since prefill, over the rows of a state.
 
-    steps: forward calls of the row with the most. moved_bytes_per_step: host to device, mean. peak_bytes: the largest
-    device residency of a row's budgeted stores in any step. peak_share: the same as a share of its budget. zoom_rate: per
-    site, float32 [Hq], the share of its spans that each query head unfolded; empty where nothing was folded.
+    steps: forward calls of the row with the most. moved_bytes_per_step: host to device, mean. overlap: of what steps
+    unfolded, the share of bytes that was there from the step before; 0 where nothing stays between steps. peak_bytes: the
+    largest device residency of a row's budgeted stores in any step. peak_share: the same as a share of its budget. zoom_rate:
+    per site, float32 [Hq], the share of its spans that each query head unfolded; empty where nothing was folded.
     """
 
     steps: int
     moved_bytes_per_step: float
     peak_bytes: int
     peak_share: float
+    overlap: float
     zoom_rate: dict[int, Tensor]
 
 
@@ -82,7 +84,7 @@ class State:
     def nbytes(self) -> dict[str, int]:
         """Bytes now, over the rows, measured from the tensors that exist.
 
-        device: what the budget counts, between steps (all stores where there is no budget). peak: the sum over rows of
+        device: what the budget counts, between steps (all stores where there is no budget), with charged notes. peak: the sum over rows of
         the largest residency of a step so far. workspace: unfolded spans that stay between steps. window: sliding-window
         stores, which the budget does not count. resident: folded tokens of layers that have not left the device yet
         (`CompileConfig(offload="progressive")`), beside what the budget counts. reserved: device memory allocated ahead.
@@ -99,6 +101,7 @@ class State:
                 out["disk" if placement.disk else "host"] += memory.host_nbytes
                 if memory.elastic and not memory.on_device:
                     out["workspace"] += memory.workspace_nbytes
+            out["device"] += row.charged_nbytes
             out["peak"] += row.traffic.peak_bytes
         out["device"] += out["workspace"]
         out["peak"] = max(out["peak"], out["device"])
@@ -108,15 +111,17 @@ class State:
     def stats(self) -> Stats:
         traffic = [row.traffic for row in self.rows]
         steps = sum(t.steps for t in traffic)
+        moved, held = sum(t.moved_bytes for t in traffic), sum(t.held_bytes for t in traffic)
         zooms: dict[int, Tensor] = {}
         for site in sorted({site for t in traffic for site in t.zooms}):
             unfolded, taken = torch.stack([t.zooms[site] for t in traffic if site in t.zooms]).sum(0)
             zooms[site] = unfolded / taken.clamp(min=1)
         return Stats(
             steps=max((t.steps for t in traffic), default=0),
-            moved_bytes_per_step=sum(t.moved_bytes for t in traffic) / max(1, steps),
+            moved_bytes_per_step=moved / max(1, steps),
             peak_bytes=max((t.peak_bytes for t in traffic), default=0),
             peak_share=max((t.peak_share for t in traffic), default=0.0),
+            overlap=held / max(1, moved + held),
             zoom_rate=zooms,
         )
 
@@ -182,6 +187,11 @@ class State:
         self, site: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor
     ) -> None:  # pragma: no cover - protocol
         raise RuntimeError("a state serves extend and decode programs; prefill programs take a recorder")
+
+    def observe(self, site: int, hidden: Tensor) -> None:
+        """See `semkv.ir.memory.Observer.observe`."""
+        for index, row in enumerate(self.rows):
+            row.observe(site, hidden[index])
 
     def entries(self, site: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Entries:
         """See `semkv.ir.memory.Memory.entries`."""

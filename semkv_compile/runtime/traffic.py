@@ -6,20 +6,22 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-SUMS = ("steps", "moved_bytes", "peak_bytes", "peak_share", "offloaded_bytes")
+SUMS = ("steps", "moved_bytes", "held_bytes", "peak_bytes", "peak_share", "offloaded_bytes")
 
 
 @dataclass
 class Traffic:
     """What decode steps did, summed over the steps of one row.
 
-    steps: forward calls; moved_bytes: from the host tier to the device; peak_bytes: largest device residency of budgeted
+    steps: forward calls; moved_bytes: from the host tier to the device; held_bytes: of what steps unfolded, what was there
+    from the step before and did not move; peak_bytes: largest device residency of budgeted
     stores; peak_share: largest residency as a share of the budget at that step; offloaded_bytes: from the device to the host,
     when layers left it; zooms: per site float32 [2, Hq], units unfolded and decisions taken.
     """
 
     steps: int = 0
     moved_bytes: int = 0
+    held_bytes: int = 0
     peak_bytes: int = 0
     peak_share: float = 0.0
     offloaded_bytes: int = 0

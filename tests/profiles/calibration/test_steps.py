@@ -12,7 +12,16 @@ from semkv.profiles.calibration.steps import forget, with_section
 from semkv.profiles.schema import Profile
 
 calibration = sys.modules["semkv.profiles.calibration.calibrate"]
-SECTIONS = ("head_taxonomy", "retrieval_heads", "layer_errors", "sketch", "sentences", "memory_model", "sekv")
+SECTIONS = (
+    "head_taxonomy",
+    "retrieval_heads",
+    "layer_errors",
+    "sketch",
+    "sentences",
+    "retrieval_head",
+    "memory_model",
+    "sekv",
+)
 
 
 @pytest.fixture(scope="module", autouse=True)

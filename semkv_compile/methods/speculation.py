@@ -1,0 +1,183 @@
+"""Choosing tokens before the first layer: a retrieval head's keys of all tokens, and one ranking that every layer goes by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from semkv.errors import BudgetError
+from semkv.ir.site import AttentionSite
+from semkv.methods.routers import MeansSuffice
+from semkv.profiles.schema.retrieval_head import RetrievalHeadSection, matched_heads
+from semkv.runtime.components import Cap, Note
+from semkv.runtime.quantization import Quantized, bytes_per_vector, dequantize, quantize
+from semkv.runtime.record import RowRecord
+from semkv.runtime.spans import FoldedSpans
+from semkv.runtime.step import Step
+
+KEYS, SCALE, UNREAD = "retrieval.keys", "retrieval.scale", "retrieval.unread"
+RANKING = "retrieval.ranking"
+PROMPT_CHUNK = 2048
+"""Tokens of a prompt whose keys are made at once."""
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """weights float32 [H, T, m]: for the new tokens, how much each KV head of the retrieval head attends to the last m tokens,
+    of which the first is token `first`; -inf logarithm where it is later than the query."""
+
+    weights: Tensor
+    first: int
+
+
+@dataclass(frozen=True, eq=False)
+class Speculation:
+    """SpeContext's retrieval head at run time (Sec. 4.3, SYSTEMS.md P1-P4).
+
+    Before a step it makes the new tokens' queries and keys, adds the keys to its cache, and leaves in `Step.passing` the largest
+    softmax weight over each query group, per KV head: the selection of every layer. Tokens that were generated have keys like
+    all others.
+
+    With features, a token's key needs the hidden states of the token before. Of several tokens that run at once only the
+    first has them: the others ask with what is known, and their keys are made before the next step.
+
+    selector: `Program.selector`. strict: keys in 8 or 4 bits, whichever fits `share` of the budget, of the newest tokens where
+    neither does. batch: one ranking for all heads, by the mean.
+    """
+
+    selector: GraphModule
+    section: RetrievalHeadSection
+    strict: bool = False
+    share: float = 1 / 2
+    batch: bool = False
+
+    def notes(self) -> dict[str, Note]:
+        """Keys (half precision, or codes and scales), and what the last step left: ids without keys, and hidden states."""
+        heads, dim = self.section.kv_heads, self.section.head_dim
+        kept = {KEYS: Note((heads, None, dim), torch.float16, charged=True)}
+        if self.strict:
+            kept = {
+                KEYS: Note((heads, None, None), torch.uint8, charged=True),
+                SCALE: Note((heads, None, 1), torch.float16, charged=True),
+            }
+        seen = {f"features.{site}": Note((None, None), torch.float32) for site in self.section.feature_sites}
+        return kept | seen | {UNREAD: Note((None,), torch.int64)}
+
+    # -- prompt --------------------------------------------------------------------------------------------------------
+
+    def read(self, record: RowRecord, notes: dict[str, Tensor], cap: Cap) -> None:
+        """Keys of a prompt, within what they may take.
+
+        Raises
+        ------
+        BudgetError: the budget is a number of tokens, which keys of every token outgrow.
+        """
+        n = record.tokens
+        if not self.strict and cap(2 * n) == cap(n) != float("inf"):
+            raise BudgetError(
+                "the budget of 'specontext' is a number of tokens, but its retrieval head holds a key of every token: give a "
+                "fraction of the full KV, or strict=True, which keeps the newest tokens' keys in few bits"
+            )
+        bits = 16 if not self.strict else 8 if self._most(8, n, cap) >= n else 4
+        most = self._most(bits, n, cap)
+        first = max(0, n - most)
+        features = [record.features[site].float() for site in self.section.feature_sites]
+        before = torch.nn.functional.pad(torch.cat(features, -1), (0, 0, 1, 0))[:n] if features else None
+        made = [k for _, k in self._run(record.ids[first:], first, None if before is None else before[first:])]
+        self._store(notes, torch.cat(made, 1), bits, most)
+        notes[UNREAD] = torch.zeros(0, dtype=torch.int64)
+        for site in self.section.feature_sites:
+            notes[f"features.{site}"] = record.features[site][-1:].float().clone()
+
+    def _most(self, bits: int, tokens: int, cap: Cap) -> int:
+        """Keys of `bits` bits that are kept at most at so many tokens."""
+        if not self.strict or cap(tokens) == float("inf"):
+            return tokens
+        each = self.section.kv_heads * bytes_per_vector(self.section.head_dim, bits)
+        return max(1, min(tokens, int(self.share * cap(tokens) // each)))
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def begin(self, ids: Tensor, tokens: int, notes: dict[str, Tensor], passing: dict[str, object], cap: Cap) -> None:
+        """See `semkv.runtime.components.BeforeStep`."""
+        ids, unread = ids.cpu(), notes[UNREAD]
+        features = [notes[f"features.{site}"] for site in self.section.feature_sites]
+        if not features:
+            q, k = self._whole(ids, tokens, None)
+        else:
+            before = torch.cat(features, -1).float()
+            q, k = self._whole(torch.cat([unread, ids[:1]]), tokens - len(unread), before)
+            q = q[:, -1:]
+            if len(ids) > 1:
+                later, _ = self._whole(ids[1:], tokens + 1, before[-1:].expand(len(ids) - 1, -1))
+                q = torch.cat([q, later], 1)
+            notes[UNREAD] = ids[1:].clone()
+        keyed = tokens + (len(ids) if not features else 1)
+        bits = self._bits(notes)
+        self._store(notes, k, bits, self._most(bits, tokens + len(ids), cap))
+        keys = self._keys(notes)
+        passing[RANKING] = self._ranking(q, keys, tokens, keyed - keys.shape[1])
+
+    def _ranking(self, q: Tensor, keys: Tensor, tokens: int, first: int) -> Ranking:
+        logits = q.unflatten(0, (keys.shape[0], -1)) @ keys[:, None].transpose(2, 3)  # [Hkv, G, T, m]
+        asked = tokens + torch.arange(q.shape[1])
+        logits.masked_fill_(first + torch.arange(keys.shape[1]) > asked[:, None], float("-inf"))
+        weights = logits.softmax(-1).amax(1)
+        return Ranking(weights.mean(0, keepdim=True) if self.batch else weights, first)
+
+    def _run(self, ids: Tensor, first: int, before: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
+        """Queries [Hq, t, D] and keys [Hkv, t, D] of ids [n] from position `first` on, a chunk at a time, on the host."""
+        device = next(self.selector.buffers()).device
+        for start in range(0, len(ids), PROMPT_CHUNK):
+            part = slice(start, start + PROMPT_CHUNK)
+            at = first + torch.arange(len(ids))[part]
+            given = [x[None].to(device) for x in (ids[part], at, *([] if before is None else [before[part]]))]
+            q, k = self.selector(*given)
+            yield q[0].cpu(), k[0].cpu()
+
+    def _whole(self, ids: Tensor, first: int, before: Tensor | None) -> tuple[Tensor, Tensor]:
+        parts = list(self._run(ids, first, before))
+        return torch.cat([q for q, _ in parts], 1), torch.cat([k for _, k in parts], 1)
+
+    def _bits(self, notes: dict[str, Tensor]) -> int:
+        if not self.strict:
+            return 16
+        return 8 if notes[KEYS].shape[-1] == self.section.head_dim else 4
+
+    def _store(self, notes: dict[str, Tensor], k: Tensor, bits: int, most: int) -> None:
+        """Add keys k [Hkv, t, D] of the next tokens, and keep the newest `most`."""
+        if self.strict:
+            packed = quantize(k, bits)
+            new = {KEYS: packed.codes, SCALE: packed.scale}
+        else:
+            new = {KEYS: k.to(torch.float16)}
+        for name, x in new.items():
+            held = torch.cat([notes[name], x], 1) if name in notes else x
+            notes[name] = held[:, max(0, held.shape[1] - most) :].clone()
+
+    def _keys(self, notes: dict[str, Tensor]) -> Tensor:
+        """Float32 [Hkv, m, D]."""
+        if not self.strict:
+            return notes[KEYS].float()
+        return dequantize(Quantized(notes[KEYS], notes[SCALE], self._bits(notes), self.section.head_dim))
+
+
+@dataclass(frozen=True)
+class SpeculativeRouter(MeansSuffice):
+    """Single tokens in the order of the ranking that `Speculation` left for this step: the same in every layer."""
+
+    def score(self, site: AttentionSite, q: Tensor, spans: FoldedSpans, step: Step) -> Tensor:
+        ranking = step.passing[RANKING]
+        assert isinstance(ranking, Ranking)
+        place = spans.positions[0].long() - ranking.first
+        weights = ranking.weights[:, :, place.clamp(min=0)].masked_fill(place < 0, 0.0).log()
+        last = site.first_head + site.kv_heads
+        own = matched_heads(weights, step.site.kv_heads)[site.first_head : last]
+        return own.repeat_interleave(site.group_size, 0)
+
+    def threshold(self, site: AttentionSite) -> Tensor:
+        return torch.full((site.q_heads,), float("-inf"))
