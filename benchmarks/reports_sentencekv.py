@@ -121,8 +121,8 @@ def main() -> None:
         f"Equal chunks have {chunk} tokens, the mean length of the sentences of this text.",
         "## Buckets and queries, question asked after compression",
         "Nothing is dropped in the lines without an r, so that ranking alone decides; with an r, the prompt's end, which is not the "
-        "question, says what is retained. A question here is one sentence that is looked up by few of its words: their own query is the "
-        "sharper one, and the mean over the sentence dilutes it.",
+        "question, says what is retained. A question here is one sentence that is looked up by few of its words, "
+        "which a mean over the sentence may dilute.",
         claims_table(unseen, CLAIMS_UNSEEN),
         "## The question at the prompt's end",
         "The paper's setting. The question is prefilled, so that the mean query begins with the answer.",
