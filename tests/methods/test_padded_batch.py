@@ -18,7 +18,7 @@ BUDGET = 0.4
 SETTINGS: dict[str, tuple[float | None, dict[str, Any]]] = {
     "full": (None, {}), "infllm": (0.8, {"block": 8}), "clusterkv": (0.8, {"tokens_per_cluster": 12}),
     "heterocache": (0.8, {"tau_similar": 0.05, "tau_stable": 0.001, "every": 2, "tau_drift": 0.9}),
-    "omnikv": (0.8, {"filter_layers": (0,)}),
+    "omnikv": (0.8, {"filter_layers": (0,)}), "specontext": (0.6, {}),
 }  # fmt: skip
 OTHERS: dict[str, tuple[str, float, dict[str, Any]]] = {
     "sekv, thresholds only": ("sekv", BUDGET, {"fill": False}),
@@ -31,6 +31,7 @@ OTHERS: dict[str, tuple[str, float, dict[str, Any]]] = {
         BUDGET,
         {"strict": True, "uniform": True, "tau_similar": 0.05, "every": 2, "tau_drift": 0.9},
     ),
+    "specontext, strict": ("specontext", 0.5, {"strict": True}),
     "omnikv, strict": ("omnikv", BUDGET, {"strict": True, "filter_layers": (0,)}),
     "heterocache, anchors": ("heterocache", BUDGET, {"uniform": True, "tau_stable": 0.001, "tau_similar": 1.0}),
 }
