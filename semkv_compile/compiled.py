@@ -84,9 +84,10 @@ class CompiledModel(GenerationMixin, nn.Module):
             raise BudgetError(f"method {method.name!r} keeps everything: pass no budget with it (got {budget!r})")
         object.__setattr__(self, "_source", source)
         self.profile, self.method, self.budget, self.settings = profile, method, budget, settings
-        program = source if lowered else lower(source, _pass_options(source, method, profile))
-        dtype = settings.torch_kv_dtype(program.dtype)
-        plan = method.plan(program, profile)
+        dtype = settings.torch_kv_dtype(source.dtype)
+        decided = method.for_budget(source, profile, Budget(budget, dtype))
+        program = source if lowered else lower(source, _pass_options(source, decided, profile))
+        plan = decided.plan(program, profile)
         limits = offload_thresholds(program, plan, profile, Budget(budget, dtype), settings)
         program = place(program, PassOptions(thresholds=limits)) if limits and not lowered else program
         object.__setattr__(self, "program", program)

@@ -12,6 +12,7 @@ from semkv.methods.full import Full
 from semkv.methods.h2o import H2O
 from semkv.methods.heterocache import HeteroCache
 from semkv.methods.infllm import InfLLM
+from semkv.methods.mixed import Mixed
 from semkv.methods.omnikv import OmniKV
 from semkv.methods.pyramidkv import PyramidKV
 from semkv.methods.quest import Quest
@@ -47,6 +48,7 @@ METHODS: dict[str, type[Method]] = {
         HeteroCache,
         OmniKV,
         SpeContext,
+        Mixed,
     )
 }
 
@@ -67,6 +69,7 @@ __all__ = [
     "Full",
     "HeteroCache",
     "Method",
+    "Mixed",
     "OmniKV",
     "PyramidKV",
     "Quest",

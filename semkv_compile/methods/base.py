@@ -11,6 +11,7 @@ from semkv.errors import ConfigError
 from semkv.ir.program import Program
 from semkv.profiles.schema import Profile
 from semkv.profiles.schema.retrieval_head import RetrievalHead
+from semkv.runtime.budget import Budget
 from semkv.runtime.components import Components, Part, Plan
 
 
@@ -35,6 +36,10 @@ class Method(ABC):
     @abstractmethod
     def components(self, program: Program, profile: Profile | None) -> Components:
         """The composition for this model; `ConfigError` where the profile lacks what the method needs."""
+
+    def for_budget(self, program: Program, profile: Profile | None, budget: Budget) -> Method:
+        """This method with what it leaves open decided for `budget`; called before all else of it. Default: itself."""
+        return self
 
     def layer_shares(self, program: Program, profile: Profile | None) -> tuple[float, ...] | None:
         """One positive weight per store of `program.stores`, by which layers divide the budget; None: evenly."""

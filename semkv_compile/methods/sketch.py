@@ -3,90 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import ClassVar
-
-import torch
-from torch import Tensor
 
 from semkv.errors import ConfigError
 from semkv.ir.program import Program
 from semkv.ir.site import AttentionSite
 from semkv.methods.base import Method
 from semkv.methods.keepers import Sinks
-from semkv.methods.page_routers import PageRouter
 from semkv.methods.pages import Frame, Pages
+from semkv.methods.routers import OracleRouter
+from semkv.methods.sketch_router import SketchMaps, SketchRouter
 from semkv.profiles.schema import Profile, SketchSection
-from semkv.profiles.schema.codes import decode, encode
-from semkv.runtime.components import Components, IndexPart, Part, Plan, Summary
-from semkv.runtime.segments import Folding
-from semkv.runtime.spans import FoldedSpans
+from semkv.runtime.budget import Budget
+from semkv.runtime.components import Components, Part, Plan
 
 MISSING = "method 'sketch' needs a profile with a token sketch: make one with `semkv-profile MODEL --steps retrieval-heads,sketch -o OUT`"
 
 
 @dataclass(frozen=True)
-class SketchMaps:
-    """The sketch of one run of KV heads: query [Hkv, D, r], key [Hkv, D, r], mean and std [Hkv, r], `bits` per number."""
+class HeadKind:
+    """Of one KV head: rank and bits of its sketch, or, where rank is 0, the role that says what it holds instead."""
 
-    query: Tensor
-    key: Tensor
-    mean: Tensor
-    std: Tensor
-    bits: int
-
-    @property
-    def rank(self) -> int:
-        """r, numbers per token."""
-        return self.key.shape[-1]
-
-
-@dataclass(frozen=True, eq=False)
-class SketchRouter(PageRouter):
-    """q.k from the codes alone: (q A).decode(code(k B)), per token or for the best token of a page.
-
-    maps: by (site index, first KV head) of the parts that it serves.
-    """
-
-    maps: dict[tuple[int, int], SketchMaps]
-
-    def _maps(self, site: AttentionSite) -> SketchMaps:
-        # Sites that share a store are routed with their own queries, and the codes were made with its owner's maps.
-        return self.maps[site.store, site.first_head]
-
-    def index(self, site: AttentionSite, summary: Summary | None) -> dict[str, IndexPart]:
-        maps = self._maps(site)
-        width = -(-maps.rank * maps.bits // 8)
-        return {"codes": IndexPart(site.kv_heads, width, dtype=torch.uint8, merge="never")}
-
-    def build(self, site: AttentionSite, folding: Folding, mean_k: Tensor | None) -> dict[str, Tensor]:
-        maps = self._maps(site)
-        levels = encode(folding.k.float() @ maps.key, maps.mean, maps.std, maps.bits)
-        return {"codes": pack_levels(levels, maps.bits)}
-
-    def logits(self, site: AttentionSite, q: Tensor, spans: FoldedSpans) -> Tensor:
-        maps = self._maps(site)
-        levels = unpack_levels(spans.index["codes"], maps.bits, maps.rank)  # type: ignore[arg-type]
-        return (q @ maps.query) @ decode(levels, maps.mean, maps.std, maps.bits).transpose(1, 2)
-
-
-def pack_levels(levels: Tensor, bits: int) -> Tensor:
-    """Levels int8 [..., r] in [-2^(bits-1), 2^(bits-1)) -> uint8 [..., ceil(r * bits / 8)], the lowest bit first."""
-    raised = (levels.to(torch.int16) + (1 << (bits - 1)))[..., None]
-    stream = ((raised >> torch.arange(bits, dtype=torch.int16)) & 1).flatten(-2)
-    stream = torch.nn.functional.pad(stream, (0, -stream.shape[-1] % 8)).unflatten(-1, (-1, 8))
-    return (stream << torch.arange(8, dtype=torch.int16)).sum(-1).to(torch.uint8)
-
-
-def unpack_levels(packed: Tensor, bits: int, rank: int) -> Tensor:
-    """The levels int8 [..., rank] of `pack_levels`."""
-    if 8 % bits == 0:  # codes do not straddle bytes
-        parts = (packed[..., None] >> torch.arange(0, 8, bits, dtype=torch.uint8)) & ((1 << bits) - 1)
-        return parts.flatten(-2)[..., :rank].to(torch.int8) - (1 << (bits - 1))
-    stream = ((packed[..., None] >> torch.arange(8, dtype=torch.uint8)) & 1).flatten(-2)[..., : rank * bits]
-    places = torch.tensor([1 << place for place in range(bits)], dtype=torch.int16)
-    return ((stream.unflatten(-1, (rank, bits)) * places).sum(-1) - (1 << (bits - 1))).to(torch.int8)
+    rank: int = 0
+    bits: int = 0
+    role: str = ""
 
 
 @dataclass(frozen=True)
@@ -97,9 +39,12 @@ class Sketch(Method):
     and bits that find the attention (`semkv.profiles.schema.SketchSection`). Heads that do not retrieve get none: they keep
     their first and recent tokens.
 
-    rank, bits: of every sketch; 0: the profile's own per head. all_heads: sketch heads that do not retrieve as well.
+    rank, bits: of every sketch; 0: per head the profile's own, or, where those take more than `code_share` of what the head has
+    at the budget (a fraction), the ones that found most attention among those that do not. code_bits: instead of `code_share`,
+    the most bits per token and head. all_heads: sketch heads that do not retrieve as well.
     idle_share: of an even share of the budget, what a head without a sketch keeps. sinks, window: exact tokens of heads with a
-    sketch. fixed_share: of their budget, for codes and exact tokens.
+    sketch. fixed_share: of their budget, for codes and exact tokens. oracle: true attention chooses in place of codes, which are
+    neither made nor charged: the ceiling of any sketch with these budgets, not a method.
     """
 
     rank: int = 0
@@ -109,6 +54,9 @@ class Sketch(Method):
     sinks: int = 4
     window: int = 32
     fixed_share: float = 1 / 2
+    code_share: float = 0.25
+    code_bits: int = 0
+    oracle: bool = False
 
     name: ClassVar[str] = "sketch"
     minimum_tokens: ClassVar[int] = 24
@@ -118,6 +66,11 @@ class Sketch(Method):
             ("bits", 0 <= self.bits <= 8, "1 to 8, or 0 for the profile's own"),
             ("idle_share", 0 < self.idle_share <= 1, "a share in (0, 1]"),
             ("fixed_share", 0 < self.fixed_share <= 1, "a share in (0, 1]"),
+            (
+                "code_share",
+                0 < self.code_share <= self.fixed_share,
+                f"a share in (0, fixed_share ({self.fixed_share})]",
+            ),
             ("window", self.window >= 1, "at least 1 token"),
         ):
             if not sound:
@@ -127,35 +80,62 @@ class Sketch(Method):
         if profile is None or profile.info.sketch is None:
             raise ConfigError(MISSING)
 
+    def for_budget(self, program: Program, profile: Profile | None, budget: Budget) -> Method:
+        if self.rank or self.bits or self.code_bits or not isinstance(budget.value, float):
+            return self  # of a number of tokens nobody knows yet which fraction it is
+        stores = [site for site in program.stores if not site.window]
+        heads = sum(site.kv_heads for site in stores)
+        share = budget.value * heads / sum(sum(self._weights(profile, site)) for site in stores)
+        bits = min(8 * budget.dtype.itemsize * (site.key_dim + site.value_dim) for site in stores)
+        return replace(self, code_bits=max(1, int(self.code_share * share * bits)))
+
     def components(self, program: Program, profile: Profile | None) -> Components:
         return self.plan(program, profile).all_components()[0]
 
     def plan(self, program: Program, profile: Profile | None) -> Plan:
-        section = self._section(profile)
+        self.check(profile)
         frame = Frame(self.sinks, self.window)
-        router = SketchRouter({})
+        router = self.router(program, profile)
+        chooser = OracleRouter() if self.oracle else router
         found = Components(
-            segmenter=Pages(1, frame, fixed=True), router=router, outside="folded", fixed_share=self.fixed_share,
+            segmenter=Pages(1, frame, fixed=True), router=chooser, outside="folded", fixed_share=self.fixed_share,
             floor_tokens=16, window=self.window, window_share=frame.share, fold_chunk=frame.fold_chunk,
         )  # fmt: skip
-        idle = Components(keeper=Sinks(self.sinks), outside="dropped")
+        idle: dict[str, Components] = {}
         parts: dict[int, tuple[Part, ...]] = {}
         for site in program.stores:
             if site.treatment != "method":
                 continue
-            total = sum(self._weights(section, site))
+            weights = self._weights(profile, site)
             made = []
-            for first, last, rank, bits in self._runs(section, site):
-                share = (last - first) * (1.0 if rank else self.idle_share) / total
-                made.append(Part(first, last, found if rank else idle, share))
-                if rank:
-                    router.maps[site.store, first] = self._maps(profile, site, first, last, rank, bits)
+            for first, last, kind in self._runs(profile, site):
+                if kind.rank:
+                    router.maps[site.store, first] = self._maps(profile, site, first, last, kind)
+                elif kind.role not in idle:
+                    idle[kind.role] = self.idle(program, profile, kind.role)
+                share = sum(weights[first:last]) / sum(weights)
+                made.append(Part(first, last, found if kind.rank else idle[kind.role], share))
             parts[site.store] = tuple(made)
         return Plan(parts)
 
+    def router(self, program: Program, profile: Profile | None) -> SketchRouter:
+        """What chooses tokens for heads that have a sketch; `plan` fills in the maps."""
+        return SketchRouter({})
+
+    def idle(self, program: Program, profile: Profile | None, role: str) -> Components:
+        """What heads of this role without a sketch hold."""
+        return Components(keeper=Sinks(self.sinks), outside="dropped")
+
+    def role(self, profile: Profile | None, site: AttentionSite, head: int) -> str:
+        """By which `idle` tells heads without a sketch apart; `head` in the order of the user's model."""
+        return ""
+
+    def layer_weight(self, profile: Profile | None, site: AttentionSite) -> float:
+        """What `idle_share` is multiplied by in the layer of `site`."""
+        return 1.0
+
     def layer_shares(self, program: Program, profile: Profile | None) -> tuple[float, ...] | None:
-        section = self._section(profile)
-        return tuple(sum(self._weights(section, site)) / site.kv_heads for site in program.stores)
+        return tuple(sum(self._weights(profile, site)) / site.kv_heads for site in program.stores)
 
     def _section(self, profile: Profile | None) -> SketchSection:
         self.check(profile)
@@ -163,36 +143,48 @@ class Sketch(Method):
         assert profile.info.sketch is not None
         return profile.info.sketch
 
-    def _kinds(self, section: SketchSection, site: AttentionSite) -> list[tuple[int, int]]:
-        """(rank, bits) of each KV head in the order of the lowered program; rank 0 has no sketch."""
-        order = site.head_order or tuple(range(site.kv_heads))
+    def _kinds(self, profile: Profile | None, site: AttentionSite) -> list[HeadKind]:
+        """The kind of each KV head in the order of the lowered program."""
+        section = self._section(profile)
         kinds = []
-        for head in order:
+        for head in site.head_order or range(site.kv_heads):
             rank, bits = section.ranks[site.index][head], section.bits[site.index][head]
-            if rank or self.all_heads:
-                rank = min(self.rank or rank or section.rank, section.rank, site.key_dim)
-                bits = self.bits or bits or 4
-            kinds.append((rank, bits))
+            if not rank and not self.all_heads:
+                kinds.append(HeadKind(role=self.role(profile, site, head)))
+                continue
+            rank, bits = self._within(profile, site, head, rank or section.rank, bits or 4)
+            kinds.append(HeadKind(min(self.rank or rank, section.rank, site.key_dim), self.bits or bits))
         return kinds
 
-    def _weights(self, section: SketchSection, site: AttentionSite) -> list[float]:
+    def _within(self, profile: Profile | None, site: AttentionSite, head: int, rank: int, bits: int) -> tuple[int, int]:
+        """`rank` and `bits`, or of those that were measured the ones that find most in `code_bits` per token."""
+        if not self.code_bits or rank * bits <= self.code_bits:
+            return rank, bits
+        assert profile is not None
+        candidates = self._section(profile).candidates
+        caught = profile.tensors[f"sketch.caught.{site.index}"][head].tolist()
+        fitting = [place for place, pair in enumerate(candidates) if pair[0] * pair[1] <= self.code_bits]
+        return candidates[max(fitting, key=caught.__getitem__)] if fitting else candidates[0]
+
+    def _weights(self, profile: Profile | None, site: AttentionSite) -> list[float]:
+        """What each KV head gets of an even share, in the order of the lowered program."""
         if site.window:
             return [1.0] * site.kv_heads
-        return [1.0 if rank else self.idle_share for rank, _ in self._kinds(section, site)]
+        idle = self.idle_share * self.layer_weight(profile, site)
+        return [1.0 if kind.rank else idle for kind in self._kinds(profile, site)]
 
-    def _runs(self, section: SketchSection, site: AttentionSite) -> Iterator[tuple[int, int, int, int]]:
-        """(first, last, rank, bits) of neighbouring KV heads that are alike."""
+    def _runs(self, profile: Profile | None, site: AttentionSite) -> Iterator[tuple[int, int, HeadKind]]:
+        """(first, last, kind) of neighbouring KV heads that are alike."""
         first = 0
-        for (rank, bits), run in groupby(self._kinds(section, site)):
+        for kind, run in groupby(self._kinds(profile, site)):
             last = first + len(list(run))
-            yield first, last, rank, bits
+            yield first, last, kind
             first = last
 
-    def _maps(
-        self, profile: Profile | None, site: AttentionSite, first: int, last: int, rank: int, bits: int
-    ) -> SketchMaps:
+    def _maps(self, profile: Profile | None, site: AttentionSite, first: int, last: int, kind: HeadKind) -> SketchMaps:
         assert profile is not None
         order = list(site.head_order or range(site.kv_heads))[first:last]
         names = ("query", "key", "mean", "std")
         query, key, mean, std = (profile.tensors[f"sketch.{name}.{site.index}"].float()[order] for name in names)
-        return SketchMaps(query[..., :rank], key[..., :rank], mean[..., :rank], std[..., :rank], bits)
+        rank = kind.rank
+        return SketchMaps(query[..., :rank], key[..., :rank], mean[..., :rank], std[..., :rank], kind.bits)

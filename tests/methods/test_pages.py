@@ -12,7 +12,7 @@ from semkv.methods.clusterkv import KeyClusters, cluster
 from semkv.methods.page_routers import MeanKeyRouter, MinMaxRouter, RepresentativeRouter, representative_scores
 from semkv.methods.pages import Frame, Pages
 from semkv.methods.shadowkv import OutlierPages, page_cosines
-from semkv.methods.sketch import SketchMaps, SketchRouter, pack_levels, unpack_levels
+from semkv.methods.sketch_router import SketchMaps, SketchRouter, pack_levels, unpack_levels
 from semkv.profiles.schema.codes import decode, encode
 from semkv.runtime.components import Components
 from semkv.runtime.record import RowRecord

@@ -10,8 +10,10 @@ from semkv.api import compile as compile_model
 from semkv.config import CompileConfig
 from semkv.errors import BudgetError, ConfigError
 from semkv.methods import find_method
+from semkv.profiles.schema import Profile
+from semkv.runtime.budget import Budget
 
-RETRIEVING = ("quest", "shadowkv", "infllm", "clusterkv", "sketch")
+RETRIEVING = ("quest", "shadowkv", "infllm", "clusterkv", "sketch", "mixed")
 SMALL = {"infllm": {"block": 8}, "clusterkv": {"tokens_per_cluster": 12}}
 
 
@@ -69,7 +71,7 @@ def test_saved_states_go_on(whole, name, tmp_path):
 def test_with_room_for_everything_it_is_full_attention(whole, name):
     """What stays folded is nothing: only the 8 bits of folded tokens are left of the approximation."""
     options = SMALL.get(name, {}) | (
-        {"all_heads": True, "fixed_share": 0.3} if name == "sketch" else {"fixed_share": 0.3}
+        {"all_heads": True, "fixed_share": 0.3} if name in ("sketch", "mixed") else {"fixed_share": 0.3}
     )
     compiled = whole.with_method(
         name, budget=2000, config=whole.settings.model_copy(update={"residency": "elastic"}), **options
@@ -89,6 +91,13 @@ def test_with_room_for_everything_it_is_full_attention(whole, name):
         ("infllm", {"representatives": 0}, "option 'representatives' of method 'infllm' is 0"),
         ("clusterkv", {"rounds": 0}, "option 'rounds' of method 'clusterkv' is 0"),
         ("sketch", {"idle_share": 0.0}, "option 'idle_share' of method 'sketch' is 0.0; expected a share"),
+        (
+            "sketch",
+            {"code_share": 0.6},
+            r"option 'code_share' of method 'sketch' is 0.6; expected a share in \(0, fixed_share",
+        ),
+        ("mixed", {"errors": 3.0}, "option 'errors' of method 'mixed' is 3.0; expected a power from 0 to 2"),
+        ("mixed", {"sentence": 0.6, "prior": 0.6}, "option 'sentence' of method 'mixed' is 0.6; expected a share"),
     ],
 )
 def test_options_are_checked(name, options, message):
@@ -106,3 +115,61 @@ def test_a_sketch_needs_its_profile(whole):
 def test_a_budget_below_the_smallest_names_it(whole, name):
     with pytest.raises(BudgetError, match=f"'{name}' needs at least {find_method(name).minimum_tokens}"):
         whole.with_method(name, budget=0.01).prefill(prompt(300, 1))
+
+
+@pytest.mark.parametrize(("budget", "most"), [(0.02, 30), (0.03, 45), (0.1, 150), (1.0, 1505)])
+def test_a_small_budget_gets_short_codes(whole, budget, most):
+    """A quarter of what a sketched head has, in bits per token: 2048 bits of KV, 16 heads that weigh 4 + 12 * 0.12."""
+    decided = find_method("sketch").for_budget(whole.program, whole.profile, Budget(budget, torch.float16))
+    assert decided.code_bits == int(0.25 * budget * 16 / (4 + 12 * 0.12) * 2048)
+    assert decided.code_bits == most
+    section = whole.profile.info.sketch
+    for head, kind in enumerate(decided._kinds(whole.profile, whole.program.stores[1])):
+        own = section.ranks[1][head] * section.bits[1][head]
+        caught = whole.profile.tensors["sketch.caught.1"][head]
+        if own <= decided.code_bits:
+            assert kind.rank * kind.bits == own
+            continue
+        naive = max(
+            (float(caught[place]), pair)
+            for place, pair in enumerate(section.candidates)
+            if pair[0] * pair[1] <= decided.code_bits
+        )
+        assert (kind.rank, kind.bits) == naive[1]
+
+
+def test_named_options_of_a_sketch_hold_at_any_budget(whole):
+    for options in ({"rank": 16}, {"bits": 2}, {"code_bits": 9}):
+        asked = find_method("sketch", options)
+        assert asked.for_budget(whole.program, whole.profile, Budget(0.01, torch.float16)) is asked
+    asked = find_method("sketch")
+    assert asked.for_budget(whole.program, whole.profile, Budget(200, torch.float16)) is asked
+
+
+def test_the_ceiling_finds_what_true_attention_finds(whole):
+    """The oracle's choice is that of the exact scores, and it is charged no codes."""
+    ceiling, sketch = whole.with_method("sketch", budget=0.25, oracle=True), whole.with_method("sketch", budget=0.25)
+    for compiled, codes in ((ceiling, False), (sketch, True)):
+        state = compiled.prefill(prompt(400, 1))
+        found = [memory.spans for memory in state.rows[0].budgeted() if memory.spans is not None]
+        assert found
+        assert all(bool(spans.index) == codes for spans in found)
+
+
+@pytest.mark.parametrize("option", [{"others": "window"}, {"others": "votes"}, {"errors": 0.5}, {"sentence": 0.3}])
+def test_a_mixture_of_other_parts_keeps_its_budget_and_its_rows(whole, option):
+    compiled = whole.with_method("mixed", budget=0.3, **option)
+    default = whole.with_method("mixed", budget=0.3)
+    state, plain = compiled.prefill(prompt(400, 1)), default.prefill(prompt(400, 1))
+    for seed in range(3):
+        other, same = compiled.extend(state, prompt(20, seed)), default.extend(plain, prompt(20, seed))
+    assert state.stats.peak_share <= 1
+    assert not torch.equal(other, same), "the option changes nothing"
+
+
+def test_a_mixture_says_which_section_it_lacks(whole):
+    info = whole.profile.info.model_copy(update={"sekv": None})
+    profile = Profile(info, {k: v for k, v in whole.profile.tensors.items() if not k.startswith("sekv.")})
+    with pytest.raises(ConfigError, match=r"method 'mixed' needs a profile with the section 'sekv'.*others='window'"):
+        find_method("mixed").check(profile)
+    find_method("mixed", {"others": "window"}).check(profile)

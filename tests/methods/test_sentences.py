@@ -103,7 +103,8 @@ def test_as_the_text_has_them(name, kind):
 
 PIECES = (
     "word", "A", "3.14", "$1,299.99", "2.0.1", "Dr.", "Mr.", "J.", "e.g.", "U.S.", "a.m.", "vs.", "end.", "end!", "end?", "what?!",
-    "well...", '"quoted."', '"Why?"', "(aside.)", "“He left.”", "‘Go.’", "a!=b", "x.y", "no marks", "今天。", "「好。」", "去吧！", "是的？", "你好",
+    "well...", '"quoted."', '"Why?"', "(aside.)", "“He left.”", "‘Go.’", "a!=b", "x.y", "no marks",
+    "今天。", "「好。」", "去吧！", "是的？", "你好",
 )  # fmt: skip
 
 

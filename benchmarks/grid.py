@@ -1,0 +1,238 @@
+"""Every method on the bundled model: which keeps the answers, at which budget, length, and with the question seen or not.
+
+    python benchmarks/grid.py                     # about six hours of one core in all; stops and goes on anywhere
+    python benchmarks/grid.py --families dense    # one family, as one of several processes that share the rows
+    python benchmarks/grid.py --report-only       # what the rows hold so far
+
+Three parts, each a JSON in benchmarks/results/: `grid` (4K tokens, question unseen, 3, 5, 10 and 20 %, 50 questions a cell),
+`grid_leaders` (the same at 3, 5 and 10 % with 200 questions for `auto`, `mixed`, `sketch`, the five systems, the best
+baseline and the ceiling) and `grid_settings` (2K and 8K tokens, and the question seen, at 10 %). Writes docs/results/grid.md.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from grids import DOCS, FAMILIES, LENGTH, RESULTS, Bench, parser, table, write_document, write_results
+from quality import points
+
+from semkv.evaluation import Grid, Report, Variant
+from semkv.evaluation.fitting import which_fit
+from semkv.evaluation.plots import draw_all
+from semkv.evaluation.schema import Summary
+from semkv.evaluation.subject import Subject
+from semkv.evaluation.tables import markdown, percent, provenance
+
+SPARSE = ("single", "multi", "confusable")
+BUDGETS = (0.03, 0.05, 0.1, 0.2)
+TIGHT = (0.03, 0.05, 0.1)
+BARS = {0.1: (0.99, 0.95), 0.05: (0.97, 0.88), 0.03: (0.94, 0.75)}
+"""By budget: what `auto` has to keep of the full cache's answers, mean of the sparse families and in the dense haystack."""
+
+SYSTEMS = ("sekv", "heterocache", "sentencekv", "compresskv", "specontext")
+OURS = ("mixed", "sketch")
+BASELINES = (
+    "streaming_llm", "h2o", "snapkv", "pyramidkv", "chunkkv", "cake", "semanticache", "quest", "shadowkv", "omnikv", "infllm",
+    "clusterkv",
+)  # fmt: skip
+FORMS: dict[str, dict[str, dict[str, object]]] = {
+    "heterocache": {"heterocache, strict": {"strict": True}},
+    "omnikv": {"omnikv, strict": {"strict": True}},
+    "specontext": {"specontext, strict": {"strict": True}},
+    "compresskv": {"compresskv, recoverable": {"recoverable": True}},
+    "sentencekv": {"sentencekv, recoverable": {"recoverable": True}},
+}
+"""Beside the paper's form of a method, which drops tokens or needs much room, ours."""
+CEILING = "ceiling"
+AUTO = "auto"
+RIVALS = {
+    "sekv": ("streaming_llm", "h2o", "snapkv", "pyramidkv", "chunkkv", "semanticache", "sentencekv"),
+    "heterocache": ("snapkv", "cake", "quest", "shadowkv", "omnikv"),
+    "sentencekv": ("h2o", "snapkv", "quest", "shadowkv", "infllm"),
+    "compresskv": ("streaming_llm", "snapkv", "pyramidkv", "cake"),
+    "specontext": ("quest", "shadowkv", "clusterkv"),
+}
+"""The methods that each system's own paper compares it with."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One grid: which methods at which budgets, and on what."""
+
+    name: str
+    title: str
+    methods: tuple[str, ...]
+    budgets: tuple[float, ...]
+    samples: int
+    length: int = LENGTH
+    question: str = "unseen"
+
+    def variants(self) -> tuple[Variant, ...]:
+        made = [Variant(method="full")]
+        for budget in self.budgets:
+            for name in self.methods:
+                if name == CEILING:
+                    made.append(Variant(method="sketch", budget=budget, options={"oracle": True}, label=CEILING))
+                    continue
+                made.append(Variant(method=name, budget=budget))
+                for label, options in FORMS.get(name, {}).items():
+                    made.append(Variant(method=name, budget=budget, options=options, label=label))
+        return tuple(made)
+
+    def grid(self, families: tuple[str, ...] = FAMILIES) -> Grid:
+        return Grid(
+            variants=self.variants(), families=families, lengths=(self.length,), questions=(self.question,),
+            samples=self.samples, questions_per_context=4,
+        )  # fmt: skip
+
+
+def best_baseline(report: Report) -> str:
+    """The baseline with the best mean over the tight budgets."""
+    scores = {
+        name: sum(s.accuracy.value for s in report.summaries if s.variant.label == name and s.variant.budget in TIGHT)
+        for name in BASELINES
+    }
+    return max(scores, key=lambda name: (scores[name], name))
+
+
+class Measuring:
+    """Runs parts, leaving out what cannot run, and reports on them with `auto` beside the method that it takes."""
+
+    def __init__(self, arguments) -> None:
+        self.bench = Bench("grid", arguments)
+        self.arguments = arguments
+        self.subject = Subject(self.bench.compiled, self.bench.identity)
+        self.refused: dict[str, dict[str, str]] = {}
+
+    def run(self, part: Part) -> Report:
+        grid = part.grid()
+        if self.arguments.samples:
+            grid = grid.model_copy(update={"samples": min(part.samples, self.arguments.samples)})
+        fitting, refused = which_fit(self.subject, self.bench.tokenizer, grid)
+        self.refused[part.name] = {f"{v.label} at {v.budget_text}": why for v, why in refused}
+        grid = grid.model_copy(update={"variants": fitting})
+        if not self.arguments.report_only:
+            self.bench.run(grid, part.title)
+        return self.report(grid, part.title)
+
+    def report(self, grid: Grid, title: str) -> Report:
+        """What the rows hold of `grid`; `auto` has the rows of the method that the profile chooses at the budget."""
+        chosen = []
+        for budget in dict.fromkeys(v.budget for v in grid.variants if isinstance(v.budget, float)):
+            best = self.bench.profile.best_method(budget)
+            found = [v for v in grid.variants if v.budget == budget and v.method == best and not v.options]
+            chosen += [v.model_copy(update={"label": AUTO}) for v in found]
+        return self.bench.report(grid.model_copy(update={"variants": (*grid.variants, *chosen)}), title)
+
+    def kept(self, part: Part, families: tuple[str, ...]) -> dict[tuple[str, float], Summary]:
+        """Summaries over some of the families, by label and budget."""
+        report = self.report(part.grid(families), part.title)
+        return {(s.variant.label, s.variant.budget): s for s in report.summaries if isinstance(s.variant.budget, float)}
+
+
+def bars(measuring: Measuring, part: Part) -> str:
+    """`auto` against its bars, and beside the ceiling."""
+    sparse, dense = measuring.kept(part, SPARSE), measuring.kept(part, ("dense",))
+    lines = []
+    for budget, (least, least_dense) in BARS.items():
+        mine, haystack = sparse.get((AUTO, budget)), dense.get((AUTO, budget))
+        if mine is None or haystack is None or mine.ratio is None or haystack.ratio is None:
+            continue
+        top, top_dense = sparse.get((CEILING, budget)), dense.get((CEILING, budget))
+        lines.append([
+            f"{100 * budget:g} %", mine.variant.method, percent(mine.ratio), f"{100 * least:.0f}",
+            percent(top.ratio) if top else "-", percent(haystack.ratio), f"{100 * least_dense:.0f}",
+            percent(top_dense.ratio) if top_dense else "-",
+            "yes" if mine.ratio.value >= least and haystack.ratio.value >= least_dense else "no",
+        ])  # fmt: skip
+    return table(
+        ["budget", "auto takes", "sparse, % of full", "bar", "ceiling", "dense, % of full", "bar", "ceiling", "met"],
+        lines,
+    )
+
+
+def rivals(report: Report) -> str:
+    """Each system's lead over what its paper compares it with, mean over the budgets at which both run."""
+    found = {(s.variant.label, s.variant.budget): s for s in report.summaries}
+    lines = []
+    for system, others in RIVALS.items():
+        for label in (system, *FORMS.get(system, {})):
+            for other in others:
+                shared = [b for b in BUDGETS if (label, b) in found and other in found[label, b].ahead]
+                if not shared:
+                    lines.append([label, other, "no shared budget", "-"])
+                    continue
+                leads = [found[label, b].ahead[other] for b in shared]
+                mean = sum(lead.value for lead in leads) / len(leads)
+                each = ", ".join(f"{100 * b:g} %: {points(lead)}" for b, lead in zip(shared, leads))
+                lines.append([label, other, f"{100 * mean:+.1f}", each])
+    return table(["system", "against", "points ahead, mean", "by budget"], lines)
+
+
+def beaten(report: Report) -> str:
+    """Where another method answers more than `auto`, beyond the interval."""
+    worse = []
+    for s in report.summaries:
+        if s.variant.label == AUTO:
+            for other, lead in s.ahead.items():
+                if other != CEILING and lead.high is not None and lead.high < 0:
+                    worse.append(f"{other} at {s.variant.budget_text} ({points(lead)})")
+    return (
+        "`auto` is below " + ", ".join(worse) + "."
+        if worse
+        else "No single method is ahead of `auto` beyond the interval."
+    )
+
+
+def main() -> None:
+    arguments = parser(__doc__.splitlines()[0]).parse_args()
+    measuring = Measuring(arguments)
+    everyone = (*OURS, *SYSTEMS, *BASELINES)
+    first = Part("grid", "All methods", everyone, BUDGETS, 50)
+    methods = measuring.run(first)
+    best = best_baseline(methods)
+    leaders = Part("grid_leaders", "Leaders", (*OURS, *SYSTEMS, best, CEILING), TIGHT, 200)
+    settings = [
+        Part("grid_2k", "2K tokens", everyone, (0.1,), 50, length=2048),
+        Part("grid_8k", "8K tokens", everyone, (0.1,), 50, length=8192),
+        Part("grid_seen", "Question seen", everyone, (0.1,), 50, question="seen"),
+    ]
+    reports = {part.name: measuring.run(part) for part in (leaders, *settings)} | {first.name: methods}
+    for name, report in reports.items():
+        write_results(name, report)
+    (RESULTS / "grid_refused.json").write_text(json.dumps(measuring.refused, indent=1) + "\n", encoding="utf-8")
+    pictures = draw_all(reports["grid_leaders"], DOCS / "grid")
+    refused = [[place, why] for part in ("grid",) for place, why in measuring.refused[part].items()]
+    path = write_document(
+        "grid",
+        "# All methods on the bundled model",
+        "Made by `benchmarks/grid.py`. 4K tokens and the question asked after compression, where nothing else is said. `auto` is the "
+        "method that the profile's own measurement, on other contexts, chooses at the budget. The ceiling is the sketch with true "
+        "attention in place of its codes, which cost nothing there: the same heads with the same budgets.",
+        "## The bars",
+        "Set before anything was measured: percent of the full cache's answers that `auto` keeps.",
+        bars(measuring, leaders),
+        beaten(reports["grid_leaders"]),
+        "## Leaders, 200 questions a cell",
+        markdown(reports["grid_leaders"]),
+        "\n\n".join(f"![{picture.stem.replace('_', ' ')}](grid/{picture.name})" for picture in pictures),
+        "## All methods, 50 questions a cell",
+        markdown(methods),
+        "Cells that are missing, because the budget is below the method's smallest:",
+        table(["method and budget", "why"], refused),
+        "## The systems against what their papers compare them with",
+        rivals(methods),
+        "## Other lengths, and the question seen",
+        *[markdown(reports[part.name]) for part in settings],
+        "## Provenance",
+        provenance(methods),
+        ""
+        if all(report.complete for report in reports.values())
+        else "Not complete: the tables tell how many questions each line has.",
+    )
+    print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    main()

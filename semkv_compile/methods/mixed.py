@@ -1,0 +1,171 @@
+"""All systems in one composition: sketches where heads retrieve, spans with zoom elsewhere, and switches for the rest."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from semkv.errors import ConfigError
+from semkv.ir.program import Program
+from semkv.ir.site import AttentionSite
+from semkv.methods.keepers import ObservationWindow
+from semkv.methods.sekv import SeKV
+from semkv.methods.sentencekv import SentenceRouter
+from semkv.methods.sketch import Sketch
+from semkv.methods.sketch_router import SketchRouter
+from semkv.methods.specontext import SpeContext
+from semkv.methods.speculation import Speculation, SpeculativeRouter
+from semkv.profiles.schema import Profile
+from semkv.profiles.schema.retrieval_head import RetrievalHead
+from semkv.runtime.components import Components, Plan
+from semkv.runtime.spans import FoldedSpans
+from semkv.runtime.step import Step
+
+NEEDED = {
+    "spans": ("sekv", "sekv", "others='window'"),
+    "roles": ("head_taxonomy", "taxonomy", "others='spans'"),
+    "errors": ("layer_errors", "layer-errors", "errors=0"),
+    "sentence": ("sentences", "sentences", "sentence=0"),
+    "prior": ("retrieval_head", "retrieval-head", "prior=0"),
+}
+"""What a part reads: section of the profile, the step that makes it, and the option that does without."""
+
+
+@dataclass(frozen=True, eq=False)
+class MixedRouter(SketchRouter):
+    """A mixture of what the sketch gives each token by its own query, by the mean query of the sentence so far, and of what
+    the retrieval head foretells: probabilities, added in shares.
+
+    sentences: keeps a sentence's queries; None without them.
+    """
+
+    sentences: SentenceRouter | None = None
+    sentence: float = 0.0
+    prior: float = 0.0
+
+    def score(self, site: AttentionSite, q: Tensor, spans: FoldedSpans, step: Step) -> Tensor:
+        mixed = super().score(site, q, spans, step) + math.log1p(-self.sentence - self.prior)
+        if self.sentences is not None:
+            theirs = super().score(site, self._means(site, step), spans, step)
+            mixed = torch.logaddexp(mixed, theirs + math.log(self.sentence))
+        if self.prior:
+            told = SpeculativeRouter().score(site, q, spans, step)
+            mixed = torch.logaddexp(mixed, told + math.log(self.prior))
+        return mixed
+
+    def _means(self, site: AttentionSite, step: Step) -> Tensor:
+        """Mean queries [Hq, T, D] of the part `site`; the first part of a layer makes those of all heads."""
+        assert self.sentences is not None
+        name = f"sentence.means.{site.index}"
+        if name not in step.passing:
+            step.passing[name] = self.sentences.sentence_queries(step.site, step.q, step)
+        means = step.passing[name]
+        assert isinstance(means, Tensor)
+        first = site.first_head * site.group_size
+        return means[first : first + site.q_heads]
+
+
+@dataclass(frozen=True)
+class Mixed(Sketch):
+    """The best composition of all systems' parts that was found: heads that retrieve (CompressKV's scores say which) choose single
+    tokens by their sketch; all others have SeKV's spans, coarse in the softmax and unfolded by the trained gate.
+
+    Options of `sketch`, and: others: what heads without a sketch hold: `spans`; `window`, first and recent tokens; `votes`, what
+    the prompt's end attends to; `roles`, votes for heads whose role (HeteroCache) is anchor and spans for all else. errors: their
+    share of the budget goes with the error of their layer (CompressKV, Eq. 12) to this power. sentence: share of the mean query
+    of the sentence (SentenceKV) in a sketch's choice. prior: share of the retrieval head's choice (SpeContext) in it; the
+    head's keys, in 8 or 4 bits, are charged to the budget.
+    """
+
+    idle_share: float = 0.3
+    others: Literal["spans", "window", "votes", "roles"] = "spans"
+    errors: float = 0.0
+    sentence: float = 0.0
+    prior: float = 0.0
+
+    name: ClassVar[str] = "mixed"
+    minimum_tokens: ClassVar[int] = 24
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.errors <= 2:
+            raise ConfigError(f"option 'errors' of method 'mixed' is {self.errors!r}; expected a power from 0 to 2")
+        for name in ("sentence", "prior"):
+            if not 0 <= getattr(self, name) < 1 or self.sentence + self.prior >= 1:
+                raise ConfigError(
+                    f"option {name!r} of method 'mixed' is {getattr(self, name)!r}; expected a share of at least 0, "
+                    "and less than 1 together with the other"
+                )
+
+    def check(self, profile: Profile | None) -> None:
+        super().check(profile)
+        assert profile is not None
+        used = {"spans": self.others in ("spans", "roles"), "roles": self.others == "roles"}
+        used |= {"errors": self.errors > 0, "sentence": self.sentence > 0, "prior": self.prior > 0}
+        for part, wanted in used.items():
+            section, step, without = NEEDED[part]
+            if wanted and getattr(profile.info, section) is None:
+                raise ConfigError(
+                    f"method 'mixed' needs a profile with the section {section!r}: measure it with `semkv-profile MODEL --steps {step} "
+                    f"-o OUT`, or do without by {without}"
+                )
+
+    def retrieval_head(self, profile: Profile | None) -> RetrievalHead | None:
+        return SpeContext().retrieval_head(profile) if self.prior else None
+
+    def plan(self, program: Program, profile: Profile | None) -> Plan:
+        plan = super().plan(program, profile)
+        sentences = self._sentences(profile)
+        if sentences is not None:
+            plan = replace(plan, notes={**plan.notes, **sentences.notes(program)})
+        head = self.retrieval_head(profile)
+        if head is None:
+            return plan
+        assert program.selector is not None
+        ahead = Speculation(program.selector, head.section, strict=True)
+        return replace(
+            plan,
+            before=ahead,
+            after_prompt=ahead,
+            notes={**plan.notes, **ahead.notes()},
+            features=head.section.feature_sites,
+        )
+
+    def router(self, program: Program, profile: Profile | None) -> SketchRouter:
+        if not self.sentence and not self.prior:
+            return SketchRouter({})
+        return MixedRouter({}, self._sentences(profile), self.sentence, self.prior)
+
+    def idle(self, program: Program, profile: Profile | None, role: str) -> Components:
+        if role == "window":
+            return super().idle(program, profile, role)
+        if role == "votes":
+            return Components(keeper=ObservationWindow(8, 5, "mean", self.window))
+        return SeKV().components(program, profile)
+
+    def role(self, profile: Profile | None, site: AttentionSite, head: int) -> str:
+        if self.others != "roles":
+            return self.others
+        assert profile is not None
+        assert profile.info.head_taxonomy is not None
+        number = [store.store for store in profile.info.model.stores].index(site.store)
+        return "votes" if profile.info.head_taxonomy.roles[number][head] == "anchor" else "spans"
+
+    def layer_weight(self, profile: Profile | None, site: AttentionSite) -> float:
+        if not self.errors:
+            return 1.0
+        assert profile is not None
+        assert profile.info.layer_errors is not None
+        weights = [error**self.errors for error in profile.info.layer_errors.errors]
+        number = [store.store for store in profile.info.model.stores].index(site.store)
+        return weights[number] * len(weights) / sum(weights)
+
+    def _sentences(self, profile: Profile | None) -> SentenceRouter | None:
+        if not self.sentence:
+            return None
+        assert profile is not None
+        return SentenceRouter(classes=profile.tensors["sentences.classes"])

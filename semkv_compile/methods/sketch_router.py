@@ -1,0 +1,78 @@
+"""Which tokens a query needs, from a low-rank, low-bit code of each key."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from semkv.ir.site import AttentionSite
+from semkv.methods.page_routers import PageRouter
+from semkv.profiles.schema.codes import decode, encode
+from semkv.runtime.components import IndexPart, Summary
+from semkv.runtime.segments import Folding
+from semkv.runtime.spans import FoldedSpans
+
+
+@dataclass(frozen=True)
+class SketchMaps:
+    """The sketch of one run of KV heads: query [Hkv, D, r], key [Hkv, D, r], mean and std [Hkv, r], `bits` per number."""
+
+    query: Tensor
+    key: Tensor
+    mean: Tensor
+    std: Tensor
+    bits: int
+
+    @property
+    def rank(self) -> int:
+        """r, numbers per token."""
+        return self.key.shape[-1]
+
+
+@dataclass(frozen=True, eq=False)
+class SketchRouter(PageRouter):
+    """q.k from the codes alone: (q A).decode(code(k B)), per token or for the best token of a page.
+
+    maps: by (site index, first KV head) of the parts that it serves.
+    """
+
+    maps: dict[tuple[int, int], SketchMaps]
+
+    def _maps(self, site: AttentionSite) -> SketchMaps:
+        # Sites that share a store are routed with their own queries, and the codes were made with its owner's maps.
+        return self.maps[site.store, site.first_head]
+
+    def index(self, site: AttentionSite, summary: Summary | None) -> dict[str, IndexPart]:
+        maps = self._maps(site)
+        width = -(-maps.rank * maps.bits // 8)
+        return {"codes": IndexPart(site.kv_heads, width, dtype=torch.uint8, merge="never")}
+
+    def build(self, site: AttentionSite, folding: Folding, mean_k: Tensor | None) -> dict[str, Tensor]:
+        maps = self._maps(site)
+        levels = encode(folding.k.float() @ maps.key, maps.mean, maps.std, maps.bits)
+        return {"codes": pack_levels(levels, maps.bits)}
+
+    def logits(self, site: AttentionSite, q: Tensor, spans: FoldedSpans) -> Tensor:
+        maps = self._maps(site)
+        levels = unpack_levels(spans.index["codes"], maps.bits, maps.rank)  # type: ignore[arg-type]
+        return (q @ maps.query) @ decode(levels, maps.mean, maps.std, maps.bits).transpose(1, 2)
+
+
+def pack_levels(levels: Tensor, bits: int) -> Tensor:
+    """Levels int8 [..., r] in [-2^(bits-1), 2^(bits-1)) -> uint8 [..., ceil(r * bits / 8)], the lowest bit first."""
+    raised = (levels.to(torch.int16) + (1 << (bits - 1)))[..., None]
+    stream = ((raised >> torch.arange(bits, dtype=torch.int16)) & 1).flatten(-2)
+    stream = torch.nn.functional.pad(stream, (0, -stream.shape[-1] % 8)).unflatten(-1, (-1, 8))
+    return (stream << torch.arange(8, dtype=torch.int16)).sum(-1).to(torch.uint8)
+
+
+def unpack_levels(packed: Tensor, bits: int, rank: int) -> Tensor:
+    """The levels int8 [..., rank] of `pack_levels`."""
+    if 8 % bits == 0:  # codes do not straddle bytes
+        parts = (packed[..., None] >> torch.arange(0, 8, bits, dtype=torch.uint8)) & ((1 << bits) - 1)
+        return parts.flatten(-2)[..., :rank].to(torch.int8) - (1 << (bits - 1))
+    stream = ((packed[..., None] >> torch.arange(8, dtype=torch.uint8)) & 1).flatten(-2)[..., : rank * bits]
+    places = torch.tensor([1 << place for place in range(bits)], dtype=torch.int16)
+    return ((stream.unflatten(-1, (rank, bits)) * places).sum(-1) - (1 << (bits - 1))).to(torch.int8)
