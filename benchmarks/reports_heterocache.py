@@ -293,8 +293,8 @@ def main() -> None:
     publish(
         "## Thresholds (Fig. 5)",
         "The paper's accuracy hardly depends on the thresholds. At `tau_sim` 0.28 three of the retrieving layer's four heads are a "
-        "cluster and the fourth, volatile at `tau_stable` 0.5, has pages of its own; at 0.5 there is no cluster, and with `tau_stable` 0.001 all "
-        "four are anchors, whose static choice was made before the question was asked.",
+        "cluster and the fourth, volatile at `tau_stable` 0.5, has pages of its own; at 0.5 there is no cluster, and with `tau_stable` "
+        "0.001 all four are anchors, whose static choice was made before the question was asked.",
         f"![thresholds]({NAME}/thresholds.png)",
     )
     drifts, figures["drift"] = drift_table(
