@@ -9,7 +9,7 @@ from torch import Tensor
 
 from semkv.ir.site import AttentionSite
 from semkv.methods.page_routers import PageRouter
-from semkv.profiles.schema.codes import decode, encode
+from semkv.profiles.schema.codes import STEPS, encode
 from semkv.runtime.components import IndexPart, Summary
 from semkv.runtime.segments import Folding
 from semkv.runtime.spans import FoldedSpans
@@ -56,8 +56,13 @@ class SketchRouter(PageRouter):
 
     def logits(self, site: AttentionSite, q: Tensor, spans: FoldedSpans) -> Tensor:
         maps = self._maps(site)
-        levels = unpack_levels(spans.index["codes"], maps.bits, maps.rank)  # type: ignore[arg-type]
-        return (q @ maps.query) @ decode(levels, maps.mean, maps.std, maps.bits).transpose(1, 2)
+        codes = spans.index["codes"]
+        assert isinstance(codes, Tensor)
+        asked = q @ maps.query
+        # (q A).decode(levels), with the steps on the query's side, where there are far fewer numbers.
+        middles = unpack_middles(codes, maps.bits, maps.rank)
+        steps = (STEPS[maps.bits] * maps.std)[:, None, :]
+        return (asked * steps) @ middles.transpose(1, 2) + asked @ maps.mean[..., None]
 
 
 def pack_levels(levels: Tensor, bits: int) -> Tensor:
@@ -76,3 +81,11 @@ def unpack_levels(packed: Tensor, bits: int, rank: int) -> Tensor:
     stream = ((packed[..., None] >> torch.arange(8, dtype=torch.uint8)) & 1).flatten(-2)[..., : rank * bits]
     places = torch.tensor([1 << place for place in range(bits)], dtype=torch.int16)
     return ((stream.unflatten(-1, (rank, bits)) * places).sum(-1) - (1 << (bits - 1))).to(torch.int8)
+
+
+def unpack_middles(packed: Tensor, bits: int, rank: int) -> Tensor:
+    """`unpack_levels` + 0.5, float32 [..., rank]: the middle of each level's step, in steps."""
+    if 8 % bits:
+        return unpack_levels(packed, bits, rank).float() + 0.5
+    every = unpack_levels(torch.arange(256, dtype=torch.uint8)[:, None], bits, 8 // bits).float() + 0.5
+    return torch.nn.functional.embedding(packed.int(), every).flatten(-2)[..., :rank]

@@ -43,8 +43,16 @@ def observed_weights(site: AttentionSite, record: RowRecord, queries: int) -> Te
 def attention_received(site: AttentionSite, record: RowRecord) -> Tensor:
     """Column sums float32 [Hkv, n] of the prompt's attention, averaged over the query heads of a group.
 
-    A chunk of queries at a time, so that [heads, n, n] weights never exist. Needs a record with all queries.
+    A chunk of queries at a time, so that [heads, n, n] weights never exist. Needs a record with all queries, which keeps the
+    result.
     """
+    name = f"received.{site.index}.{site.first_head}.{site.kv_heads}"
+    if name not in record.known:
+        record.known[name] = _received(site, record)
+    return record.known[name]
+
+
+def _received(site: AttentionSite, record: RowRecord) -> Tensor:
     q, k = _of_site(site, record)
     n = k.shape[1]
     chunk = max(1, CHUNK_SCORES // (site.q_heads * n))

@@ -35,6 +35,11 @@ class GrowingTensor:
     def data(self) -> Tensor:
         return self._data[:, : self.length]
 
+    def rows(self, heads: Tensor, index: Tensor) -> Tensor:
+        """`data[heads, index]` for int64 indices of one shape: whole rows are copied, several times faster than by indexing."""
+        flat = (heads * self._data.shape[1] + index).flatten().to(self._data.device)
+        return self._data.flatten(0, 1).index_select(0, flat).unflatten(0, index.shape)
+
     @property
     def nbytes(self) -> int:
         """Bytes of what is stored."""
@@ -134,11 +139,11 @@ class HostTokens:
         """
         heads = torch.arange(index.shape[0])[:, None] if heads is None else heads
         if self.form == "raw":
-            return self.parts["k"].data[heads, index], self.parts["v"].data[heads, index]
+            return self.parts["k"].rows(heads, index), self.parts["v"].rows(heads, index)
         out = []
         for name in ("k", "v"):
-            codes, scale = self.parts[name].data[heads, index], self.parts[f"{name}_scale"].data[heads, index]
-            out.append(((codes.to(torch.float32) - 128) * scale.float()).to(self.dtype))
+            codes, scale = self.parts[name].rows(heads, index), self.parts[f"{name}_scale"].rows(heads, index)
+            out.append(codes.to(torch.float32).sub_(128).mul_(scale.float()).to(self.dtype))
         return out[0], out[1]
 
     def all_tokens(self) -> tuple[Tensor, Tensor]:

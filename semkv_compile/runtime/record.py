@@ -26,6 +26,7 @@ class RowRecord:
     logits: [vocab] after the last token.
     features: hidden states [n, H] that entered the layers of the sites that a retrieval head reads, on the host.
     head_orders: per KV store the user's model's KV head at each place, where the program that made it moved heads.
+    known: what components have computed of the record, by name, so that other budgets find it there.
     """
 
     ids: Tensor
@@ -37,6 +38,7 @@ class RowRecord:
     all_queries: bool = False
     head_orders: dict[int, tuple[int, ...]] = field(default_factory=dict)
     features: dict[int, Tensor] = field(default_factory=dict)
+    known: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:
@@ -55,7 +57,7 @@ class RowRecord:
             queries[site.index] = queries[site.index].unflatten(0, (site.kv_heads, -1))[place].flatten(0, 1)
             if self.keys[site.store] is keys[site.store]:
                 keys[site.store], values[site.store] = keys[site.store][place], values[site.store][place]
-        return replace(self, keys=keys, values=values, queries=queries, head_orders=orders)
+        return replace(self, keys=keys, values=values, queries=queries, head_orders=orders, known={})
 
 
 def head_orders(program: Program) -> dict[int, tuple[int, ...]]:

@@ -373,11 +373,16 @@ class FoldedSpans:
 
     def _gather_tokens(self, tokens: Tensor, resident: Unfolded | None) -> tuple[Tensor, Tensor, int]:
         """Keys and values at places `tokens` int64 [Hkv, s], zero where padded, and the bytes that came from the host."""
+        if resident is None or not resident.tokens.shape[1]:
+            k, v = self.host_tokens.gather(tokens.clamp(min=0))
+            padded = tokens < 0
+            k[padded], v[padded] = 0, 0
+            return k, v, int((~padded).sum()) * self.host_tokens.token_nbytes
         site = self.site
         dims, place = (site.key_dim, site.value_dim), self.device
         k, v = (torch.zeros(*tokens.shape, dim, dtype=self.dtype, device=place) for dim in dims)
         missing = tokens >= 0
-        if resident is not None and resident.tokens.shape[1] and tokens.shape[1]:
+        if tokens.shape[1]:
             last = torch.iinfo(torch.int64).max
             order = torch.where(resident.tokens >= 0, resident.tokens, last)  # padding sorts behind every place
             at = torch.searchsorted(order, tokens).clamp(max=order.shape[1] - 1)
