@@ -12,7 +12,7 @@ from semkv.ir.program import Program
 from semkv.ir.site import AttentionSite
 from semkv.methods.base import Method
 from semkv.methods.page_routers import MeanKeyRouter
-from semkv.methods.pages import DEFAULT_FRAME, Frame
+from semkv.methods.pages import DEFAULT_FRAME, Frame, Framed
 from semkv.methods.quest import check_bits, check_positive
 from semkv.profiles.schema import Profile
 from semkv.runtime.components import Components
@@ -21,7 +21,7 @@ from semkv.runtime.segments import Segmentation
 
 
 @dataclass(frozen=True)
-class KeyClusters:
+class KeyClusters(Framed):
     """Clusters of keys by cosine, per KV head: k-means with evenly spaced first centroids, so that it repeats exactly.
 
     tokens_per_cluster: their mean size; larger where the index of that many does not fit. rounds: of k-means.
@@ -32,12 +32,6 @@ class KeyClusters:
     frame: Frame = DEFAULT_FRAME
 
     per_store: ClassVar[bool] = True
-    reads_surprisal: ClassVar[bool] = False
-
-    @property
-    def sinks(self) -> int:
-        """First tokens that stay exact."""
-        return self.frame.sinks
 
     def segment(
         self, record: RowRecord, store: AttentionSite, room: float, unit_cost: float, page_size: int

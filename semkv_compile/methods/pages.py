@@ -38,8 +38,21 @@ class Frame:
 DEFAULT_FRAME = Frame()
 
 
+class Framed:
+    """A segmenter of what lies within a frame, knowing neither keys nor surprisal unless it says so."""
+
+    frame: Frame
+    per_store: ClassVar[bool] = False
+    reads_surprisal: ClassVar[bool] = False
+
+    @property
+    def sinks(self) -> int:
+        """First tokens that stay exact."""
+        return self.frame.sinks
+
+
 @dataclass(frozen=True)
-class Pages:
+class Pages(Framed):
     """Pages of `size` tokens between the first tokens and the window.
 
     Where the index of that many pages does not fit, pages double in size; with `fixed` they keep it, the window gives way
@@ -49,14 +62,6 @@ class Pages:
     size: int = 16
     frame: Frame = DEFAULT_FRAME
     fixed: bool = False
-
-    per_store: ClassVar[bool] = False
-    reads_surprisal: ClassVar[bool] = False
-
-    @property
-    def sinks(self) -> int:
-        """First tokens that stay exact."""
-        return self.frame.sinks
 
     def segment(
         self, record: RowRecord, store: AttentionSite, room: float, unit_cost: float, page_size: int

@@ -13,7 +13,7 @@ from semkv.ir.program import Program
 from semkv.ir.site import AttentionSite
 from semkv.methods.base import Method
 from semkv.methods.page_routers import MeanKeyRouter, PageRouter
-from semkv.methods.pages import DEFAULT_FRAME, Frame, page_lengths
+from semkv.methods.pages import DEFAULT_FRAME, Frame, Framed, page_lengths
 from semkv.methods.quest import check_bits, check_positive
 from semkv.methods.sentences import START, advance, bucket_lengths, sentence_starts
 from semkv.methods.window_scores import observed_weights, pooled
@@ -31,7 +31,7 @@ MISSING = (
 
 
 @dataclass(frozen=True, eq=False)
-class SentenceBuckets:
+class SentenceBuckets(Framed):
     """Buckets of what is kept of a prompt's middle; the first tokens and the window are exact.
 
     Of `keep` times the budget, `important` tokens of the prompt are retained (N2), all with `keep` 0; a bucket's retained
@@ -50,12 +50,6 @@ class SentenceBuckets:
     frame: Frame = DEFAULT_FRAME
 
     per_store: ClassVar[bool] = True
-    reads_surprisal: ClassVar[bool] = False
-
-    @property
-    def sinks(self) -> int:
-        """First tokens that stay exact."""
-        return self.frame.sinks
 
     def segment(
         self, record: RowRecord, store: AttentionSite, room: float, unit_cost: float, page_size: int

@@ -9,8 +9,10 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from semkv import bundled
 from semkv.api import compile as compile_model
 from semkv.compiled import CompiledModel
+from semkv.config import CompileConfig
 from semkv.profiles.calibration import (
     STEPS,
     CalibrationData,
@@ -76,3 +78,35 @@ def tiny(random_ids, tmp_path_factory) -> CompiledModel:
     made = run_steps(job, STEPS, work=Path(tmp_path_factory.mktemp("profile")))
     assert not made.skipped, made.notes
     return compile_model(model, made.profile, method="full")
+
+
+@pytest.fixture(scope="session")
+def whole() -> CompiledModel:
+    """The bundled model as `full`, its KV in half precision."""
+    model, _ = bundled.load()
+    return compile_model(model, bundled.profile(), method="full", config=CompileConfig(kv_dtype="float16"))
+
+
+@pytest.fixture(scope="session")
+def prompt():
+    """`prompt(tokens, seed) -> ids int64 [1, tokens]` of the bundled model's vocabulary."""
+
+    def draw(tokens: int, seed: int) -> torch.Tensor:
+        return torch.randint(3, 600, (1, tokens), generator=torch.Generator().manual_seed(seed))
+
+    return draw
+
+
+@pytest.fixture(scope="session")
+def held_bytes():
+    """`held_bytes(row)`: what a row has on the device, counted tensor by tensor."""
+
+    def count(row) -> int:
+        held = 0
+        for memory in row.budgeted():
+            held += memory.kept.nbytes + memory.recent.nbytes
+            held += sum(x.nbytes for x in memory.spans.device_tensors()) if memory.spans else 0
+            held += sum(x.nbytes for x in memory.workspace.tensors) if memory.workspace else 0
+        return held
+
+    return count

@@ -11,8 +11,6 @@ import pytest
 import torch
 
 from semkv import bundled
-from semkv.api import compile as compile_model
-from semkv.config import CompileConfig
 from semkv.errors import BudgetError, ConfigError
 from semkv.ir.site import AttentionSite
 from semkv.methods import HeteroCache, find_method
@@ -25,17 +23,7 @@ CLUSTERS = {"tau_similar": 0.05}
 """A threshold at which heads of the bundled model form clusters."""
 
 
-@pytest.fixture(scope="module")
-def whole():
-    model, _ = bundled.load()
-    return compile_model(model, bundled.profile(), method="full", config=CompileConfig(kv_dtype="float16"))
-
-
-def prompt(tokens: int, seed: int) -> torch.Tensor:
-    return torch.randint(3, 600, (1, tokens), generator=torch.Generator().manual_seed(seed))
-
-
-def test_compressed_heads_divide_what_whole_heads_leave(whole):
+def test_compressed_heads_divide_what_whole_heads_leave(whole, prompt):
     """Eq. 7-8: inversely to stability, over all layers."""
     compiled = whole.with_method("heterocache", budget=0.7, **CLUSTERS)
     row = compiled.prefill(prompt(300, 1)).rows[0]
@@ -58,7 +46,7 @@ def test_compressed_heads_divide_what_whole_heads_leave(whole):
     assert list(even.part_shares.values()) == pytest.approx([1 / len(stable)] * len(stable), rel=1e-3)
 
 
-def test_no_head_gets_more_than_all_tokens(whole):
+def test_no_head_gets_more_than_all_tokens(whole, prompt):
     row = whole.with_method("heterocache", budget=0.9, **CLUSTERS).prefill(prompt(200, 1)).rows[0]
     for (store, first), memory in (
         (key, memory) for key in row.part_shares for memory in row.stores[key[0]] if memory.site.first_head == key[1]
@@ -123,7 +111,7 @@ def naive_weights(q, k, scale, pool):
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_a_pivot_is_asked_for_all_of_its_tokens(whole, strict):
+def test_a_pivot_is_asked_for_all_of_its_tokens(whole, strict, prompt):
     """Wherever they are; the prompt's last query makes the first ranking."""
     compiled = whole.with_method("heterocache", budget=0.7, strict=strict, **CLUSTERS)
     record = compiled.prefill_record(prompt(150, 2))
@@ -140,7 +128,7 @@ def test_a_pivot_is_asked_for_all_of_its_tokens(whole, strict):
     assert [expected[j] for j in order] == pytest.approx(sorted(expected, reverse=True), rel=1e-3, abs=1e-6)
 
 
-def test_satellites_hold_the_best_of_their_pivot(whole):
+def test_satellites_hold_the_best_of_their_pivot(whole, prompt):
     """Not the earliest: by score before any cut, as many as fit, each satellite its own number."""
     compiled = whole.with_method("heterocache", budget=0.6, **CLUSTERS)
     state = compiled.prefill(prompt(260, 3))
@@ -167,7 +155,7 @@ def test_satellites_hold_the_best_of_their_pivot(whole):
     assert len(counts) > 1
 
 
-def test_what_stays_is_not_moved_again(whole):
+def test_what_stays_is_not_moved_again(whole, prompt):
     compiled = whole.with_method("heterocache", budget=0.6, retrieval=False, recent=64, **CLUSTERS)
     state = compiled.prefill(prompt(260, 3))
     compiled.extend(state, prompt(1, 4))
@@ -184,23 +172,21 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_the_budget_holds(whole, kind):
+def test_the_budget_holds(whole, kind, prompt, held_bytes):
     budget, options = KINDS[kind]
     compiled = whole.with_method("heterocache", budget=budget, **options)
     state = compiled.prefill(prompt(280, 1))
     for seed in range(4):
         compiled.extend(state, prompt(11, seed))
         row = state.rows[0]
-        held = sum(sum(x.nbytes for x in memory.spans.device_tensors()) for memory in row.budgeted() if memory.spans)
-        held += sum(memory.kept.nbytes + memory.recent.nbytes for memory in row.budgeted())
-        held += sum(sum(x.nbytes for x in memory.workspace.tensors) for memory in row.budgeted() if memory.workspace)
+        held = held_bytes(row)
         assert held == row.device_nbytes() <= row.cap_bytes(row.tokens)
         assert state.nbytes["device"] == held
     assert state.stats.peak_share <= 1
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_states_go_on(whole, kind, tmp_path):
+def test_states_go_on(whole, kind, tmp_path, prompt):
     budget, options = KINDS[kind]
     compiled = whole.with_method("heterocache", budget=budget, every=2, tau_drift=0.9, **options)
     state = compiled.prefill(prompt(240, 240))
@@ -213,7 +199,7 @@ def test_states_go_on(whole, kind, tmp_path):
     assert torch.equal(logits, compiled.extend(fork, more, all_logits=True))
 
 
-def test_a_record_of_another_program_has_its_heads_put_in_order(whole):
+def test_a_record_of_another_program_has_its_heads_put_in_order(whole, prompt):
     compiled = whole.with_method("heterocache", budget=0.97)
     assert any(site.head_order for site in compiled.program.stores)
     ids, more = prompt(150, 6), prompt(4, 7)
@@ -235,7 +221,7 @@ def test_roles_stand_side_by_side(whole):
         assert len([1 for left, right in zip(site.roles, site.roles[1:]) if left != right]) == len(set(site.roles)) - 1
 
 
-def test_too_small_a_budget_names_the_one_that_is_enough(whole):
+def test_too_small_a_budget_names_the_one_that_is_enough(whole, prompt):
     compiled = whole.with_method("heterocache", budget=0.5)
     said = r"14 of 16 KV heads keep all 300 tokens, 87.5% of the KV: use a fraction of at least (0.\d+) at this length"
     with pytest.raises(BudgetError, match=said) as refused:

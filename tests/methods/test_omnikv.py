@@ -9,23 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from semkv import bundled
-from semkv.api import compile as compile_model
-from semkv.config import CompileConfig
 from semkv.errors import BudgetError, ConfigError
 from semkv.methods import OmniKV, find_method
 from semkv.methods import omnikv as module
 from semkv.runtime.step import Step
-
-
-@pytest.fixture(scope="module")
-def whole():
-    model, _ = bundled.load()
-    return compile_model(model, bundled.profile(), method="full", config=CompileConfig(kv_dtype="float16"))
-
-
-def prompt(tokens: int, seed: int) -> torch.Tensor:
-    return torch.randint(3, 600, (1, tokens), generator=torch.Generator().manual_seed(seed))
 
 
 def naive_highest(q, k, scale, groups):
@@ -47,7 +34,7 @@ def naive_highest(q, k, scale, groups):
 
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("chunk", [1, 1 << 20])
-def test_a_token_scores_the_largest_weight_of_any_head(whole, strict, chunk, monkeypatch):
+def test_a_token_scores_the_largest_weight_of_any_head(whole, strict, chunk, monkeypatch, prompt):
     """Wherever its key is; a few queries at a time or all at once."""
     monkeypatch.setattr(module, "CHUNK_SCORES", chunk)
     compiled = whole.with_method("omnikv", budget=0.8, strict=strict)
@@ -61,7 +48,7 @@ def test_a_token_scores_the_largest_weight_of_any_head(whole, strict, chunk, mon
 
 
 @pytest.mark.parametrize("new", [1, 4])
-def test_layers_that_follow_read_what_the_filter_looks_at(whole, new):
+def test_layers_that_follow_read_what_the_filter_looks_at(whole, new, prompt):
     """All heads the same tokens: the best that are not exact anyway, as many as fit, anew at every step."""
     elastic = whole.settings.model_copy(update={"residency": "elastic"})
     compiled = whole.with_method("omnikv", budget=0.7, config=elastic)
@@ -87,7 +74,7 @@ def test_layers_that_follow_read_what_the_filter_looks_at(whole, new):
     assert chosen[0] != chosen[1]
 
 
-def test_filters_and_the_layers_before_them_keep_everything(whole):
+def test_filters_and_the_layers_before_them_keep_everything(whole, prompt):
     compiled = whole.with_method("omnikv", budget=0.9, filter_layers=(1, 3))
     state = compiled.prefill(prompt(200, 3))
     compiled.extend(state, prompt(7, 4))
@@ -97,7 +84,7 @@ def test_filters_and_the_layers_before_them_keep_everything(whole):
     assert set(row.passing) == {"omnikv.1", "omnikv.3"}
 
 
-def test_with_room_for_everything_it_is_full_attention(whole):
+def test_with_room_for_everything_it_is_full_attention(whole, prompt):
     compiled = whole.with_method("omnikv", budget=1.0)
     ids, question = prompt(300, 5), prompt(4, 6)
     state, reference = compiled.prefill(ids), whole.prefill(ids)
@@ -113,15 +100,14 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_the_budget_holds(whole, kind):
+def test_the_budget_holds(whole, kind, prompt, held_bytes):
     budget, options = KINDS[kind]
     compiled = whole.with_method("omnikv", budget=budget, **options)
     state = compiled.prefill(prompt(280, 1))
     for seed in range(3):
         compiled.extend(state, prompt(12, seed))
         row = state.rows[0]
-        held = sum(sum(x.nbytes for x in memory.spans.device_tensors()) for memory in row.budgeted() if memory.spans)
-        held += sum(memory.kept.nbytes + memory.recent.nbytes for memory in row.budgeted())
+        held = held_bytes(row)
         assert held == row.device_nbytes() <= row.cap_bytes(row.tokens)
         assert state.nbytes["device"] == held
     assert state.stats.peak_share <= 1
@@ -129,7 +115,7 @@ def test_the_budget_holds(whole, kind):
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_states_go_on(whole, kind, tmp_path):
+def test_states_go_on(whole, kind, tmp_path, prompt):
     budget, options = KINDS[kind]
     compiled = whole.with_method("omnikv", budget=budget, **options)
     state = compiled.prefill(prompt(240, 240))
@@ -142,7 +128,7 @@ def test_states_go_on(whole, kind, tmp_path):
     assert torch.equal(logits, compiled.extend(fork, more, all_logits=True))
 
 
-def test_too_small_a_budget_names_the_one_that_is_enough(whole):
+def test_too_small_a_budget_names_the_one_that_is_enough(whole, prompt):
     said = r"8 of 16 KV heads keep all 300 tokens, 50.0% of the KV: use a fraction of at least (0.\d+) at this length"
     with pytest.raises(BudgetError, match=said) as refused:
         whole.with_method("omnikv", budget=0.3).prefill(prompt(300, 1))

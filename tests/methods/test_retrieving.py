@@ -7,7 +7,6 @@ import torch
 
 from semkv import bundled
 from semkv.api import compile as compile_model
-from semkv.config import CompileConfig
 from semkv.errors import BudgetError, ConfigError
 from semkv.methods import find_method
 from semkv.profiles.schema import Profile
@@ -17,25 +16,14 @@ RETRIEVING = ("quest", "shadowkv", "infllm", "clusterkv", "sketch", "mixed")
 SMALL = {"infllm": {"block": 8}, "clusterkv": {"tokens_per_cluster": 12}}
 
 
-@pytest.fixture(scope="module")
-def whole():
-    model, _ = bundled.load()
-    return compile_model(model, bundled.profile(), method="full", config=CompileConfig(kv_dtype="float16"))
-
-
-def prompt(tokens: int, seed: int) -> torch.Tensor:
-    return torch.randint(3, 600, (1, tokens), generator=torch.Generator().manual_seed(seed))
-
-
 @pytest.mark.parametrize("name", RETRIEVING)
-def test_the_budget_holds_in_prefill_and_generation(whole, name):
+def test_the_budget_holds_in_prefill_and_generation(whole, name, prompt, held_bytes):
     compiled = whole.with_method(name, budget=0.25, **SMALL.get(name, {}))
     state = compiled.prefill(prompt(400, 1))
     for seed in range(6):
         compiled.extend(state, prompt(30, seed))
         row = state.rows[0]
-        held = sum(sum(x.nbytes for x in memory.spans.device_tensors()) for memory in row.budgeted() if memory.spans)
-        held += sum(memory.kept.nbytes + memory.recent.nbytes for memory in row.budgeted())
+        held = held_bytes(row)
         assert held == row.device_nbytes()
         assert held <= row.cap_bytes(row.tokens)
     assert state.stats.peak_share <= 1
@@ -44,7 +32,7 @@ def test_the_budget_holds_in_prefill_and_generation(whole, name):
 
 
 @pytest.mark.parametrize("name", RETRIEVING)
-def test_far_beyond_a_budget_in_tokens(whole, name):
+def test_far_beyond_a_budget_in_tokens(whole, name, prompt):
     """Units merge, or the oldest leave the device; the host keeps every token."""
     compiled = whole.with_method(name, budget=100, **SMALL.get(name, {}))
     state = compiled.prefill(prompt(200, 1))
@@ -57,7 +45,7 @@ def test_far_beyond_a_budget_in_tokens(whole, name):
 
 
 @pytest.mark.parametrize("name", RETRIEVING)
-def test_saved_states_go_on(whole, name, tmp_path):
+def test_saved_states_go_on(whole, name, tmp_path, prompt):
     compiled = whole.with_method(name, budget=0.6, **SMALL.get(name, {}))
     state = compiled.prefill(prompt(300, 300))
     compiled.extend(state, prompt(9, 3))
@@ -68,7 +56,7 @@ def test_saved_states_go_on(whole, name, tmp_path):
 
 
 @pytest.mark.parametrize("name", RETRIEVING)
-def test_with_room_for_everything_it_is_full_attention(whole, name):
+def test_with_room_for_everything_it_is_full_attention(whole, name, prompt):
     """What stays folded is nothing: only the 8 bits of folded tokens are left of the approximation."""
     options = SMALL.get(name, {}) | (
         {"all_heads": True, "fixed_share": 0.3} if name in ("sketch", "mixed") else {"fixed_share": 0.3}
@@ -112,7 +100,7 @@ def test_a_sketch_needs_its_profile(whole):
 
 
 @pytest.mark.parametrize("name", RETRIEVING)
-def test_a_budget_below_the_smallest_names_it(whole, name):
+def test_a_budget_below_the_smallest_names_it(whole, name, prompt):
     with pytest.raises(BudgetError, match=f"'{name}' needs at least {find_method(name).minimum_tokens}"):
         whole.with_method(name, budget=0.01).prefill(prompt(300, 1))
 
@@ -146,7 +134,7 @@ def test_named_options_of_a_sketch_hold_at_any_budget(whole):
     assert asked.for_budget(whole.program, whole.profile, Budget(200, torch.float16)) is asked
 
 
-def test_the_ceiling_finds_what_true_attention_finds(whole):
+def test_the_ceiling_finds_what_true_attention_finds(whole, prompt):
     """The oracle's choice is that of the exact scores, and it is charged no codes."""
     ceiling, sketch = whole.with_method("sketch", budget=0.25, oracle=True), whole.with_method("sketch", budget=0.25)
     for compiled, codes in ((ceiling, False), (sketch, True)):
@@ -157,7 +145,7 @@ def test_the_ceiling_finds_what_true_attention_finds(whole):
 
 
 @pytest.mark.parametrize("option", [{"others": "window"}, {"others": "votes"}, {"errors": 0.5}, {"sentence": 0.3}])
-def test_a_mixture_of_other_parts_keeps_its_budget_and_its_rows(whole, option):
+def test_a_mixture_of_other_parts_keeps_its_budget_and_its_rows(whole, option, prompt):
     compiled = whole.with_method("mixed", budget=0.3, **option)
     default = whole.with_method("mixed", budget=0.3)
     state, plain = compiled.prefill(prompt(400, 1)), default.prefill(prompt(400, 1))
