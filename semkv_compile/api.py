@@ -17,6 +17,7 @@ from semkv.errors import ConfigError
 from semkv.methods import find_method
 from semkv.pipeline import captured_program
 from semkv.profiles.schema import Profile
+from semkv.program_cache import cached_program
 
 AUTO = "auto"
 """As a method's name: the one that the profile measured to be best."""
@@ -63,7 +64,7 @@ def compile(
     if (chosen.compresses and budget is None) or (not chosen.compresses and budget is not None):
         _refuse_budget(chosen.name, chosen.compresses, budget)
     chosen.check(profile)
-    program = captured_program(model)
+    program = cached_program(model, fingerprint) if settings.cache else captured_program(model)
     if target is not None and any(p.device != target for p in model.parameters()):
         program = moved(program, target)
     return CompiledModel(

@@ -46,6 +46,8 @@ class CompileConfig(BaseModel):
     device_memory: `progressive` only: bytes of the device for weights, working memory and KV, a number or a text such as
         `24GB` or `16GiB`. host_memory: bytes of the host for waiting tokens; None: no limit.
     rows: `progressive` only: sequences that share the device.
+    cache: keep the captured program on disk, and take it from there when the same model is compiled again with the same
+        versions (`semkv.program_cache`).
     method_options: parameters of the method, by name; see each method's docstring.
     """
 
@@ -60,6 +62,7 @@ class CompileConfig(BaseModel):
     device_memory: int | None = Field(default=None, ge=1)
     host_memory: int | None = Field(default=None, ge=1)
     rows: int = Field(default=1, ge=1)
+    cache: bool = False
     method_options: dict[str, Any] = Field(default_factory=dict)
 
     @field_validator("kv_dtype")

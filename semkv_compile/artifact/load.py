@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -11,7 +12,16 @@ from torch.fx import GraphModule
 
 from semkv.artifact.arguments import DTYPES
 from semkv.artifact.graph_json import graph_from_json
-from semkv.artifact.manifest import GRAPHS, MANIFEST, WEIGHTS, Manifest, graph_file, parse_sites, read_manifest
+from semkv.artifact.manifest import (
+    GRAPHS,
+    MANIFEST,
+    WEIGHTS,
+    Manifest,
+    ProgramFacts,
+    graph_file,
+    parse_sites,
+    read_manifest,
+)
 from semkv.artifact.weights import check_views, unpack
 from semkv.errors import ArtifactError, ConfigError, SpecError
 from semkv.files import read_json
@@ -36,12 +46,17 @@ def load_program(path: str | os.PathLike[str], device: str | torch.device | None
     check_views(manifest.tensors, header.tensors, str(folder / MANIFEST))
     stored = read_tensors(folder / WEIGHTS, header, error=ArtifactError, device=device)
     tensors = unpack(stored, manifest.tensors)
-    facts = manifest.program
+    names: list[str] = list(dict.fromkeys(manifest.program.graphs))
+    graphs = {name: _load_graph(folder, name, tensors, device) for name in names}
+    return build_program(manifest.program, graphs, folder), manifest
+
+
+def build_program(facts: ProgramFacts, graphs: Mapping[str, GraphModule], source: Path) -> Program:
+    """The program of stored facts and graphs by name, after the check of its stage's spec; `source` is for messages."""
     if len(set(facts.graphs)) != len(facts.graphs) or "body" not in facts.graphs:
         raise ArtifactError(
-            f"{folder / MANIFEST}: graphs {facts.graphs}, expected body and others once each; save it again"
+            f"{source / MANIFEST}: graphs {facts.graphs}, expected body and others once each; save it again"
         )
-    graphs = {name: _load_graph(folder, name, tensors, device) for name in facts.graphs}
     program = Program(
         stage=facts.stage,
         sites=parse_sites(facts.sites),
@@ -50,10 +65,10 @@ def load_program(path: str | os.PathLike[str], device: str | torch.device | None
         dtype=DTYPES[facts.dtype],
         batched=facts.batched,
         notes=tuple(facts.notes),
-        **{name: graphs.get(name) for name in GRAPHS},  # type: ignore[call-overload]
+        **{name: graphs.get(name) for name in GRAPHS},
     )
-    _check_program(program, folder)
-    return program, manifest
+    _check_program(program, source)
+    return program
 
 
 def _usable(device: str | torch.device) -> torch.device:

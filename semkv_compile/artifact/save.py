@@ -75,13 +75,13 @@ def save_program(
     """
     path = Path(path).absolute()
     _check_target(path)
-    graphs, tensors = _graphs(program)
+    graphs, tensors = program_graphs(program)
     stored, views = pack(tensors)
     value = {
         "format": FORMAT,
         "schema": ARTIFACT_SCHEMA,
         "versions": current_versions(),
-        "program": _facts(program, list(graphs)),
+        "program": program_facts(program, list(graphs)),
         "program_fingerprint": program_fingerprint(program),
         "tensors": views,
         "compile": {
@@ -125,7 +125,7 @@ def _check_target(path: Path) -> None:
     raise ArtifactError(f"{path}: exists and is not a folder; choose another path or remove it first")
 
 
-def _graphs(program: Program) -> tuple[dict[str, dict[str, Any]], dict[str, Tensor]]:
+def program_graphs(program: Program) -> tuple[dict[str, dict[str, Any]], dict[str, Tensor]]:
     """The program's graphs as JSON, and all their tensors under keys that are unique over the graphs."""
     tensors: dict[str, Tensor] = {}
     graphs = {}
@@ -155,7 +155,8 @@ def _graph_bytes(value: dict[str, Any], name: str) -> bytes:
     return head + b',\n "nodes": [\n  ' + b",\n  ".join(lines) + b"\n ]\n}\n"
 
 
-def _facts(program: Program, graphs: list[str]) -> dict[str, Any]:
+def program_facts(program: Program, graphs: list[str]) -> dict[str, Any]:
+    """The fields of `semkv.artifact.manifest.ProgramFacts` as JSON values."""
     return {
         "stage": program.stage,
         "graphs": graphs,
