@@ -1,8 +1,13 @@
-"""Random entries of every kind for `semkv::mixed_attention`."""
+"""Random entries of every kind for `semkv::mixed_attention`, and the device that runs Triton kernels."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import fields, is_dataclass, replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -80,3 +85,39 @@ def make_entries(
 def entries() -> Callable[..., tuple[torch.Tensor, torch.Tensor, Entries]]:
     """See `make_entries`."""
     return make_entries
+
+
+@pytest.fixture(scope="session")
+def on_device() -> Iterator[Callable[..., Any]]:
+    """`on_device(function, *args, **kwargs)` on the GPU where there is one, else in Triton's interpreter, on the CPU.
+
+    The interpreter is decided on when triton is imported, so it has a process of its own. Memory that a function allocates
+    is filled with NaN, so that what it does not write shows.
+    """
+    pytest.importorskip("triton", reason='kernels need triton: pip install -e ".[triton]"')
+    if torch.cuda.is_available():
+        yield _on_gpu
+        return
+    with pytest.MonkeyPatch.context() as patch, ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        patch.setenv("TRITON_INTERPRET", "1")
+        pool.submit(torch.use_deterministic_algorithms, True).result()
+        pool.submit(exec, (Path(__file__).parent / "interpreted_bfloat16.py").read_text(), {}).result()
+        patch.undo()
+        yield lambda function, *args, **kwargs: pool.submit(function, *args, **kwargs).result()
+
+
+def _on_gpu(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def moved(x: Any, device: str) -> Any:
+        if hasattr(x, "_fields") or isinstance(x, (list, tuple)):
+            parts = [moved(part, device) for part in x]
+            return type(x)(*parts) if hasattr(x, "_fields") else type(x)(parts)
+        if is_dataclass(x):
+            return replace(x, **{field.name: moved(getattr(x, field.name), device) for field in fields(x)})
+        return x.to(device) if isinstance(x, torch.Tensor) else x
+
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        out = function(*moved(args, "cuda"), **{name: moved(x, "cuda") for name, x in kwargs.items()})
+        return moved(out, "cpu")
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -1,0 +1,190 @@
+"""Triton's mixed attention against the reference: every axis that a specialisation has, odd sizes, pages, errors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from semkv.errors import InputError
+from semkv.kernels.mixed_attention import mixed_attention_blocked, mixed_attention_reference
+from semkv.kernels.mixed_attention.paged import PagedTokens
+
+pytest.importorskip("triton", reason='kernels need triton: pip install -e ".[triton]"')
+
+from semkv.kernels.mixed_attention.triton import (
+    Configuration,
+    mixed_attention_launches,
+    mixed_attention_triton,
+    splits_for,
+)
+
+SCALE = 0.3
+SMALL = {"batch": 1, "tokens": 1}
+SHAPES = {
+    "exact, group 1": {**SMALL, "q_heads": 1, "kv_heads": 1, "dim": 60, "exact": 63},
+    "exact, group 4, dim 64": {**SMALL, "batch": 2, "q_heads": 4, "kv_heads": 1, "dim": 64, "exact": 33},
+    "group 5, dim 128": {**SMALL, "q_heads": 5, "kv_heads": 1, "dim": 128, "exact": 9, "coarse": 7},
+    "value dim": {**SMALL, "dim": 6, "value_dim": 9, "coarse": 4, "spans": 2},
+    "all kinds, odd": {**SMALL, "dim": 15, "exact": 31, "coarse": 11, "spans": 3, "length": 7, "rank": 5, "biased": True},
+    "tokens": {"batch": 2, "tokens": 3, "q_heads": 4, "kv_heads": 1, "coarse": 3, "spans": 1, "biased": True},
+    "one place for all heads": {**SMALL, "heads_of_positions": 1, "exact": 19, "spans": 1, "length": 21},
+    "two blocks of rows": {"batch": 1, "tokens": 17, "q_heads": 4, "kv_heads": 1, "exact": 5, "spans": 1, "biased": True},
+}  # fmt: skip
+TERMS = {
+    "plain": (), "sinks, soft-cap, slopes, table": ("sinks", "softcap", "slopes", "table"), "window": ("sinks", "window"),
+}  # fmt: skip
+HALF_ONLY = "group 5, dim 128"
+"""In float32 the interpreter's product sums 128 terms in sequence, as a GPU does, and MKL in parts: 2.8 times its error."""
+
+CASES = [
+    *((name, "plain", 1, torch.float32) for name in SHAPES if name != HALF_ONLY),
+    (HALF_ONLY, "plain", 1, torch.float16),
+    ("all kinds, odd", "sinks, soft-cap, slopes, table", 3, torch.float32),
+    ("all kinds, odd", "window", 2, torch.float32),
+    ("tokens", "sinks, soft-cap, slopes, table", 2, torch.float32),
+    ("all kinds, odd", "plain", 4, torch.float16),
+    ("all kinds, odd", "plain", 4, torch.bfloat16),
+    ("group 5, dim 128", "window", 2, torch.bfloat16),
+    ("exact, group 1", "plain", 8, torch.float32),  # more splits than tiles
+]
+MORE = [
+    (name, terms, splits, dtype)
+    for name in SHAPES for terms in TERMS for splits in (1, 2, 8)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16)
+    if (name, terms, splits, dtype) not in CASES and (name, dtype) != (HALF_ONLY, torch.float32)
+]  # fmt: skip
+
+
+def extras(q_heads: int, dim: int, terms: tuple[str, ...]) -> dict:
+    generator = torch.Generator().manual_seed(9)
+    out: dict = {"scale": dim**-0.5}
+    if "sinks" in terms:
+        out["sinks"] = torch.randn(q_heads, generator=generator)
+    if "slopes" in terms:
+        out["bias_slopes"] = 0.1 * torch.rand(q_heads, generator=generator)
+    if "table" in terms:
+        out["bias_table"] = torch.randn(q_heads, 13, generator=generator)
+    if "softcap" in terms:
+        out["softcap"] = 2.0
+    if "window" in terms:
+        out["window"] = 20
+    return out
+
+
+def cast(values, dtype: torch.dtype) -> list:
+    return [x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in values]
+
+
+def check(got, q, where, own, options, dtype) -> None:
+    """The error against float64 is at most twice that of plain PyTorch in the same dtype.
+
+    Plain PyTorch is the worse of reference and blocked: products of one row and of many are summed in different orders.
+    """
+
+    def run(function, kind):
+        named = dict(zip(options, cast(options.values(), kind)))
+        return function(q.to(kind), where, *cast(own, kind), **named).double()
+
+    exact = run(mixed_attention_reference, torch.float64)
+    plain = max((run(form, dtype) - exact).abs().max() for form in (mixed_attention_reference, mixed_attention_blocked))
+    assert got.dtype == dtype
+    assert got.shape == exact.shape
+    assert torch.isfinite(got).all()
+    assert (got - exact).abs().max() <= 2 * plain
+
+
+def run_case(on_device, entries, case) -> None:
+    name, terms, splits, dtype = case
+    q, where, own = entries(**SHAPES[name], dtype=dtype)
+    options = extras(q.shape[1], q.shape[3], TERMS[terms])
+    configuration = Configuration(block=16, splits=splits)
+    got = on_device(mixed_attention_triton, q, where, *own, **options, configuration=configuration)
+    check(got, q, where, own, options, dtype)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_kernel_equals_the_reference(on_device, entries, case):
+    run_case(on_device, entries, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", MORE, ids=str)
+def test_the_kernel_equals_the_reference_in_every_combination(on_device, entries, case):
+    run_case(on_device, entries, case)
+
+
+def pool(page_size: int, heads: int, dtype: torch.dtype = torch.float32) -> PagedTokens:
+    """Two rows with 13 and 5 tokens in shuffled pages of one pool; what no row owns is NaN."""
+    generator = torch.Generator().manual_seed(3)
+    counts = torch.tensor([13, 5], dtype=torch.int32)
+    width = -(-13 // page_size)
+    own = 2 * heads * width + 1
+    slots = own * page_size
+    order = torch.randperm(own, generator=generator)[:-1].to(torch.int32).view(2, heads, width)
+    k, v = (torch.randn(2, slots, 6, generator=generator).to(dtype) for _ in range(2))
+    positions = torch.randint(0, 50, (heads, slots), generator=generator, dtype=torch.int32)
+    used = torch.zeros(2, slots, dtype=torch.bool)
+    for row in range(2):
+        for head in range(2):
+            entry = torch.arange(int(counts[row]))
+            used[head, order[row, min(head, heads - 1)][entry // page_size].long() * page_size + entry % page_size] = (
+                True
+            )
+    return PagedTokens(
+        k.masked_fill(~used[..., None], float("nan")), v.masked_fill(~used[..., None], float("nan")),
+        positions, order, counts, page_size,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("page_size", "heads", "biased"), [(1, 2, False), (4, 1, True), (16, 2, True)])
+def test_tokens_are_read_from_their_pages(on_device, entries, page_size, heads, biased):
+    """Ragged rows: what a row does not have is neither read nor counted."""
+    paged = pool(page_size, heads)
+    q, where, own = entries(batch=2, tokens=1, coarse=3)
+    q = q.float()
+    bias = torch.randn(2, 4, 1, paged.capacity) if biased else None
+    gathered = paged.gathered(bias)
+    rest = cast(own[4:], torch.float32)
+    got = on_device(
+        mixed_attention_triton, q, where, None, None, None, bias, *rest,
+        scale=SCALE, paged=paged, configuration=Configuration(block=16, splits=2),
+    )  # fmt: skip
+    check(got, q, where, (*gathered, *rest), {"scale": SCALE}, torch.float32)
+
+
+def test_gathered_pages_are_the_tokens_in_order():
+    paged = pool(4, 2)
+    k, v, places, bias = paged.gathered()
+    assert torch.isfinite(k).all()
+    assert torch.isfinite(v).all()
+    assert (bias[:, 0, 0] == 0).sum(1).tolist() == [13, 5]
+    slot = int(paged.pages[1, 0, 1]) * 4  # token 4 of row 1 opens its second page
+    assert torch.equal(k[1, 0, 4], paged.k[0, slot])
+    assert torch.equal(v[1, 0, 4], paged.v[0, slot])
+    assert places[1, 0, 4] == paged.positions[0, slot]
+
+
+def test_what_cannot_be_launched_is_refused(entries):
+    q, where, own = entries(**SMALL)
+    with pytest.raises(InputError, match=r"q is torch\.float64; the kernel computes in float16"):
+        mixed_attention_launches(q, where, *own, scale=SCALE)
+    q = q.float()
+    with pytest.raises(InputError, match="exact_k, exact_v and exact_positions are missing"):
+        mixed_attention_launches(q, where, scale=SCALE)
+    with pytest.raises(InputError, match="exact_k and `paged` are both given"):
+        mixed_attention_launches(q, where, *own, scale=SCALE, paged=pool(4, 1))
+    with pytest.raises(InputError, match="3 query heads for 2 KV heads"):
+        mixed_attention_launches(q[:, :3], where, *own, scale=SCALE)
+    paged = pool(4, 1)
+    with pytest.raises(InputError, match="page_size is 7 for"):
+        PagedTokens(paged.k, paged.v, paged.positions, paged.pages, paged.counts, 7)
+    with pytest.raises(InputError, match=r"'counts' is torch\.int64"):
+        PagedTokens(paged.k, paged.v, paged.positions, paged.pages, paged.counts.long(), 4)
+
+
+@pytest.mark.parametrize(
+    ("programs", "tiles", "processors", "splits"),
+    [(8, 100, 132, 32), (264, 100, 132, 1), (8, 3, 132, 2), (1, 999, 132, 64)],
+)
+def test_splits_fill_the_gpu_twice_and_have_a_tile_each(programs, tiles, processors, splits):
+    assert splits_for(programs, tiles, processors) == splits
