@@ -4,6 +4,8 @@
     python benchmarks/grid.py --families dense    # one family, as one of several processes that share the rows
     python benchmarks/grid.py --report-only       # what the rows hold so far
 
+A new checkout goes on from the rows that are kept, compressed, in benchmarks/results/rows/.
+
 Three parts, each a JSON in benchmarks/results/: `grid` (4K tokens, question unseen, 3, 5, 10 and 20 %, 50 questions a cell),
 `grid_leaders` (the same at 3, 5 and 10 % with 200 questions for `auto`, `mixed`, `sketch`, the five systems, the best
 baseline and the ceiling) and `grid_settings` (2K and 8K tokens, and the question seen, at 10 %). Writes docs/results/grid.md.
@@ -14,7 +16,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-from grids import DOCS, FAMILIES, LENGTH, RESULTS, Bench, parser, table, write_document, write_results
+from grids import DOCS, FAMILIES, LENGTH, RESULTS, Bench, pack, parser, table, write_document, write_results
 from quality import points
 
 from semkv.evaluation import Grid, Report, Variant
@@ -231,7 +233,7 @@ def main() -> None:
         if all(report.complete for report in reports.values())
         else "Not complete: the tables tell how many questions each line has.",
     )
-    print(f"wrote {path}")
+    print(f"wrote {path} and {pack(measuring.bench.rows)}")
 
 
 if __name__ == "__main__":

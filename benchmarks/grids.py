@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import lzma
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,8 @@ class Bench:
         quiet_libraries()
         torch.set_num_threads(arguments.threads)
         self.name, self.arguments = name, arguments
+        self.rows = arguments.rows / f"{name}.rows.jsonl"
+        unpack(self.rows)
         self.model, self.tokenizer = bundled.load()
         given = Profile.load(arguments.profile) if arguments.profile and profile is None else profile
         self.profile: Any = given or bundled.profile()
@@ -72,7 +75,6 @@ class Bench:
         """
         asked = self.arguments.families.split(",")
         chosen = tuple(family for family in grid.families if family in asked or family in (tasks or {}))
-        rows = self.arguments.rows / f"{self.name}.rows.jsonl"
         if self.arguments.report_only:
             return self.report(grid, title, tasks)
         with progress_bar(title) as progress:
@@ -83,7 +85,7 @@ class Bench:
                 identity=self.identity,
                 model="bundled",
                 title=title,
-                rows=rows,
+                rows=self.rows,
                 progress=progress,
                 tasks=tasks,
             )
@@ -92,7 +94,7 @@ class Bench:
         return build_report(
             grid,
             self.identity,
-            RowStore(rows),
+            RowStore(self.rows),
             report.environment,
             title=title,
             model="bundled",
@@ -102,8 +104,28 @@ class Bench:
 
     def report(self, grid: Grid, title: str, tasks: Mapping[str, Task] | None = None) -> Report:
         """What the rows hold of `grid`."""
-        rows = RowStore(self.arguments.rows / f"{self.name}.rows.jsonl")
-        return build_report(grid, self.identity, rows, describe(now()), title=title, model="bundled", tasks=tasks)
+        return build_report(
+            grid, self.identity, RowStore(self.rows), describe(now()), title=title, model="bundled", tasks=tasks
+        )
+
+
+def packed(rows: Path) -> Path:
+    """Where the rows of this file are kept beside the results, compressed, so that another checkout goes on from them."""
+    return RESULTS / "rows" / f"{rows.name}.xz"
+
+
+def unpack(rows: Path) -> None:
+    """Take the kept rows where there is no file yet."""
+    if not rows.exists() and packed(rows).exists():
+        rows.parent.mkdir(parents=True, exist_ok=True)
+        rows.write_bytes(lzma.decompress(packed(rows).read_bytes()))
+
+
+def pack(rows: Path) -> Path:
+    """Keep the rows beside the results."""
+    packed(rows).parent.mkdir(parents=True, exist_ok=True)
+    packed(rows).write_bytes(lzma.compress(rows.read_bytes(), preset=9))
+    return packed(rows)
 
 
 def write_results(name: str, report: Report) -> None:

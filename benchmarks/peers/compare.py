@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from grids import LENGTH, RESULTS, Bench, parser, table, write_document
+from grids import LENGTH, RESULTS, Bench, pack, parser, table, unpack, write_document
 from peers.setting import BUDGETS, FOLDER, THEIR_SNAPKV, grid, label
 
 from semkv.evaluation.environment import describe, now
@@ -195,10 +195,11 @@ def main() -> None:
     options.add_argument("--folder", type=Path, default=FOLDER, help="where the rows of kvpress are")
     arguments: argparse.Namespace = options.parse_args()
     cells, started = grid(), now()
-    bench = Bench("peers", arguments)
+    bench = Bench("grid", arguments)  # the cells are the grid's, so what it measured need not be measured again
+    unpack(arguments.folder / "kvpress.jsonl")
     if not arguments.report_only:
         bench.run(cells, "Our side of the comparison with kvpress")
-    ours, commits = our_rows(bench.identity, RowStore(arguments.rows / "peers.rows.jsonl"))
+    ours, commits = our_rows(bench.identity, RowStore(bench.rows))
     theirs, failed = their_rows(arguments.folder / "kvpress.jsonl")
     measured = [*ours, *theirs]
     said = control(measured)
@@ -228,7 +229,7 @@ def main() -> None:
         f"kvpress side: {', '.join(versions)}, float32, CPU. Our side: float32 weights, float16 KV; commits {', '.join(sorted(commits))}. "
         f"Machine: {environment.machine}. Finished {environment.finished}.",
     )
-    print(f"wrote {path}")
+    print(f"wrote {path}, {pack(bench.rows)} and {pack(arguments.folder / 'kvpress.jsonl')}")
 
 
 if __name__ == "__main__":

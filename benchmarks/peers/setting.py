@@ -12,8 +12,10 @@ SAMPLES = 100
 THEIR_SNAPKV = {"window": 64, "kernel": 5, "pool": "mean"}
 """The defaults of kvpress's SnapKVPress, for our own `snapkv`."""
 OURS = (
+    ("mixed", {}),
     ("sketch", {}),
     ("sekv", {}),
+    ("specontext", {"strict": True}),
     ("snapkv", {}),
     ("snapkv", THEIR_SNAPKV),
     ("pyramidkv", {}),
