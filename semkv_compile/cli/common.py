@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
-from semkv.errors import SemkvError
+from semkv.errors import ConfigError, SemkvError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -80,6 +80,16 @@ def budgets(text: str, option: str) -> list[int | float]:
     for value in found:
         check_budget(value)
     return found
+
+
+def parse_size(text: str | None, option: str) -> int | None:
+    """Bytes of a size such as `24GB`; `ConfigError` for what is none."""
+    from semkv.config import byte_count
+
+    try:
+        return None if text is None else byte_count(text)
+    except ValueError as error:
+        raise ConfigError(f"{option}: {error}") from None
 
 
 def quiet_libraries() -> None:

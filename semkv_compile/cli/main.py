@@ -8,11 +8,11 @@ from typing import Annotated
 import typer
 
 from semkv.cli.common import budgets as parse_budgets
-from semkv.cli.common import check_writable, plain_errors, refuse, whole_numbers, words
+from semkv.cli.common import check_writable, parse_size, plain_errors, refuse, whole_numbers, words
 
 app = typer.Typer(
     name="semkv",
-    help="Compile decoders into models with a mixed-resolution KV memory: look inside, evaluate, see a demo.",
+    help="Compile decoders into models with a mixed-resolution KV memory: look inside, plan, evaluate, see a demo.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
@@ -185,6 +185,63 @@ def explain_command(
         from semkv.cli.inspect import run_explain
 
         run_explain(model, profile, method, parsed[0], verbose)
+
+
+@app.command(
+    "plan",
+    epilog="""
+    [bold]Examples[/bold]
+
+    $ semkv plan --model meta-llama/Llama-3.1-8B --gpu rtx4090 --context 128K --budget 0.1
+
+    $ semkv plan --model config.json --gpu h100,link=25GB/s --context 64K --batch 16 --budget 2048 --report pictures
+
+    $ semkv plan --model config.json --gpu memory=80GB,bandwidth=3.35TB/s,link=64GB/s --context 1024K --budget full
+    """,
+)
+def plan_command(
+    model: Annotated[str, typer.Option(help="`bundled`, a config.json, its folder, or a Hugging Face name.")],
+    gpu: Annotated[str, typer.Option(help="A name such as h100, numbers as in the examples, or a name and numbers.")],
+    context: Annotated[str, typer.Option(help="Tokens of each row; 128K is 131072.")],
+    batch: Annotated[int, typer.Option(help="Rows at once.")] = 1,
+    budget: Annotated[
+        str, typer.Option(help="A fraction of the full KV, tokens per KV head and layer, or `full`: without semkv.")
+    ] = "0.1",
+    waits: Annotated[
+        str, typer.Option(help="How folded tokens wait on the host: int8, raw, or none where the method drops them.")
+    ] = "int8",
+    residency: Annotated[
+        str,
+        typer.Option(help="elastic: each layer keeps what it unfolded. shared: layers share one workspace in turn."),
+    ] = "elastic",
+    overlap: Annotated[
+        float, typer.Option(help="elastic: of what a step unfolds, the share that the step before unfolded too.")
+    ] = 0.95,
+    dtype: Annotated[str | None, typer.Option(help="Of weights and KV. Default: the configuration's.")] = None,
+    weights: Annotated[str | None, typer.Option(help="Size of a quantised checkpoint, `40GB`.")] = None,
+    working_memory: Annotated[
+        str | None, typer.Option(help="Beside weights and KV, `4GB`. Default: 0.3 of the weights.")
+    ] = None,
+    host_memory: Annotated[str | None, typer.Option(help="Memory of the host. Default: no limit.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the plan here.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Folder for a picture (PNG).")] = None,
+) -> None:
+    """What fits on a machine, at which length and batch, and the least that a step takes. Needs the configuration only."""
+    with plain_errors():
+        lengths = whole_numbers(context, "--context")
+        budgets = [None] if budget == "full" else parse_budgets(budget, "--budget")
+        if len(lengths) != 1 or len(budgets) != 1:
+            refuse("a plan takes one --context and one --budget")
+        check_writable(json, "--json")
+        check_writable(report, "--report", folder=True)
+        from semkv.cli.plan import PlanRequest, run_plan
+        from semkv.planning.plan import Workload
+
+        workload = Workload(
+            lengths[0], batch, budgets[0], waits, overlap, residency,
+            runtime=parse_size(working_memory, "--working-memory"), host=parse_size(host_memory, "--host-memory"),
+        )  # fmt: skip
+        run_plan(PlanRequest(model, gpu, workload, dtype, parse_size(weights, "--weights"), json=json, report=report))
 
 
 @app.command(

@@ -13,9 +13,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from semkv.cli.common import PhaseBars, output_console
+from semkv.cli.common import PhaseBars, output_console, parse_size
 from semkv.cli.profile_choice import CHOICE
-from semkv.config import byte_count
 from semkv.errors import ConfigError, SemkvError
 
 BUNDLED = "bundled"
@@ -169,7 +168,7 @@ def profile(
     training = {"length": length, "queries": queries, "max_steps": max_steps, "sequences": sequences}
     measuring = {
         "length": length, "samples": samples, "needle_lengths": needle_lengths, "needle_depths": needle_depths,
-        "tau_stable": tau_stable, "tau_similar": tau_similar, "device_memory": _bytes(device_memory),
+        "tau_stable": tau_stable, "tau_similar": tau_similar, "device_memory": parse_size(device_memory, "--device-memory"),
     }  # fmt: skip
     defaults = (BUNDLED_SETTINGS, BUNDLED_MEASURES) if model == BUNDLED else ({}, {})
     settings = CalibrationSettings.checked(
@@ -185,13 +184,6 @@ def profile(
             model, output, work, chosen, bool(named), base, tuple(data or ()), with_tasks, settings, measures, device, report
         )
     )  # fmt: skip
-
-
-def _bytes(text: str | None) -> int | None:
-    try:
-        return None if text is None else byte_count(text)
-    except ValueError as error:
-        raise ConfigError(f"--device-memory: {error}") from None
 
 
 def _over(defaults: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:

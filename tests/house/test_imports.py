@@ -20,7 +20,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("capture", "runtime", "artifact"),
     ("methods", "pipeline"),
     ("compile",),
-    ("profiles.calibration", "evaluation"),
+    ("profiles.calibration", "evaluation", "planning"),
     ("cli",),
 )
 """A part may import from itself and from the lines above its own."""
