@@ -12,7 +12,7 @@ from semkv.cli.common import check_writable, parse_size, plain_errors, refuse, w
 
 app = typer.Typer(
     name="semkv",
-    help="Compile decoders into models with a mixed-resolution KV memory: look inside, plan, evaluate, see a demo.",
+    help="Compile decoders into models with a mixed-resolution KV memory: look inside, plan, time, evaluate, see a demo.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
@@ -242,6 +242,62 @@ def plan_command(
             runtime=parse_size(working_memory, "--working-memory"), host=parse_size(host_memory, "--host-memory"),
         )  # fmt: skip
         run_plan(PlanRequest(model, gpu, workload, dtype, parse_size(weights, "--weights"), json=json, report=report))
+
+
+@app.command(
+    "bench",
+    epilog="""
+    [bold]Examples[/bold]
+
+    $ semkv bench --methods full,quest --budgets 0.1 --context 2K
+
+    $ semkv bench --model Qwen/Qwen3-0.6B --text book.txt --methods full,sketch --budgets 0.05,0.1 --context 32K --device cuda --gpu h100
+    """,
+)
+def bench_command(
+    model: Annotated[str, typer.Option(help=MODEL_HELP)] = "bundled",
+    profile: Annotated[Path | None, typer.Option(help=PROFILE_HELP)] = None,
+    methods: Annotated[str, typer.Option(help="Methods, separated by commas.")] = "full,quest,sekv",
+    budgets: Annotated[
+        str,
+        typer.Option(help="With a point: fractions of the full KV in (0, 1]. Without: tokens per KV head and layer."),
+    ] = "0.1",
+    context: Annotated[str, typer.Option(help="Tokens of the prompt; 4K is 4096.")] = "2K",
+    batch: Annotated[int, typer.Option(help="Rows at once, of the same prompt.")] = 1,
+    steps: Annotated[int, typer.Option(help="Decode steps that are timed, a token each.")] = 64,
+    warmup: Annotated[int, typer.Option(help="Decode steps before them.")] = 4,
+    text: Annotated[
+        Path | None,
+        typer.Option(
+            help="File that the prompt is the start of. Default: random tokens, on which overlap says little."
+        ),
+    ] = None,
+    kv_dtype: Annotated[str | None, typer.Option(help=KV_DTYPE_HELP)] = None,
+    residency: Annotated[
+        str, typer.Option(help="shared: layers share a workspace of unfolded spans. elastic: each keeps its own.")
+    ] = "shared",
+    gpu: Annotated[
+        str | None, typer.Option(help="This machine as `semkv plan` takes it, for the floor under a step.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="Where to run, `cuda` for example.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write every step's time here.")] = None,
+) -> None:
+    """Time methods on this machine: first token, percentiles of a step, bytes per tier, transfers, beside the floor."""
+    with plain_errors():
+        lengths = whole_numbers(context, "--context")
+        if len(lengths) != 1 or batch < 1:
+            refuse("a benchmark takes one --context and a --batch of at least 1")
+        check_writable(json, "--json")
+        from semkv.cli.bench import BenchRequest, run_bench
+        from semkv.config import CompileConfig
+
+        run_bench(
+            BenchRequest(
+                model, profile, words(methods, "--methods"), parse_budgets(budgets, "--budgets"), lengths[0], batch, steps, warmup,
+                CompileConfig.model_validate({"kv_dtype": kv_dtype, "residency": residency}),
+                gpu=gpu, text=text, device=device, json=json,
+            )
+        )  # fmt: skip
 
 
 @app.command(

@@ -1,0 +1,141 @@
+"""`semkv bench`: methods timed on this machine, beside the floor of its bandwidths where they are given."""
+
+from __future__ import annotations
+
+import json as json_module
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from semkv.cli.common import output_console, progress_bar
+
+if TYPE_CHECKING:
+    from semkv.config import CompileConfig
+    from semkv.evaluation.bench import Timing
+    from semkv.planning.decoder import Decoder
+    from semkv.planning.machine import Machine
+
+
+@dataclass(frozen=True)
+class BenchRequest:
+    """What the command was asked for. text: a file that the prompt is cut from; None: random tokens."""
+
+    model: str
+    profile: Path | None
+    methods: list[str]
+    budgets: list[int | float]
+    tokens: int
+    rows: int
+    steps: int
+    warmup: int
+    config: CompileConfig
+    gpu: str | None = None
+    text: Path | None = None
+    device: str | None = None
+    json: Path | None = None
+
+
+def run_bench(request: BenchRequest) -> None:
+    """Time each method at each budget on one prompt, print the table and write it where that was asked for."""
+    from semkv.planning.machine import parse_machine
+
+    machine = None if request.gpu is None else parse_machine(request.gpu)
+    from semkv.api import compile as compile_model
+    from semkv.cli.models import load_model
+    from semkv.evaluation.bench import check_tokens, time_compiled
+    from semkv.evaluation.environment import describe, now
+    from semkv.methods import find_method
+    from semkv.planning.decoder import decoder_of
+
+    methods = [find_method(name) for name in request.methods]
+    started = now()
+    loaded = load_model(request.model, request.profile, device=request.device)
+    ids = prompt_ids(loaded, request)
+    full = compile_model(loaded.model, loaded.profile, method="full", config=request.config)
+    check_tokens(loaded.model, full, ids)
+    entries = [
+        (method.name, budget) for method in methods for budget in (request.budgets if method.compresses else [None])
+    ]
+    timings = []
+    with progress_bar("bench") as progress:
+        for place, (name, budget) in enumerate(entries, 1):
+            compiled = full if name == "full" else full.with_method(name, budget)
+            timings.append(time_compiled(compiled, ids, warmup=request.warmup, steps=request.steps))
+            progress(place, len(entries), name)
+    dtype = str(full.dtype).removeprefix("torch.")
+    decoder = None if machine is None else decoder_of(loaded.model.config, dtype=dtype)
+    floors = [None if machine is None else floor_ms(timing, decoder, machine) for timing in timings]
+    console = output_console()
+    print_timings(console, timings, floors)
+    if request.json is not None:
+        environment = describe(started, str(full.device)).model_dump(mode="json")
+        rows = [asdict(timing) | {"floor_ms": floor} for timing, floor in zip(timings, floors)]
+        report = {"environment": environment, "model": loaded.name, "timings": rows}
+        request.json.parent.mkdir(parents=True, exist_ok=True)
+        request.json.write_text(json_module.dumps(report, indent=1) + "\n")
+        console.print(f"\nreport: {request.json}")
+
+
+def prompt_ids(loaded: Any, request: BenchRequest) -> Any:
+    """Ids [B, T], every row the same: the start of the text, or random tokens of a fixed seed."""
+    import torch
+
+    from semkv.errors import ConfigError
+
+    device = next(loaded.model.parameters()).device
+    if request.text is None:
+        vocabulary = loaded.model.config.get_text_config().vocab_size
+        generator = torch.Generator().manual_seed(0)
+        row = torch.randint(vocabulary, (1, request.tokens), generator=generator)
+    else:
+        text = request.text.read_text(encoding="utf-8")
+        row = torch.tensor([loaded.tokenizer(text, add_special_tokens=False)["input_ids"][: request.tokens]])
+        if row.shape[1] < request.tokens:
+            raise ConfigError(
+                f"--text {request.text} has {row.shape[1]} tokens, fewer than the {request.tokens} asked for"
+            )
+    return row.expand(request.rows, -1).contiguous().to(device)
+
+
+def floor_ms(timing: Timing, decoder: Decoder, machine: Machine) -> float:
+    """The larger of bytes read over device bandwidth and bytes moved over link bandwidth, as measured in the run: the weights that a
+    step reads and what was on the device, and what crossed the link for all rows."""
+    held = timing.nbytes["peak"] + timing.nbytes["window"]
+    read = decoder.read_bytes(timing.rows) + held
+    return 1000 * max(read / machine.bandwidth, timing.rows * timing.moved_bytes / machine.link)
+
+
+def print_timings(console: Console, timings: list[Timing], floors: list[float | None]) -> None:
+    """A line per method and budget."""
+    from semkv.cli.profile_tables import simple_table
+    from semkv.evaluation.bench import PERCENTILES
+    from semkv.evaluation.tables import size
+
+    columns = [
+        "budget",
+        "first token",
+        *(f"p{p}" for p in PERCENTILES),
+        "floor",
+        "tokens/s",
+        "device",
+        "% of full",
+        "host",
+    ]
+    first = timings[0]
+    title = f"{first.rows} row(s) of {first.tokens:,} tokens, {len(first.step_ms)} steps; milliseconds"
+    table = simple_table(title, "method", *columns, "moved/step", "overlap")
+    table.columns[0].justify = "left"
+    for timing, floor in zip(timings, floors):
+        peak = timing.nbytes["peak"]
+        table.add_row(
+            timing.method, "-" if timing.budget is None else f"{timing.budget:g}", f"{timing.first_ms:.0f}",
+            *(f"{timing.percentile(p):.2f}" for p in PERCENTILES), "-" if floor is None else f"{floor:.2f}",
+            f"{timing.tokens_per_second:,.1f}", size(peak), f"{100 * peak / timing.full_bytes:.1f}",
+            size(timing.nbytes["host"] + timing.nbytes["disk"]), size(timing.moved_bytes), f"{timing.overlap:.0%}",
+        )  # fmt: skip
+    console.print(table)
+    console.print(
+        "device: the largest residency of a step, weights apart. Transfers are synchronous, so steps contain them."
+    )

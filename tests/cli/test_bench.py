@@ -1,0 +1,104 @@
+"""`semkv bench`: what is timed, counted and refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import semkv
+from semkv.errors import InputError, SemkvError
+from semkv.evaluation.bench import Timing, check_tokens, time_compiled
+
+SPECS = "memory=1GB,bandwidth=1GB/s,link=1MB/s"
+
+
+def test_methods_beside_the_floor(run, tiny_model, tmp_path):
+    out = tmp_path / "out" / "bench.json"
+    result = run(
+        "bench", "--model", tiny_model, "--methods", "full,streaming_llm,quest", "--budgets", "0.5,128", "--context", 256, "--batch", 2,
+        "--steps", 5, "--warmup", 1, "--gpu", SPECS, "--json", out,
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    rows = json.loads(out.read_text())["timings"]
+    assert [(row["method"], row["budget"]) for row in rows] == [
+        ("full", None), ("streaming_llm", 0.5), ("streaming_llm", 128), ("quest", 0.5), ("quest", 128),
+    ]  # fmt: skip
+    for row in rows:
+        assert len(row["step_ms"]) == 5
+        assert min(row["step_ms"]) > 0
+        assert row["first_ms"] > 0
+        assert (
+            row["full_bytes"] == 2 * 262 * 2 * 2 * 2 * 8 * 4
+        )  # rows, tokens, layers, keys and values, heads, dim, float32
+        cap = 1.1 if row["budget"] is None else 0.5
+        assert row["nbytes"]["peak"] <= cap * row["full_bytes"]
+        moved_ms = 1000 * 2 * row["moved_bytes"] / 1e6
+        assert row["floor_ms"] >= moved_ms > 0 if row["method"] == "quest" else row["moved_bytes"] == 0
+        assert row["floor_ms"] * 1e6 >= row["nbytes"]["peak"]  # at a gigabyte a second
+    assert "first token" in result.output
+    assert "quest" in result.output
+
+
+def test_percentiles_and_throughput():
+    timing = Timing("m", None, 8, 2, 1.0, tuple(map(float, range(100, 0, -1))), {}, 1, 0.0, 0.0)
+    assert [timing.percentile(p) for p in (50, 90, 99, 100)] == [50, 90, 99, 100]
+    assert timing.tokens_per_second == pytest.approx(1000 * 2 * 100 / 5050)
+    assert Timing("m", None, 8, 1, 1.0, (3.0,), {}, 1, 0.0, 0.0).percentile(50) == 3.0
+
+
+@pytest.fixture(scope="module")
+def pair(tiny_model):
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM.from_pretrained(tiny_model).eval()
+    return model, semkv.compile(model)
+
+
+def test_steps_are_greedy_and_counted(pair):
+    _, full = pair
+    ids = torch.arange(40)[None]
+    timing = time_compiled(full, ids, warmup=2, steps=3)
+    assert (timing.tokens, timing.rows, len(timing.step_ms)) == (40, 1, 3)
+    assert timing.full_bytes == 45 * 2 * 2 * 2 * 8 * 4
+    with pytest.raises(InputError, match="0 steps after 2 of warm-up"):
+        time_compiled(full, ids, warmup=2, steps=0)
+    with pytest.raises(InputError, match="40 tokens and 500 steps do not fit the model's context of 512"):
+        time_compiled(full, ids, warmup=0, steps=500)
+
+
+def test_nothing_is_timed_while_tokens_differ(pair):
+    model, full = pair
+    ids = torch.arange(64)[None]
+    check_tokens(model, full, ids)
+
+    class Other:
+        def generate(self, prompt, **options):
+            return torch.cat([prompt, torch.zeros(1, 8, dtype=torch.int64)], 1)
+
+    with pytest.raises(SemkvError, match="nothing is timed before they agree"):
+        check_tokens(Other(), full, ids)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--methods", "abacus"], "abacus"),
+        (["--batch", "0"], "a --batch of at least 1"),
+        (["--gpu", "abacus"], "gpu 'abacus' is not known"),
+    ],
+)
+def test_refusals_are_one_line(run, tiny_model, options, said):
+    result = run("bench", "--model", tiny_model, "--context", 64, *options)
+    assert result.exit_code == 2
+    assert said in result.output
+    assert len(result.output.strip().splitlines()) == 1
+
+
+def test_a_text_that_is_too_short(run, tiny_model, tmp_path):
+    text = tmp_path / "short.txt"
+    text.write_text("the old book")
+    result = run("bench", "--model", tiny_model, "--context", 64, "--text", text)
+    assert result.exit_code == 2
+    assert "tokens, fewer than the 64 asked for" in result.output
