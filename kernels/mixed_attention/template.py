@@ -11,6 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from semkv.kernels.elementwise import tanh
+
 
 @triton.jit
 def _bias_rows(row_of_batch, heads, tokens_at, Q_HEADS: tl.constexpr, TOKENS, BIAS: tl.constexpr):
@@ -32,7 +34,7 @@ def _shaped(
     """Soft-cap, biases and visibility on raw scores [M, N] of entries at `places` [N], queries at `where` [M]."""
     scores = scores * scale
     if SOFTCAP:
-        scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)  # tanh
+        scores = softcap * tanh(scores / softcap)
     distance = where[:, None] - places[None, :]
     if SLOPES:
         slopes = tl.load(p_slopes + heads, mask=live, other=0.0).to(tl.float32)

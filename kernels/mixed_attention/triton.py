@@ -22,11 +22,11 @@ MAX_SPLITS = 64
 class Configuration:
     """How the work is laid out; the result depends on it through rounding alone.
 
-    block: entries per tile. warps, stages: per program, stages of the load pipeline. splits: programs that share the entries of
-    one KV head; 0: as many as fill the GPU twice.
+    block: entries per tile; 0: 64, or 32 beside factored entries, whose products need the registers. warps, stages: per program,
+    stages of the load pipeline. splits: programs that share the entries of one KV head; 0: as many as fill the GPU twice.
     """
 
-    block: int = 64
+    block: int = 0
     warps: int = 4
     stages: int = 2
     splits: int = 0
@@ -96,7 +96,8 @@ def mixed_attention_launches(
     key_rank, value_rank = (0, 0) if key_u is None else (key_u.shape[-1], value_u.shape[-1])
 
     rows = min(MAX_ROWS, padded(group * tokens))
-    block, block_length = configuration.block, min(configuration.block, padded(length))
+    block = configuration.block or (64 if key_u is None else 32)
+    block_length = min(block, padded(length))
     programs = batch * kv_heads * -(-group * tokens // rows)
     tiles = -(-exact // block) + -(-coarse // block) + spans * -(-length // block_length)
     splits = configuration.splits or splits_for(programs, tiles, _processors(q.device))

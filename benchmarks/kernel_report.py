@@ -1,0 +1,179 @@
+"""Registers, spills, shared memory and occupancy of every kernel, read from machine code for sm_80, sm_90 and sm_100; no GPU.
+
+    python benchmarks/kernel_report.py            # writes benchmarks/results/kernels.json and the table of docs/kernels.md
+    python benchmarks/kernel_report.py --page     # the table alone, from the results that are there
+
+Nothing runs: these are figures of the compiler, not of a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import triton
+from torch import Tensor
+
+from semkv.kernels.gather.triton import gather_tokens_launches
+from semkv.kernels.generation import Specialization
+from semkv.kernels.mixed_attention.paged import PagedTokens
+from semkv.kernels.mixed_attention.triton import Configuration, mixed_attention_launches
+from semkv.kernels.rotary_append.triton import rotary_append_launches
+from semkv.kernels.selection.triton import select_launches
+from semkv.kernels.sketch_scores.triton import sketch_scores_launches
+from semkv.kernels.span_summaries.triton import span_summaries_launches
+from semkv.kernels.surprisal.triton import surprisal_launches
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS, PAGE = ROOT / "benchmarks/results/kernels.json", ROOT / "docs/kernels.md"
+START, END = "<!-- start of the table -->", "<!-- end of the table -->"
+CAPABILITIES = (80, 90, 100)
+MODELS = {
+    "Llama-3.1-8B, Mistral-7B": (32, 8, 128),
+    "Qwen2.5-14B": (40, 8, 128),
+}
+"""Query heads, KV heads, head dim; the first two models have the same."""
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def mixed_attention(model: tuple[int, int, int]) -> Iterator[tuple[str, Specialization]]:
+    """One decode step in bfloat16: budgets of a 128K context do not change the code, so sizes are nominal."""
+    q_heads, kv_heads, dim = model
+    q, where = empty(1, q_heads, 1, dim), empty(1, 1, dtype=torch.int64)
+    k, places = empty(1, kv_heads, 4096, dim), empty(1, kv_heads, 4096, dtype=torch.int64)
+    means = (
+        empty(1, kv_heads, 1024, dim),
+        empty(1, 1, 1024, dtype=torch.int64),
+        empty(1, 1, 1, 1024, dtype=torch.float32),
+    )
+    left, values, right = empty(1, kv_heads, 32, 32, 16), empty(1, kv_heads, 32, 16), empty(1, kv_heads, 32, dim, 16)
+    factored = (left, values, right, left, values, right, empty(1, kv_heads, 32, 32, dtype=torch.int64))
+    hidden = empty(1, q_heads, 1, 32, 32, dtype=torch.float32)
+    coarse = (means[0], means[0], means[1], means[2])
+    pages = empty(1, kv_heads, 256, dtype=torch.int32), empty(1, dtype=torch.int32)
+    paged = PagedTokens(
+        empty(kv_heads, 65536, dim), empty(kv_heads, 65536, dim), empty(1, 65536, dtype=torch.int32), *pages, 16
+    )
+    variants = {
+        "exact": ((k, k, places), None),
+        "exact in pages of 16": ((None, None, None), paged),
+        "exact, coarse": ((k, k, places, None, *coarse), None),
+        "exact, coarse, factored": ((k, k, places, None, *coarse, *factored, hidden), None),
+    }
+    for name, (entries, pool) in variants.items():
+        _, launches = mixed_attention_launches(
+            q, where, *entries, scale=dim**-0.5, paged=pool, configuration=Configuration(splits=8)
+        )
+        yield f"mixed attention: {name}", launches[0].specialization
+    yield "mixed attention: merge of 8 splits", launches[1].specialization
+
+
+def sketch_scores(model: tuple[int, int, int]) -> Iterator[tuple[str, Specialization]]:
+    """Codes of 16 numbers in 4 bits, and of 8 in 3, which straddle bytes."""
+    q_heads, kv_heads, dim = model
+    q = empty(q_heads, 1, dim)
+    for rank, bits in ((16, 4), (8, 3)):
+        codes = empty(kv_heads, 65536, rank * bits // 8, dtype=torch.uint8)
+        maps = empty(kv_heads, dim, rank, dtype=torch.float32)
+        spread = empty(kv_heads, rank, dtype=torch.float32)
+        _, launches = sketch_scores_launches(q, maps, codes, spread, spread, bits=bits, scale=dim**-0.5)
+        yield f"sketch scores: {rank} numbers of {bits} bits", launches[0].specialization
+    yield "sketch scores: normalisation", launches[1].specialization
+
+
+def selection(model: tuple[int, int, int]) -> Iterator[tuple[str, Specialization]]:
+    q_heads, kv_heads, _ = model
+    score, threshold = empty(q_heads, 1, 65536, dtype=torch.float32), empty(q_heads, dtype=torch.float32)
+    _, launches = select_launches(score, threshold, empty(kv_heads, 65536, dtype=torch.int32), 100_000)
+    for name, place in (("keys", 0), ("sums of the last digit", -3), ("ties", -2), ("marks", -1)):
+        yield f"selection: {name}", launches[place].specialization
+
+
+def gather(model: tuple[int, int, int]) -> Iterator[tuple[str, Specialization]]:
+    _, kv_heads, dim = model
+    index = empty(kv_heads, 2048, dtype=torch.int64)
+    codes, scale = empty(kv_heads, 65536, dim, dtype=torch.uint8), empty(kv_heads, 65536, 1, dtype=torch.float16)
+    for name, pool in (("raw", (empty(kv_heads, 65536, dim), index)), ("8 bits", (codes, index, scale))):
+        yield f"gather: {name}", gather_tokens_launches(*pool, dtype=torch.bfloat16)[1][0].specialization
+
+
+def span_summaries(model: tuple[int, int, int]) -> Iterator[tuple[str, Specialization]]:
+    _, kv_heads, dim = model
+    spans = empty(1024, dtype=torch.int64)
+    _, launches = span_summaries_launches(empty(kv_heads, 65536, dim), spans, spans, empty(65536, dtype=torch.float32))
+    yield "span summaries: weighted mean and bounds", launches[0].specialization
+
+
+def surprisal(model: tuple[int, int, int]) -> Iterator[tuple[str, Specialization]]:
+    """In these models the hidden states are as wide as all query heads together."""
+    q_heads, _, dim = model
+    hidden, weight = empty(4096, q_heads * dim), empty(128256, q_heads * dim)
+    _, launches = surprisal_launches(hidden, weight, empty(4096, dtype=torch.int64))
+    yield "surprisal: tiles of the vocabulary", launches[0].specialization
+    yield "surprisal: merge", launches[1].specialization
+
+
+def rotary_append(model: tuple[int, int, int]) -> Iterator[tuple[str, Specialization]]:
+    q_heads, kv_heads, dim = model
+    q, k, turn = empty(1, q_heads, 1, dim), empty(1, kv_heads, 1, dim), empty(1, 1, dim // 2, dtype=torch.float32)
+    place, pool = empty(1, 1, dtype=torch.int64), empty(kv_heads, 65536, dim)
+    positions = empty(1, 65536, dtype=torch.int32)
+    _, launches = rotary_append_launches(q, k, k, turn, turn, place, place, pool, pool, positions)
+    yield "rotary embedding and append", launches[0].specialization
+
+
+OPERATIONS = (mixed_attention, sketch_scores, selection, gather, span_summaries, surprisal, rotary_append)
+
+
+def measure(capabilities: tuple[int, ...] = CAPABILITIES) -> list[dict]:
+    rows = []
+    for model, sizes in MODELS.items():
+        for operation in OPERATIONS:
+            for name, specialization in operation(sizes):
+                for capability in capabilities:
+                    found = specialization.compile(capability).resources
+                    rows.append({
+                        "kernel": name, "model": model, "capability": capability, **asdict(found),
+                        "occupancy": found.occupancy(capability),
+                    })  # fmt: skip
+                    print(rows[-1], flush=True)
+    return rows
+
+
+def table(rows: list[dict]) -> str:
+    lines = [
+        "| kernel | model | target | registers | spills, bytes | shared, KiB | warps | occupancy |",
+        "|---|---|---|" + "---:|" * 5,
+    ]
+    for row in rows:
+        lines.append(
+            f"| {row['kernel']} | {row['model']} | sm_{row['capability']} | {row['registers']} | {row['stack_bytes']} | "
+            f"{row['shared_bytes'] / 1024:.1f} | {row['warps']} | {row['occupancy']:.0%} |"
+        )
+    return "\n".join(lines)
+
+
+def filled(page: str, rows: list[dict]) -> str:
+    """`page` with the table of `rows` between its marks."""
+    before, rest = page.split(START)
+    return f"{before}{START}\n{table(rows)}\n{END}{rest.split(END)[1]}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--page", action="store_true", help="write the table alone, from the results that are there")
+    if not parser.parse_args().page:
+        result = {"triton": triton.__version__, "torch": torch.__version__, "rows": measure()}
+        RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), json.loads(RESULTS.read_text())["rows"]), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
