@@ -18,7 +18,7 @@ def subject_identity(model: nn.Module, profile: Profile | None, config: CompileC
 
     dtype: of the model's computation, where it differs from what the weights tell.
     """
-    settings = (config or CompileConfig()).model_dump(mode="json", exclude={"method_options"})
+    settings = (config or CompileConfig()).model_dump(mode="json", exclude={"method_options", "cache"})
     parts: dict[str, Any] = {"model": model_fingerprint(model), "settings": settings, "dtype": str(dtype)}
     if profile is not None:
         # How it came to be and measured choices do not change what a compiled model computes; what a file says of its
