@@ -3,7 +3,8 @@
     python benchmarks/compile_time.py --repeats 3 --json benchmarks/results/compile_time.json
 
 Every figure is of a process of its own: wall and processor seconds, the median of the repeats. `compile` is the call alone, with
-model and profile loaded and `semkv.compile` imported; `import semkv.compile` is what its first use imports, transformers included.
+model and profile loaded and `semkv.compile` imported; `import semkv.compile` is what its first use imports beside transformers' Llama.
+`load`: the machine's mean load over the last 15 minutes; where it exceeds the number of processors, wall seconds suffer from it.
 """
 
 from __future__ import annotations
@@ -84,6 +85,7 @@ def main() -> None:
     if options.json is not None:
         report = {
             "environment": describe(started).model_dump(mode="json"),
+            "load": os.getloadavg()[2],
             "repeats": options.repeats,
             "seconds": times,
         }

@@ -89,7 +89,17 @@ def _loaded_after(code: str) -> set[str]:
 
 def test_importing_semkv_is_cheap() -> None:
     loaded = _loaded_after("import semkv, semkv.errors")
-    assert not loaded & {"torch", "transformers", "numpy", "pydantic", "rich", "typer", "triton", "matplotlib"}
+    assert not loaded & {
+        "torch",
+        "transformers",
+        "numpy",
+        "pydantic",
+        "rich",
+        "typer",
+        "triton",
+        "matplotlib",
+        "networkx",
+    }
 
 
 def test_profiles_load_without_triton_and_modelling_code() -> None:
