@@ -18,6 +18,7 @@ import torch
 import triton
 from torch import Tensor
 
+from semkv.kernels.drift_overlap.triton import drift_overlap_launches
 from semkv.kernels.gather.triton import gather_tokens_launches
 from semkv.kernels.generation import Specialization
 from semkv.kernels.mixed_attention.paged import PagedTokens
@@ -129,7 +130,15 @@ def rotary_append(model: tuple[int, int, int]) -> Iterator[tuple[str, Specializa
     yield "rotary embedding and append", launches[0].specialization
 
 
-OPERATIONS = (mixed_attention, sketch_scores, selection, gather, span_summaries, surprisal, rotary_append)
+def drift_overlap(model: tuple[int, int, int]) -> Iterator[tuple[str, Specialization]]:
+    """After a selection, whose kernels are listed there."""
+    weights, baseline = empty(model[1], 65536, dtype=torch.float32), empty(model[1], 65536, dtype=torch.bool)
+    yield "drift overlap", drift_overlap_launches(weights, baseline, 2048)[1][-1].specialization
+
+
+OPERATIONS = (
+    mixed_attention, sketch_scores, selection, gather, span_summaries, surprisal, rotary_append, drift_overlap
+)  # fmt: skip
 
 
 def measure(capabilities: tuple[int, ...] = CAPABILITIES) -> list[dict]:
