@@ -170,11 +170,9 @@ def consumer_of(attention: Node, heads: int, width: int) -> Producer | None:
             dims = [dim % len(after) for dim in user.args[1:3]]
             axis = {dims[0]: dims[1], dims[1]: dims[0]}.get(axis, axis)
         elif user.target in VIEWS:
-            if tuple(before) == tuple(after):
-                pass
-            elif axis == len(before) - 2 and len(after) == len(before) - 1 and after[-1] == heads * width:
+            if axis == len(before) - 2 and len(after) == len(before) - 1 and after[-1] == heads * width:
                 axis = len(after) - 1
-            else:
+            elif tuple(before) != tuple(after):
                 return None
         elif not (user.target in POINTWISE and len(user.all_input_nodes) == 1):
             return None

@@ -71,7 +71,7 @@ class MixedRouter(SketchRouter):
 
 @dataclass(frozen=True)
 class Mixed(Sketch):
-    """The best composition of all systems' parts that was found: heads that retrieve (CompressKV's scores say which) choose single
+    """All systems' parts in one composition: heads that retrieve (CompressKV's scores say which) choose single
     tokens by their sketch; all others have SeKV's spans, coarse in the softmax and unfolded by the trained gate.
 
     Options of `sketch`, and: others: what heads without a sketch hold: `spans`; `window`, first and recent tokens; `votes`, what
