@@ -24,6 +24,7 @@ from semkv.profiles.calibration import (
 )
 from semkv.profiles.calibration.needles import NeedleQuestion, NeedleTest
 from semkv.profiles.calibration.samples import SampleSet
+from semkv.runtime.state import State
 
 VOCABULARY = 60
 
@@ -97,16 +98,28 @@ def prompt():
     return draw
 
 
+def held_bytes(row) -> int:
+    """What a row has on the device, counted tensor by tensor."""
+    held = 0
+    for memory in row.budgeted():
+        held += memory.kept.nbytes + memory.recent.nbytes
+        held += sum(x.nbytes for x in memory.spans.device_tensors()) if memory.spans else 0
+        held += sum(x.nbytes for x in memory.workspace.tensors) if memory.workspace else 0
+    return held
+
+
 @pytest.fixture(scope="session")
-def held_bytes():
-    """`held_bytes(row)`: what a row has on the device, counted tensor by tensor."""
+def grown(prompt):
+    """`grown(compiled, tokens, steps, size) -> state` after a prompt and some steps, its budget having been held at each."""
 
-    def count(row) -> int:
-        held = 0
-        for memory in row.budgeted():
-            held += memory.kept.nbytes + memory.recent.nbytes
-            held += sum(x.nbytes for x in memory.spans.device_tensors()) if memory.spans else 0
-            held += sum(x.nbytes for x in memory.workspace.tensors) if memory.workspace else 0
-        return held
+    def run(compiled: CompiledModel, tokens: int, steps: int, size: int) -> State:
+        state = compiled.prefill(prompt(tokens, 1))
+        for seed in range(steps):
+            compiled.extend(state, prompt(size, seed))
+            row = state.rows[0]
+            assert held_bytes(row) == row.device_nbytes() == state.nbytes["device"]
+            assert row.device_nbytes() <= row.cap_bytes(row.tokens)
+        assert state.stats.peak_share <= 1
+        return state
 
-    return count
+    return run

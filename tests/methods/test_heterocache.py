@@ -172,17 +172,9 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_the_budget_holds(whole, kind, prompt, held_bytes):
+def test_the_budget_holds(whole, kind, grown):
     budget, options = KINDS[kind]
-    compiled = whole.with_method("heterocache", budget=budget, **options)
-    state = compiled.prefill(prompt(280, 1))
-    for seed in range(4):
-        compiled.extend(state, prompt(11, seed))
-        row = state.rows[0]
-        held = held_bytes(row)
-        assert held == row.device_nbytes() <= row.cap_bytes(row.tokens)
-        assert state.nbytes["device"] == held
-    assert state.stats.peak_share <= 1
+    grown(whole.with_method("heterocache", budget=budget, **options), 280, 4, 11)
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
