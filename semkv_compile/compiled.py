@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from itertools import chain
 from typing import Any
 
 import torch
@@ -113,7 +114,7 @@ class CompiledModel(GenerationMixin, nn.Module):
     @property
     def device(self) -> torch.device:
         """Where the parameters are."""
-        for tensor in (*self._source.body.parameters(), *self._source.body.buffers()):
+        for tensor in chain(self._source.body.parameters(), self._source.body.buffers()):
             return tensor.device
         return torch.device("cpu")
 

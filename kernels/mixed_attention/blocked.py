@@ -75,7 +75,7 @@ def mixed_attention_blocked(
         hidden = distance < 0
         if window:
             hidden = hidden | (distance >= window)
-        return scores.masked_fill(hidden, float("-inf"))
+        return torch.where(hidden, float("-inf"), scores)
 
     exact_k, exact_v = exact_k.to(compute), exact_v.to(compute)
     entries = exact_k.shape[2] + (0 if coarse_k is None else coarse_k.shape[2])

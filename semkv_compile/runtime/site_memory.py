@@ -231,9 +231,7 @@ class SiteMemory:
             positions = [x.expand(heads, -1) for x in positions]
             positions.append(unfolded.positions.to(self.device))
             seen = _zoomed_units(zoom, unfolded.unit, site)
-            bias = torch.zeros(site.q_heads, q.shape[1], fixed + seen.shape[-1])
-            bias[..., fixed:].masked_fill_(~seen, NEG_INF)
-            bias = bias.to(self.device)
+            bias = torch.nn.functional.pad(torch.where(seen, 0.0, NEG_INF), (fixed, 0)).to(self.device)
         if unfolded is not None and unfolded.factors is not None:
             factors = {kind: x.to(self.device) for kind, x in unfolded.factors.items()}
             factor_positions = unfolded.factor_positions.to(self.device)
@@ -243,8 +241,7 @@ class SiteMemory:
             )
             inside = torch.arange(factor_positions.shape[-1]) < length[..., None]
             inside = inside.repeat_interleave(site.group_size, 0)[:, None]
-            factor_bias = torch.zeros(seen.shape + inside.shape[-1:]).masked_fill_(~(seen[..., None] & inside), NEG_INF)
-            factor_bias = factor_bias.to(self.device)
+            factor_bias = torch.where(seen[..., None] & inside, 0.0, NEG_INF).to(self.device)
         coarse: list[Tensor | None] = [None] * 4
         if components.summary is not None and components.summary.attend:
             size = spans.lengths.float().log()  # [Hkv|1, M]
@@ -275,11 +272,14 @@ class SiteMemory:
         wanted = score > NEG_INF
         if not self.components.fill:
             wanted &= score > self.components.router.threshold(site).float()[:, None, None]
-        grouped = score.masked_fill(~wanted, NEG_INF).unflatten(0, (site.kv_heads, site.group_size))
+        grouped = torch.where(wanted, score, NEG_INF).unflatten(0, (site.kv_heads, site.group_size))
         best = grouped.amax(dim=(1, 2))  # [Hkv, M]
-        order = best.argsort(dim=1, descending=True, stable=True)
-        cost = self.spans.unit_nbytes().gather(1, order).cumsum(1)
-        fits = (cost <= allowance / site.kv_heads) & (best.gather(1, order) > NEG_INF)
+        costs, room = self.spans.unit_nbytes(), allowance / site.kv_heads
+        most = best.shape[1]
+        if room < float("inf"):
+            most = min(most, int(room // max(1, self.spans.least_unit_nbytes)))
+        highest, order = best.topk(most, dim=1)
+        fits = (costs.gather(1, order).cumsum(1) <= room) & (highest > NEG_INF)
         chosen = torch.zeros_like(best, dtype=torch.bool).scatter_(1, order, fits)
         return wanted & chosen.repeat_interleave(site.group_size, 0)[:, None]
 

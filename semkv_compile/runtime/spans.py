@@ -106,6 +106,7 @@ class FoldedSpans:
         self.mean_v: Quantized | None = None
         self.index: dict[str, Quantized | Tensor] = {}
         self._costs: tuple[Tensor, Tensor] | None = None
+        self._least: tuple[Tensor, int] | None = None
         self._held: tuple[Tensor, int] | None = None
 
     @property
@@ -182,6 +183,14 @@ class FoldedSpans:
         if self._costs is None or self._costs[0] is not self.segment_unit:  # replaced whenever units change
             self._costs = (self.segment_unit, self._unit_nbytes())
         return self._costs[1]
+
+    @property
+    def least_unit_nbytes(self) -> int:
+        """The smallest of `unit_nbytes`, 0 without units."""
+        if self._least is None or self._least[0] is not self.segment_unit:
+            costs = self.unit_nbytes()
+            self._least = (self.segment_unit, int(costs.min()) if costs.numel() else 0)
+        return self._least[1]
 
     def _unit_nbytes(self) -> Tensor:
         per_segment = (self.segment_length * self.token_nbytes()).expand(self.site.kv_heads, -1).clone()
@@ -341,15 +350,11 @@ class FoldedSpans:
         """Bring the units of `union` bool [Hkv, M] to the device, each head its own; what `resident` holds is not moved."""
         segment_unit = self.segment_unit.expand(self.site.kv_heads, -1)
         chosen = union.gather(1, segment_unit.clamp(min=0)) & (segment_unit >= 0)  # [Hkv, segments]
-        places = [torch.nonzero(row)[:, 0] for row in chosen & (self.segment_kind == TOKENS)]
-        spread = [ranges(self.segment_start[at], self.segment_length[at]) for at in places]
-        segment = _padded([at.repeat_interleave(self.segment_length[at]) for at in places])
-        tokens = _padded(spread)
+        tokens, segment = self._places(chosen & (self.segment_kind == TOKENS))
         k, v, moved = self._gather_tokens(tokens, resident)
         if tokens.shape[1]:
-            owner = segment.clamp(min=0)
-            positions = self.segment_position[owner] + tokens.clamp(min=0) - self.segment_start[owner]
-            unit = torch.where(tokens >= 0, segment_unit.gather(1, owner), -1)
+            positions = self.segment_position[segment] + tokens.clamp(min=0) - self.segment_start[segment]
+            unit = torch.where(tokens >= 0, segment_unit.gather(1, segment), -1)
         else:
             positions, unit = tokens, tokens
         held = int((tokens >= 0).sum()) * self.host_tokens.token_nbytes - moved
@@ -371,29 +376,34 @@ class FoldedSpans:
             out.moved_nbytes = 0  # nothing crosses the link
         return out
 
+    def _places(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        """The tokens of segments `chosen` bool [Hkv, S]: their places int64 [Hkv, s], ascending, -1 pads, and the segment of
+        each, 0 pads."""
+        heads, segments = torch.nonzero(chosen, as_tuple=True)
+        lengths = self.segment_length[segments]
+        places = ranges(self.segment_start[segments], lengths)
+        heads, segments = heads.repeat_interleave(lengths), segments.repeat_interleave(lengths)
+        counts = heads.bincount(minlength=len(chosen))
+        longest = int(counts.max()) if len(places) else 0
+        if len(places) == len(chosen) * longest:
+            return places.view(len(chosen), longest), segments.view(len(chosen), longest)
+        flat = torch.arange(len(places)) + (longest * torch.arange(len(chosen)) - counts.cumsum(0) + counts)[heads]
+        shape = (len(chosen), longest)
+        tokens = torch.full((len(chosen) * longest,), -1).index_copy_(0, flat, places).view(shape)
+        return tokens, torch.zeros(len(chosen) * longest, dtype=torch.int64).index_copy_(0, flat, segments).view(shape)
+
     def _gather_tokens(self, tokens: Tensor, resident: Unfolded | None) -> tuple[Tensor, Tensor, int]:
-        """Keys and values at places `tokens` int64 [Hkv, s], zero where padded, and the bytes that came from the host."""
-        if resident is None or not resident.tokens.shape[1]:
-            k, v = self.host_tokens.gather(tokens.clamp(min=0))
-            padded = tokens < 0
-            k[padded], v[padded] = 0, 0
-            return k, v, int((~padded).sum()) * self.host_tokens.token_nbytes
-        site = self.site
-        dims, place = (site.key_dim, site.value_dim), self.device
-        k, v = (torch.zeros(*tokens.shape, dim, dtype=self.dtype, device=place) for dim in dims)
-        missing = tokens >= 0
-        if tokens.shape[1]:
+        """Keys and values at places `tokens` int64 [Hkv, s], anything where padded, and the bytes that came from the host."""
+        wanted = tokens >= 0
+        held = torch.zeros_like(wanted)
+        if resident is not None and resident.tokens.shape[1] and tokens.shape[1]:
             last = torch.iinfo(torch.int64).max
             order = torch.where(resident.tokens >= 0, resident.tokens, last)  # padding sorts behind every place
             at = torch.searchsorted(order, tokens).clamp(max=order.shape[1] - 1)
-            held = missing & (order.gather(1, at) == tokens)
-            heads, columns = torch.nonzero(held, as_tuple=True)
-            source = at[heads, columns]
-            k[heads, columns], v[heads, columns] = resident.k[heads, source], resident.v[heads, source]
-            missing = missing & ~held
-        heads, columns = torch.nonzero(missing, as_tuple=True)
-        k[heads, columns], v[heads, columns] = self.host_tokens.gather(tokens[heads, columns], heads)
-        return k, v, len(heads) * self.host_tokens.token_nbytes
+            held = wanted & (order.gather(1, at) == tokens)
+        moved = int((wanted & ~held).sum()) * self.host_tokens.token_nbytes
+        # Here one copy of everything is as fast as one of what is there and one of what is not.
+        return *self.host_tokens.gather(tokens.clamp(min=0)), moved
 
     def _gather_factors(self, ids: Tensor, resident: Unfolded | None) -> tuple[dict[str, Tensor], int, int]:
         """Factors `ids` int64 [Hkv, F] (-1 pads), and the bytes that came from the host and that were there."""
