@@ -72,10 +72,10 @@ class Task(ABC):
 
 
 @dataclass(frozen=True)
-class TextTask(Task):
-    """A task that is made as text. Subclasses are dataclasses: fields are options, or sources where typed `Source`.
+class OptionTask(Task):
+    """A task with options. Subclasses are dataclasses: fields are options, or sources where typed `Source`.
 
-    name: what it is called in grids and tables. chat: write the prompt by the tokenizer's chat template.
+    name: what it is called in grids and tables. chat: write the prompt by the tokenizer's chat template, where it has one.
     """
 
     name: str
@@ -83,15 +83,8 @@ class TextTask(Task):
 
     tolerated: ClassVar[float] = 0.0
     """Share of a context's tokens that may be unknown to the tokenizer."""
-    cut: ClassVar[bool] = False
-    """Whether a prompt that is too long loses its middle, as LongBench's do."""
     version: ClassVar[int] = 1
     """Raised where samples change, so that old rows are not taken for new ones."""
-
-    @property
-    def chats(self) -> bool:
-        """Whether the benchmark uses chat templates for this task at all."""
-        return True
 
     def uses(self, source: str) -> bool:
         """Whether the source that the field `source` holds decides anything under these options."""
@@ -106,6 +99,28 @@ class TextTask(Task):
             if field.name != "name":
                 found[field.name] = value
         return found
+
+    def too_short(self, length: int, needed: str) -> ConfigError:
+        """The error for a length that cannot hold a sample."""
+        return ConfigError(f"length {length} for task {self.name!r}: too short, {needed}; ask for longer contexts")
+
+    def need(self, source: Source | None, key: str, what: str) -> Source:
+        """A source that the user has to give. Raises ConfigError where it is missing."""
+        if source is None:
+            raise ConfigError(f"task {self.name!r} needs {what}: give --source {key}=FILE or a Hub name")
+        return source
+
+
+class TextTask(OptionTask):
+    """A task whose samples are prompts in words, with questions behind them."""
+
+    cut: ClassVar[bool] = False
+    """Whether a prompt that is too long loses its middle, as LongBench's do."""
+
+    @property
+    def chats(self) -> bool:
+        """Whether the benchmark uses chat templates for this task at all."""
+        return True
 
     @abstractmethod
     def prompt(self, length: int, index: int, seed: int, questions: int, count: Count) -> Prompt:
@@ -137,15 +152,5 @@ class TextTask(Task):
         )
         return Sample(self.name, length, index, encoded.context, asked)
 
-    def too_short(self, length: int, needed: str) -> ConfigError:
-        """The error for a length that cannot hold a sample."""
-        return ConfigError(f"length {length} for task {self.name!r}: too short, {needed}; ask for longer contexts")
 
-    def need(self, source: Source | None, key: str, what: str) -> Source:
-        """A source that the user has to give. Raises ConfigError where it is missing."""
-        if source is None:
-            raise ConfigError(f"task {self.name!r} needs {what}: give --source {key}=FILE or a Hub name")
-        return source
-
-
-__all__ = ["Ask", "Count", "Kind", "Prompt", "Task", "TextTask"]
+__all__ = ["Ask", "Count", "Kind", "OptionTask", "Prompt", "Task", "TextTask"]

@@ -9,12 +9,12 @@ from typing import Any, ClassVar
 
 from semkv.errors import ConfigError
 from semkv.evaluation.samples import Question, Sample, context_ids
-from semkv.evaluation.tasks.base import Count, Kind, Prompt, TextTask
+from semkv.evaluation.tasks.base import Kind, OptionTask
 from semkv.evaluation.tasks.sources import Source
 
 
 @dataclass(frozen=True)
-class Perplexity(TextTask):
+class Perplexity(OptionTask):
     """`perplexity`: the text is read to all but its last tokens and compressed; then each of these is predicted.
 
     A sample of length n is a passage of n tokens that begins where a line or sentence does.
@@ -29,11 +29,6 @@ class Perplexity(TextTask):
     kind: ClassVar[Kind] = "likelihood"
     has_question: ClassVar[bool] = False
     tolerated: ClassVar[float] = 0.01
-
-    @property
-    def chats(self) -> bool:
-        """False: a text is read as it is."""
-        return False
 
     def notes(self) -> tuple[str, ...]:
         if self.text is not None:
@@ -51,9 +46,6 @@ class Perplexity(TextTask):
     @cached_property
     def _text(self) -> str | None:
         return None if self.text is None else self.text.text
-
-    def prompt(self, length: int, index: int, seed: int, questions: int, count: Count) -> Prompt:
-        raise NotImplementedError("perplexity has no prompt: its samples are passages of a text")
 
     def make(self, tokenizer: Any, length: int, index: int, *, seed: int, questions: int) -> Sample:
         ids = self._passage(tokenizer, length, index, seed)

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from semkv.errors import ConfigError
 from semkv.evaluation.samples import families
-from semkv.evaluation.tasks.base import Task, TextTask
+from semkv.evaluation.tasks.base import OptionTask, Task
 from semkv.evaluation.tasks.bundled import FamilyTask
 from semkv.evaluation.tasks.gsm8k import ManyShot
 from semkv.evaluation.tasks.infinitebench import HiddenNumber, KeyValues
@@ -44,7 +44,7 @@ class Entry:
     def sources(self) -> tuple[str, ...]:
         """Data that the user gives, or may give."""
         made = self.make(name="")
-        return tuple(n for n, hint in _fields(self) if _is_source(hint) and isinstance(made, TextTask) and made.uses(n))
+        return tuple(n for n, hint in _fields(self) if _is_source(hint) and isinstance(made, OptionTask) and made.uses(n))
 
     @property
     def options(self) -> dict[str, Any]:
@@ -180,7 +180,7 @@ def build_tasks(
 
 def _build(name: str, options: dict[str, Any], places: Mapping[str, Source], chat: bool) -> Task:
     entry = TASKS[name]
-    if not issubclass(entry.cls, TextTask):
+    if not issubclass(entry.cls, OptionTask):
         return entry.make(name=name)
     used = {key: places[key] for key in entry.sources if key in places}
     return entry.make(name=name, chat=chat, **{**options, **used})
