@@ -12,13 +12,16 @@ def randomized_svd(
     """The `rank` leading components of each matrix x [..., L, D], as `truncated_svd_reference` returns them.
 
     A random projection finds the range, `iterations` power steps sharpen it, and the small problem that is left is solved
-    through the eigenvectors of its Gram matrix. Where rank + oversample reaches min(L, D) nothing is random.
+    through the eigenvectors of its Gram matrix. Where rank + oversample reaches min(L, D) nothing is random. Without a
+    `generator` the projection is one and the same for every call of a shape: what a row gets does not depend on its neighbours,
+    and the global generator stays as it is.
     """
     length, dim = x.shape[-2:]
     r = min(rank, length, dim)
     width = min(r + oversample, length, dim)
     work = x if x.dtype in (torch.float32, torch.float64) else x.float()
     if width < min(length, dim):
+        generator = generator or torch.Generator(work.device).manual_seed(0)
         omega = torch.randn(dim, width, dtype=work.dtype, device=work.device, generator=generator)
         basis = _orthonormal(work @ omega)
         for _ in range(iterations):

@@ -64,3 +64,15 @@ def test_half_precision_is_computed_in_float32():
     u, s, v = randomized_svd(x, 16)
     assert u.dtype == s.dtype == v.dtype == torch.float32
     torch.testing.assert_close(rebuilt((u, s, v)), x.float(), rtol=1e-3, atol=1e-3)
+
+
+def test_the_global_generator_decides_nothing_and_stays_as_it_is():
+    x = decaying(2, 48, 64)
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    first = randomized_svd(x, 5)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(2)
+    assert all(torch.equal(a, b) for a, b in zip(first, randomized_svd(x, 5)))
+    other = randomized_svd(x, 5, generator=torch.Generator().manual_seed(3))
+    assert not torch.equal(first[0], other[0])

@@ -44,7 +44,9 @@ class Entry:
     def sources(self) -> tuple[str, ...]:
         """Data that the user gives, or may give."""
         made = self.make(name="")
-        return tuple(n for n, hint in _fields(self) if _is_source(hint) and isinstance(made, OptionTask) and made.uses(n))
+        return tuple(
+            n for n, hint in _fields(self) if _is_source(hint) and isinstance(made, OptionTask) and made.uses(n)
+        )
 
     @property
     def options(self) -> dict[str, Any]:
