@@ -1,0 +1,214 @@
+"""Folded tokens fetched ahead of need by a thread, into buffers that are never reused while a copy is in flight."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+import weakref
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+POLL_SECONDS = 0.05
+"""How often a waiting step looks whether the worker still lives."""
+
+
+class Source(Protocol):
+    """Where tokens wait; `semkv.runtime.host_pool.HostTokens` is one."""
+
+    def gather(self, index: Tensor, heads: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Keys [n, D] and values [n, Dv] of places `index` int64 [n] in `heads` int64 [n]."""
+
+
+@dataclass(eq=False)
+class Fetch:
+    """Tokens on their way: places int64 [n] in heads int64 [n] of a source.
+
+    From `Prefetcher.submit` to `Prefetcher.release` its buffer belongs to it alone.
+    """
+
+    source: Source
+    heads: Tensor
+    places: Tensor
+    buffer: Buffer
+    error: BaseException | None = None
+    arrived: threading.Event = field(default_factory=threading.Event)
+    released: bool = False
+
+    @property
+    def count(self) -> int:
+        """n."""
+        return len(self.places)
+
+
+class Buffer:
+    """Room for `capacity` tokens on the device, and on CUDA the pinned memory that they pass through.
+
+    copied: the last copy into it; read: what the step that released it launched. Both only on CUDA.
+    """
+
+    def __init__(self, capacity: int, dims: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
+        self.tensors = tuple(torch.empty(capacity, dim, dtype=dtype, device=device) for dim in dims)
+        self.pinned: tuple[Tensor, ...] = ()
+        if device.type == "cuda":
+            self.pinned = tuple(torch.empty(capacity, dim, dtype=dtype, pin_memory=True) for dim in dims)
+        self.copied: torch.cuda.Event | None = None
+        self.read: torch.cuda.Event | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return sum(x.nbytes for x in self.tensors)
+
+
+class Prefetcher:
+    """One worker thread and a few buffers. Whatever fails, the caller still gets its tokens: `wait` then returns None, and they
+    are fetched by the caller itself.
+
+    capacity: tokens that a buffer holds. dims: (D, Dv). buffers: how many fetches may be under way or in use at once.
+    stalled_seconds: time that callers spent waiting. faults: fetches that failed.
+    """
+
+    def __init__(
+        self, capacity: int, dims: tuple[int, int], dtype: torch.dtype, device: torch.device, *, buffers: int = 2
+    ) -> None:
+        self.capacity = capacity
+        self.stalled_seconds = 0.0
+        self.faults = 0
+        self._device = device
+        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._free = [Buffer(capacity, dims, dtype, device) for _ in range(buffers)]
+        self._nbytes = sum(buffer.nbytes for buffer in self._free)
+        self._lock = threading.Lock()
+        self._queue: queue.SimpleQueue[Fetch | None] = queue.SimpleQueue()
+        self._worker: threading.Thread | None = None
+        self._dead = False
+        self._close = weakref.finalize(self, self._queue.put, None)
+
+    @property
+    def nbytes(self) -> int:
+        """Device bytes of the buffers."""
+        return self._nbytes
+
+    @property
+    def works(self) -> bool:
+        """False once the worker has died or `close` was called: nothing is fetched ahead any more."""
+        return not self._dead
+
+    def submit(self, source: Source, heads: Tensor, places: Tensor) -> Fetch | None:
+        """Begin to fetch places int64 [n] of heads int64 [n]; None where no buffer is free, or nothing is fetched ahead.
+
+        The two tensors and what `source` holds at these places must not change until the fetch has arrived.
+        """
+        if len(places) > self.capacity:
+            raise ValueError(f"{len(places)} tokens for a buffer of {self.capacity}")
+        with self._lock:
+            if self._dead or not self._free:
+                return None
+            fetch = Fetch(source, heads, places, self._free.pop())
+            if self._worker is None:
+                # The thread holds no reference to the prefetcher while it waits, so that one that is forgotten ends it.
+                self._worker = threading.Thread(
+                    target=_work, args=(self._queue, weakref.ref(self)), name="semkv-prefetch", daemon=True
+                )
+                self._worker.start()
+            self._queue.put(fetch)
+            return fetch
+
+    def wait(self, fetch: Fetch) -> tuple[Tensor, Tensor] | None:
+        """Keys [n, D] and values [n, Dv] on the device, valid until `release`; None where the fetch failed."""
+        started = time.perf_counter()
+        while not fetch.arrived.wait(POLL_SECONDS):
+            if self._worker is None or not self._worker.is_alive():
+                self._bury(RuntimeError("the prefetch thread has ended"))
+                if not fetch.arrived.is_set():
+                    self._arrive(fetch, RuntimeError("the prefetch thread has ended"))
+        self.stalled_seconds += time.perf_counter() - started
+        if fetch.error is not None:
+            return None
+        if fetch.buffer.copied is not None:
+            torch.cuda.current_stream(self._device).wait_event(fetch.buffer.copied)
+        k, v = (x[: fetch.count] for x in fetch.buffer.tensors)
+        return k, v
+
+    def release(self, fetch: Fetch) -> None:
+        """The caller is done with a fetch, arrived or not; its buffer is free once no copy into it is under way."""
+        with self._lock:
+            if fetch.released:
+                return
+            fetch.released = True
+            if self._device.type == "cuda":
+                fetch.buffer.read = torch.cuda.current_stream(self._device).record_event()
+            if fetch.arrived.is_set():
+                self._free.append(fetch.buffer)
+
+    def close(self) -> None:
+        """End the worker; fetches under way fail."""
+        self._close()
+        self._bury(RuntimeError("the prefetcher was closed"))
+
+    # -- the worker's side -------------------------------------------------------------------------------------------
+
+    def _arrive(self, fetch: Fetch, error: BaseException | None = None) -> None:
+        with self._lock:
+            if fetch.arrived.is_set():
+                return
+            fetch.error = error
+            self.faults += error is not None
+            fetch.arrived.set()
+            if fetch.released:
+                self._free.append(fetch.buffer)
+
+    def _bury(self, cause: BaseException) -> None:
+        """Nothing is fetched any more; what is queued fails."""
+        with self._lock:
+            self._dead = True
+        while True:
+            try:
+                fetch = self._queue.get_nowait()
+            except queue.Empty:
+                return
+            if fetch is not None:
+                self._arrive(fetch, cause)
+
+    def _fetch(self, fetch: Fetch) -> None:
+        got, buffer = fetch.source.gather(fetch.places, fetch.heads), fetch.buffer
+        if self._copies is None:
+            for room, x in zip(buffer.tensors, got):
+                room[: fetch.count].copy_(x)
+            return
+        if buffer.copied is not None:
+            buffer.copied.synchronize()  # the pinned memory may still be on its way; only this thread waits
+        for pinned, x in zip(buffer.pinned, got):
+            pinned[: fetch.count].copy_(x)
+        with torch.cuda.stream(self._copies):
+            if buffer.read is not None:
+                self._copies.wait_event(buffer.read)
+            for room, pinned in zip(buffer.tensors, buffer.pinned):
+                room[: fetch.count].copy_(pinned[: fetch.count], non_blocking=True)
+            buffer.copied = self._copies.record_event()
+
+
+def _work(tasks: queue.SimpleQueue[Fetch | None], owner: weakref.ref[Prefetcher]) -> None:
+    """Fetch until the queue gives None or the prefetcher is gone."""
+    while (fetch := tasks.get()) is not None:
+        prefetcher = owner()
+        if prefetcher is None:
+            return
+        error: BaseException | None = None
+        try:
+            prefetcher._fetch(fetch)
+        except Exception as cause:
+            error = cause
+        except BaseException as cause:  # the thread was told to end
+            prefetcher._arrive(fetch, cause)
+            prefetcher._bury(cause)
+            return
+        prefetcher._arrive(fetch, error)
+        del prefetcher, fetch
+
+
+__all__ = ["Buffer", "Fetch", "Prefetcher", "Source"]

@@ -1,0 +1,198 @@
+"""The prefetcher's protocol under delays, failures, dead workers, and any order of its callers' actions."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from semkv.runtime import prefetch
+from semkv.runtime.host_pool import HostTokens
+from semkv.runtime.prefetch import Fetch, Prefetcher
+
+HEADS, TOKENS, DIMS, CAPACITY = 2, 12, (3, 2), 6
+CPU = torch.device("cpu")
+SECONDS = 20
+"""No test waits longer: a hang is a failure."""
+
+
+def stored() -> HostTokens:
+    """Tokens whose numbers say where they are."""
+    tokens = HostTokens(HEADS, *DIMS, torch.float32, "raw")
+    k, v = (torch.arange(HEADS * TOKENS * dim, dtype=torch.float32).view(HEADS, TOKENS, dim) for dim in DIMS)
+    tokens.append(k, -v)
+    return tokens
+
+
+STORED = stored()
+
+
+@dataclass
+class Gated:
+    """The stored tokens behind a gate: a fetch waits until it is opened, and then may fail."""
+
+    error: BaseException | None = None
+    gate: threading.Event = field(default_factory=threading.Event)
+
+    def gather(self, index: Tensor, heads: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        assert self.gate.wait(SECONDS)
+        if self.error is not None:
+            raise self.error
+        return STORED.gather(index, heads)
+
+
+def make(buffers: int = 2) -> Prefetcher:
+    return Prefetcher(CAPACITY, DIMS, torch.float32, CPU, buffers=buffers)
+
+
+def rows(data: st.DataObject) -> tuple[Tensor, Tensor]:
+    pairs = data.draw(
+        st.lists(st.tuples(st.integers(0, HEADS - 1), st.integers(0, TOKENS - 1)), max_size=CAPACITY), "rows"
+    )
+    both = torch.tensor(pairs, dtype=torch.int64).view(-1, 2)
+    return both[:, 0], both[:, 1]
+
+
+def check(got: tuple[Tensor, Tensor] | None, fetch: Fetch, fails: bool) -> None:
+    if fails:
+        assert got is None
+        return
+    assert got is not None
+    for mine, theirs in zip(got, STORED.gather(fetch.places, fetch.heads)):
+        assert torch.equal(mine, theirs)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_any_schedule_gives_the_tokens_that_were_asked_for(data):
+    run_schedule(data)
+
+
+@pytest.mark.slow
+@settings(max_examples=5000, deadline=None)
+@given(st.data())
+def test_thousands_of_schedules(data):
+    run_schedule(data)
+
+
+def run_schedule(data: st.DataObject) -> None:
+    """Fetches are begun, let through, waited for and released in any order; some fail, some are released before they arrive."""
+    buffers = data.draw(st.integers(1, 3), "buffers")
+    prefetcher = make(buffers)
+    live: list[tuple[Fetch, Gated]] = []
+    faults = 0
+    for _ in range(data.draw(st.integers(1, 12), "actions")):
+        action = data.draw(st.sampled_from(("submit", "open", "wait", "release")), "action")
+        if action == "submit":
+            gated = Gated(OSError("unplugged") if data.draw(st.booleans(), "fails") else None)
+            under_way = [f for f, _ in live if not f.arrived.is_set()]
+            busy = {id(f.buffer) for f in (*under_way, *(f for f, _ in live if not f.released))}
+            fetch = prefetcher.submit(gated, *rows(data))
+            if fetch is None:
+                assert len(busy) == buffers
+                continue
+            # A buffer that is in use or under way is never given away.
+            still = [f.buffer for f, _ in live if not (f.released and f.arrived.is_set())]
+            assert all(fetch.buffer is not buffer for buffer in still)
+            live.append((fetch, gated))
+            fetch.buffer.tensors[0].fill_(float("nan"))
+        elif live:
+            fetch, gated = live[data.draw(st.integers(0, len(live) - 1), "which")]
+            if action == "open":
+                gated.gate.set()
+            elif action == "wait" and not fetch.released:
+                for _, earlier in live[: live.index((fetch, gated)) + 1]:
+                    earlier.gate.set()  # the worker takes them in order
+                check(prefetcher.wait(fetch), fetch, gated.error is not None)
+            elif action == "release":
+                prefetcher.release(fetch)
+    for fetch, gated in live:
+        gated.gate.set()
+    for fetch, gated in live:
+        assert fetch.arrived.wait(SECONDS)
+        faults += gated.error is not None
+        if not fetch.released:
+            check(prefetcher.wait(fetch), fetch, gated.error is not None)
+        prefetcher.release(fetch)
+    assert prefetcher.faults == faults
+    # Every buffer is back, once.
+    last = [prefetcher.submit(STORED, *rows(data)) for _ in range(buffers + 1)]
+    assert last[-1] is None
+    assert len({id(fetch.buffer) for fetch in last[:-1] if fetch is not None}) == buffers
+    prefetcher.close()
+
+
+def test_a_failure_is_counted_and_the_next_fetch_works():
+    prefetcher = make(1)
+    one = torch.tensor([1])
+    for number, source in enumerate((Gated(OSError("unplugged")), STORED)):
+        if isinstance(source, Gated):
+            source.gate.set()
+        fetch = prefetcher.submit(source, one, one)
+        check(prefetcher.wait(fetch), fetch, number == 0)
+        prefetcher.release(fetch)
+    assert prefetcher.faults == 1
+    assert prefetcher.works
+
+
+def test_a_worker_that_dies_leaves_nobody_waiting():
+    prefetcher = make(3)
+    one = torch.tensor([0])
+    deadly, behind = Gated(SystemExit()), Gated()
+    fetches = [prefetcher.submit(source, one, one) for source in (deadly, behind)]
+    deadly.gate.set()
+    assert [prefetcher.wait(fetch) for fetch in fetches] == [None, None]
+    assert not prefetcher.works
+    assert prefetcher.submit(STORED, one, one) is None
+
+
+def test_a_worker_that_vanishes_is_noticed(monkeypatch):
+    monkeypatch.setattr(prefetch, "_work", lambda tasks, owner: None)  # ends at once, without a word
+    prefetcher = make()
+    one = torch.tensor([0])
+    assert prefetcher.wait(prefetcher.submit(STORED, one, one)) is None
+    assert not prefetcher.works
+    assert prefetcher.faults == 1
+
+
+def test_closing_fails_what_is_queued():
+    prefetcher = make(3)
+    one = torch.tensor([0])
+    running, queued = Gated(), Gated()
+    fetches = [prefetcher.submit(source, one, one) for source in (running, queued)]
+    prefetcher.close()
+    running.gate.set()
+    assert prefetcher.wait(fetches[1]) is None
+    check(prefetcher.wait(fetches[0]), fetches[0], fetches[0].error is not None)
+
+
+def test_a_forgotten_prefetcher_ends_its_thread():
+    prefetcher = make()
+    one = torch.tensor([0])
+    prefetcher.wait(prefetcher.submit(STORED, one, one))
+    thread, gone = prefetcher._worker, weakref.ref(prefetcher)
+    del prefetcher
+    gc.collect()
+    assert gone() is None
+    thread.join(SECONDS)
+    assert not thread.is_alive()
+
+
+def test_waiting_is_timed_and_too_many_tokens_are_refused():
+    prefetcher = make()
+    gated = Gated()
+    fetch = prefetcher.submit(gated, torch.tensor([0]), torch.tensor([3]))
+    threading.Timer(0.05, gated.gate.set).start()
+    check(prefetcher.wait(fetch), fetch, False)
+    assert 0.02 < prefetcher.stalled_seconds < SECONDS
+    many = torch.zeros(CAPACITY + 1, dtype=torch.int64)
+    with pytest.raises(ValueError, match="7 tokens for a buffer of 6"):
+        prefetcher.submit(STORED, many, many)
+    assert prefetcher.nbytes == 2 * CAPACITY * sum(DIMS) * 4
