@@ -113,7 +113,7 @@ def run_schedule(data: st.DataObject) -> None:
                 check(prefetcher.wait(fetch), fetch, gated.error is not None)
             elif action == "release":
                 prefetcher.release(fetch)
-    for fetch, gated in live:
+    for _, gated in live:
         gated.gate.set()
     for fetch, gated in live:
         assert fetch.arrived.wait(SECONDS)
