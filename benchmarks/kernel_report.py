@@ -19,6 +19,7 @@ import triton
 from torch import Tensor
 
 from semkv.kernels.drift_overlap.triton import drift_overlap_launches
+from semkv.kernels.gate_scores.triton import gate_scores_launches
 from semkv.kernels.gather.triton import gather_tokens_launches
 from semkv.kernels.generation import Specialization
 from semkv.kernels.mixed_attention.paged import PagedTokens
@@ -74,6 +75,22 @@ def mixed_attention(model: tuple[int, int, int]) -> Iterator[tuple[str, Speciali
         )
         yield f"mixed attention: {name}", launches[0].specialization
     yield "mixed attention: merge of 8 splits", launches[1].specialization
+
+
+def gate_scores(model: tuple[int, int, int]) -> Iterator[tuple[str, Specialization]]:
+    """Summaries of 64 numbers over mean keys in 8 bits, and in 4."""
+    q_heads, kv_heads, dim = model
+    q, weight = empty(q_heads, 1, dim), empty(q_heads, 64, dim, dtype=torch.float32)
+    own = empty(q_heads, dtype=torch.float32)
+    for bits in (8, 4):
+        codes, scale = (
+            empty(kv_heads, 4096, dim * bits // 8, dtype=torch.uint8),
+            empty(kv_heads, 4096, 1, dtype=torch.float16),
+        )
+        norms, lengths = empty(q_heads, 4096, 1, dtype=torch.float16), empty(1, 4096, dtype=torch.int32)
+        _, launches = gate_scores_launches(q, weight, codes, scale, norms, lengths, own, own, bits=bits)
+        yield f"gate scores: mean keys in {bits} bits", launches[1].specialization
+    yield "gate scores: queries", launches[0].specialization
 
 
 def sketch_scores(model: tuple[int, int, int]) -> Iterator[tuple[str, Specialization]]:
@@ -137,7 +154,7 @@ def drift_overlap(model: tuple[int, int, int]) -> Iterator[tuple[str, Specializa
 
 
 OPERATIONS = (
-    mixed_attention, sketch_scores, selection, gather, span_summaries, surprisal, rotary_append, drift_overlap
+    mixed_attention, gate_scores, sketch_scores, selection, gather, span_summaries, surprisal, rotary_append, drift_overlap
 )  # fmt: skip
 
 
