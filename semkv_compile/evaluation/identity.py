@@ -13,12 +13,16 @@ from semkv.config import CompileConfig
 from semkv.profiles.schema import Profile
 
 
+UNTOLD = {"method_options", "cache", "disk_folder", "prefill_chunk"}
+"""Settings that do not change what is computed (or, for options, that cells tell): rows measured under others count."""
+
+
 def subject_identity(model: nn.Module, profile: Profile | None, config: CompileConfig | None, dtype: Any = None) -> str:
     """A hash of the model's weights, the profile's content and how memory is stored; methods are part of cells.
 
     dtype: of the model's computation, where it differs from what the weights tell.
     """
-    settings = (config or CompileConfig()).model_dump(mode="json", exclude={"method_options", "cache"})
+    settings = (config or CompileConfig()).model_dump(mode="json", exclude=UNTOLD)
     parts: dict[str, Any] = {"model": model_fingerprint(model), "settings": settings, "dtype": str(dtype)}
     if profile is not None:
         # How it came to be and measured choices do not change what a compiled model computes; what a file says of its
