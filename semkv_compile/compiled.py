@@ -23,6 +23,7 @@ from semkv.passes.base import PassOptions
 from semkv.pipeline import lower, place
 from semkv.profiles.schema import Profile
 from semkv.runtime.budget import Budget
+from semkv.runtime.host_tier import HostTier
 from semkv.runtime.record import RowRecord
 from semkv.runtime.row_memory import Placement, RowMemory, in_pages
 from semkv.runtime.state import State
@@ -31,6 +32,9 @@ from semkv.stopping import FinishedRows
 
 UNCAPPED_CHUNK = 512
 """Tokens that `extend` runs at once where there is no budget."""
+
+PREFILL_CHUNK, PREFILL_CHUNK_CUDA = 2048, 8192
+"""Prompt tokens that prefill runs at once; more on CUDA, where the earlier ones cross the link for every chunk."""
 
 QUESTION_TOKENS = 64
 """Up to as many new tokens, each chooses what it unfolds for itself."""
@@ -102,7 +106,7 @@ class CompiledModel(GenerationMixin, nn.Module):
             minimum_tokens=in_pages(method.minimum_tokens, settings.page_size),
             residency=settings.residency,
             page_size=settings.page_size,
-            disk=settings.host == "disk",
+            tier=HostTier(disk=settings.host == "disk", folder=settings.disk_folder),
             device=self.device,
             thresholds=limits,
             rows=settings.rows if limits else None,
@@ -198,10 +202,18 @@ class CompiledModel(GenerationMixin, nn.Module):
         if ids.shape[0] != 1:
             raise InputError(f"a record is of one row, got {ids.shape[0]}")
         plan = self.placement.plan
-        return prefill_row(
-            self.program, ids[0], self.placement.budget.dtype,
+        return self._read(
+            ids[0],
             surprisal=plan.reads_surprisal if surprisal is None else surprisal,
             all_queries=plan.reads_queries if all_queries is None else all_queries,
+        )
+
+    def _read(self, ids: Tensor, *, surprisal: bool, all_queries: bool = False) -> RowRecord:
+        """Run a prompt ids int64 [n] on the model's device, in chunks."""
+        chunk = self.settings.prefill_chunk or (PREFILL_CHUNK_CUDA if self.device.type == "cuda" else PREFILL_CHUNK)
+        return prefill_row(
+            self.program, ids, self.placement.budget.dtype,
+            surprisal=surprisal, all_queries=all_queries, chunk=chunk, tier=self.placement.tier,
         )  # fmt: skip
 
     @torch.no_grad()
@@ -219,7 +231,7 @@ class CompiledModel(GenerationMixin, nn.Module):
                 )
             if any(site not in one.features for site in self.placement.plan.features):
                 # The record was made for another method, whose program does not keep hidden states.
-                again = prefill_row(self.program, one.ids.to(self.device), self.placement.budget.dtype, surprisal=False)
+                again = self._read(one.ids.to(self.device), surprisal=False)
                 one.features.update(again.features)
         rows = [RowMemory(self.placement, one.ordered_for(self.program)) for one in records]
         return State(self.placement, rows, torch.stack([one.logits for one in records]))
@@ -356,7 +368,7 @@ class CompiledModel(GenerationMixin, nn.Module):
                 )
         if asked("prefill_chunk_size"):
             raise ConfigError(
-                "generate(prefill_chunk_size=...): prefill the first chunk and extend its state by the others"
+                "generate(prefill_chunk_size=...): prompts are read in chunks anyway; CompileConfig(prefill_chunk=...) sets their size"
             )
         if kwargs.get("use_cache", getattr(kwargs.get("generation_config"), "use_cache", None)) is False:
             raise ConfigError("generate(use_cache=False): a compiled model always runs on its state")

@@ -38,6 +38,9 @@ class CompileConfig(BaseModel):
         much is moved; `elastic`: each layer keeps its unfolded spans and moves only the set difference.
     host: where folded spans wait: `ram` (pinned where CUDA is the device) or `disk` (a memory-mapped file).
     page_size: tokens in a page, the granularity in which exact entries are charged to the budget; 1 to 64.
+    disk_folder: `disk` only: folder on whose disk the files are; they have no name there. Default: the system's temporary folder.
+    prefill_chunk: tokens of a prompt that run at once; each chunk attends to the exact keys and values of all before it, which
+        wait on the host. Shorter prompts run in one piece. Default: 2,048, on CUDA 8,192.
     extend_chunk: tokens that `extend` runs at once; those of a chunk share the room for unfolded spans. Default: 1 for up to
         64 new tokens where a method unfolds spans, else 8; 512 without a budget.
     offload: where folded tokens wait. `budget`: on the host, so that the device holds no more than the budget. `progressive`:
@@ -56,7 +59,9 @@ class CompileConfig(BaseModel):
     kv_dtype: str | None = None
     residency: Literal["shared", "elastic"] = "shared"
     host: Literal["ram", "disk"] = "ram"
+    disk_folder: str | None = None
     page_size: int = Field(default=8, ge=1, le=64)
+    prefill_chunk: int | None = Field(default=None, ge=1)
     extend_chunk: int | None = Field(default=None, ge=1)
     offload: Literal["budget", "progressive"] = "budget"
     device_memory: int | None = Field(default=None, ge=1)
@@ -76,6 +81,12 @@ class CompileConfig(BaseModel):
     @classmethod
     def _bytes(cls, value: Any) -> Any:
         return byte_count(value) if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _folder_with_disk(self) -> CompileConfig:
+        if self.disk_folder is not None and self.host != "disk":
+            raise ValueError(f"disk_folder {self.disk_folder!r} is for host='disk', and host is {self.host!r}")
+        return self
 
     @model_validator(mode="after")
     def _memory_with_progressive(self) -> CompileConfig:

@@ -23,6 +23,10 @@ class BudgetError(ConfigError):
     """The budget is not a valid one, or smaller than the method can live in."""
 
 
+class CapacityError(SemkvError, MemoryError):
+    """Host memory, within its cap, or the disk has no room for what has to wait there."""
+
+
 class InputError(SemkvError, ValueError):
     """Token ids, masks or positions that the program cannot run."""
 

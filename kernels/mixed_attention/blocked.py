@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from semkv.kernels.mixed_attention.suffix import is_suffix, suffix_attention
+
 BLOCK_SCORES = 1 << 23
 """Scores held at once, over all rows and heads: 32 MiB in float32."""
 
@@ -47,6 +49,9 @@ def mixed_attention_blocked(
     plain = plain and exact_bias is None and coarse_k is None and key_u is None
     if fresh and plain and q.dtype == exact_k.dtype == exact_v.dtype:
         return F.scaled_dot_product_attention(q, exact_k, exact_v, is_causal=True, scale=scale, enable_gqa=True)
+    # log-sum-exps have no gradient
+    if plain and not torch.is_grad_enabled() and is_suffix(q, q_positions, exact_k, exact_v, exact_positions):
+        return suffix_attention(q, exact_k, exact_v, scale)
 
     batch, q_heads, tokens, _ = q.shape
     kv_heads = exact_k.shape[1]

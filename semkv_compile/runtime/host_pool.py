@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import tempfile
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from semkv.runtime.host_tier import HostTier, on_disk
 from semkv.runtime.quantization import quantize
 
 Form = Literal["raw", "int8"]
@@ -19,17 +19,17 @@ AHEAD = 256
 class GrowingTensor:
     """A tensor [H, n, ...] that grows along its second dimension, in memory or in a file mapped into it.
 
-    device: None for host memory, or for the file where `disk`.
+    tier: what makes it; None: memory of the host. device: where it is instead; None: in the tier.
     """
 
     def __init__(
-        self, heads: int, tail: tuple[int, ...], dtype: torch.dtype, *, disk: bool = False, device: torch.device | None = None
+        self, heads: int, tail: tuple[int, ...], dtype: torch.dtype, *, tier: HostTier | None = None,
+        device: torch.device | None = None,
     ) -> None:  # fmt: skip
         self.length = 0
-        self.disk, self.device = disk, device
+        self.tier, self.device = HostTier() if tier is None else tier, device
         self._tail = tail
         self._data = torch.empty((heads, 0, *tail), dtype=dtype, device=device)
-        self._file: tempfile._TemporaryFileWrapper | None = None
 
     @property
     def data(self) -> Tensor:
@@ -50,22 +50,19 @@ class GrowingTensor:
         """Bytes allocated ahead of need."""
         return self._data.nbytes - self.nbytes
 
+    @property
+    def disk_nbytes(self) -> int:
+        """Those of them that are in a file."""
+        return self.nbytes if self.device is None and on_disk(self._data) else 0
+
     def _allocate(self, capacity: int) -> None:
-        heads, dtype = self._data.shape[0], self._data.dtype
-        shape = (heads, capacity, *self._tail)
-        if self.device is not None or not self.disk:
+        shape, dtype = (self._data.shape[0], capacity, *self._tail), self._data.dtype
+        if self.device is not None:
             fresh = torch.empty(shape, dtype=dtype, device=self.device)
         else:
-            file = tempfile.NamedTemporaryFile(prefix="semkv-host-", suffix=".bin")  # noqa: SIM115 - lives as long as the pool
-            count = max(1, torch.Size(shape).numel())
-            file.truncate(count * self._data.element_size())
-            fresh = torch.from_file(file.name, shared=True, size=count, dtype=dtype)[: torch.Size(shape).numel()].view(
-                shape
-            )
+            fresh = self.tier.empty(shape, dtype)
         fresh[:, : self.length] = self.data
         self._data = fresh
-        if self.device is None and self.disk:
-            self._file = file
 
     def append(self, x: Tensor) -> None:
         """Add x [H, t, ...]."""
@@ -83,7 +80,7 @@ class GrowingTensor:
 
     def moved(self, device: torch.device | None) -> GrowingTensor:
         """A copy on `device`; on the host where it is None."""
-        copy = GrowingTensor(self._data.shape[0], self._tail, self._data.dtype, disk=self.disk, device=device)
+        copy = GrowingTensor(self._data.shape[0], self._tail, self._data.dtype, tier=self.tier, device=device)
         copy.append(self.data)
         return copy
 
@@ -92,19 +89,19 @@ class HostTokens:
     """Folded tokens' keys and values per KV head, in order, raw in the KV dtype or as 8-bit codes with scales."""
 
     def __init__(
-        self, heads: int, key_dim: int, value_dim: int, dtype: torch.dtype, form: Form, *, disk: bool = False,
-        device: torch.device | None = None,
+        self, heads: int, key_dim: int, value_dim: int, dtype: torch.dtype, form: Form, *,
+        tier: HostTier | None = None, device: torch.device | None = None,
     ) -> None:  # fmt: skip
         self.form = form
         self.dtype = dtype
         stored = dtype if form == "raw" else torch.uint8
         self.parts = {
-            "k": GrowingTensor(heads, (key_dim,), stored, disk=disk, device=device),
-            "v": GrowingTensor(heads, (value_dim,), stored, disk=disk, device=device),
+            "k": GrowingTensor(heads, (key_dim,), stored, tier=tier, device=device),
+            "v": GrowingTensor(heads, (value_dim,), stored, tier=tier, device=device),
         }
         if form == "int8":
             for name in ("k_scale", "v_scale"):
-                self.parts[name] = GrowingTensor(heads, (1,), torch.float16, disk=disk, device=device)
+                self.parts[name] = GrowingTensor(heads, (1,), torch.float16, tier=tier, device=device)
 
     @property
     def length(self) -> int:
@@ -172,11 +169,11 @@ class HostFactors:
     KINDS = ("key_u", "key_s", "key_v", "value_u", "value_s", "value_v")
 
     def __init__(
-        self, heads: int, key_dim: int, value_dim: int, dtype: torch.dtype, *, disk: bool = False,
+        self, heads: int, key_dim: int, value_dim: int, dtype: torch.dtype, *, tier: HostTier | None = None,
         device: torch.device | None = None,
     ) -> None:  # fmt: skip
         self.heads, self.key_dim, self.value_dim, self.dtype = heads, key_dim, value_dim, dtype
-        self.packed = {kind: GrowingTensor(1, (), dtype, disk=disk, device=device) for kind in self.KINDS}
+        self.packed = {kind: GrowingTensor(1, (), dtype, tier=tier, device=device) for kind in self.KINDS}
         self.offsets = {kind: torch.zeros(heads, 0, dtype=torch.int64) for kind in self.KINDS}
         self.key_rank = torch.zeros(heads, 0, dtype=torch.int64)
         self.value_rank = torch.zeros(heads, 0, dtype=torch.int64)

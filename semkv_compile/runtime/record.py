@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -30,8 +31,8 @@ class RowRecord:
     """
 
     ids: Tensor
-    keys: dict[int, Tensor] = field(default_factory=dict)
-    values: dict[int, Tensor] = field(default_factory=dict)
+    keys: Mapping[int, Tensor] = field(default_factory=dict)
+    values: Mapping[int, Tensor] = field(default_factory=dict)
     queries: dict[int, Tensor] = field(default_factory=dict)
     surprisal: Tensor | None = None
     logits: Tensor | None = None
@@ -49,46 +50,44 @@ class RowRecord:
         orders = head_orders(program)
         if orders == self.head_orders:
             return self
-        keys, values, queries = dict(self.keys), dict(self.values), dict(self.queries)
+        places: dict[int, list[int]] = {}
+        queries = dict(self.queries)
         for site in program.sites:
             plain = tuple(range(site.kv_heads))
             have = self.head_orders.get(site.store, plain)
             place = [have.index(head) for head in orders.get(site.store, plain)]
-            queries[site.index] = queries[site.index].unflatten(0, (site.kv_heads, -1))[place].flatten(0, 1)
-            if self.keys[site.store] is keys[site.store]:
-                keys[site.store], values[site.store] = keys[site.store][place], values[site.store][place]
+            if place != list(plain):
+                places[site.store] = place
+                queries[site.index] = queries[site.index].unflatten(0, (site.kv_heads, -1))[place].flatten(0, 1)
+        keys, values = _Reordered(self.keys, places), _Reordered(self.values, places)
         return replace(self, keys=keys, values=values, queries=queries, head_orders=orders, known={})
+
+
+class _Reordered(Mapping[int, Tensor]):
+    """The stores of a record with heads in other places. Only the last one that was read is held in memory as a copy."""
+
+    def __init__(self, stores: Mapping[int, Tensor], places: Mapping[int, list[int]]) -> None:
+        self._stores, self._places = stores, places
+        self._last: tuple[int, Tensor] | None = None
+
+    def __getitem__(self, store: int) -> Tensor:
+        if store not in self._places:
+            return self._stores[store]
+        if self._last is None or self._last[0] != store:
+            self._last = None  # freed before the next is copied
+            self._last = (store, self._stores[store][self._places[store]])
+        return self._last[1]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._stores)
+
+    def __len__(self) -> int:
+        return len(self._stores)
 
 
 def head_orders(program: Program) -> dict[int, tuple[int, ...]]:
     """Per KV store whose heads a pass moved: the user's model's KV head at each place."""
     return {site.store: site.head_order for site in program.stores if site.head_order}
-
-
-class Recorder:
-    """The memory of a prefill program: moves each site's keys and values to the host as they are made."""
-
-    def __init__(self, program: Program, record: RowRecord, dtype: torch.dtype) -> None:
-        self.record_ = record
-        self.dtype = dtype
-        self.sites = program.sites
-        self.owners = {store.index for store in program.stores}
-
-    def record(self, site: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> None:
-        """Keep one site's row 0; see `semkv.ir.memory.Memory.record`."""
-        kept = q[0].cpu() if self.record_.all_queries else q[0, :, -OBSERVED_QUERIES:]
-        self.record_.queries[site] = kept.clone()
-        if site in self.owners:
-            store = self.sites[site].store
-            self.record_.keys[store] = k[0].to("cpu", self.dtype, copy=True).contiguous()
-            self.record_.values[store] = v[0].to("cpu", self.dtype, copy=True).contiguous()
-
-    def observe(self, site: int, hidden: Tensor) -> None:
-        """Keep the hidden states of row 0; see `semkv.ir.memory.Observer.observe`."""
-        self.record_.features[site] = hidden[0].to("cpu", copy=True)
-
-    def entries(self, site: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor):  # pragma: no cover - protocol
-        raise RuntimeError("a recorder serves prefill programs only; extend and decode need a state")
 
 
 SURPRISAL_CHUNK = 256
@@ -100,10 +99,15 @@ def chunked_surprisal(head: torch.nn.Module, hidden: Tensor, ids: Tensor, chunk:
 
     hidden [n, H], ids int64 [n] -> float32 [n]; the first token, which nothing predicts, gets 0.
     """
-    out = torch.zeros(len(ids), dtype=torch.float32)
-    for start in range(0, len(ids) - 1, chunk):
-        end = min(start + chunk, len(ids) - 1)
-        logits = head(hidden[None, start:end])[0].float()
-        target = ids[start + 1 : end + 1]
-        out[start + 1 : end + 1] = (torch.logsumexp(logits, -1) - logits.gather(-1, target[:, None])[:, 0]).cpu()
+    return torch.nn.functional.pad(next_surprisal(head, hidden[:-1], ids[1:], chunk), (1, 0))
+
+
+@torch.no_grad()
+def next_surprisal(head: torch.nn.Module, hidden: Tensor, targets: Tensor, chunk: int = SURPRISAL_CHUNK) -> Tensor:
+    """-log p of each of the tokens `targets` int64 [n] given the hidden state before it, hidden [n, H] -> float32 [n]."""
+    out = torch.zeros(len(targets), dtype=torch.float32)
+    for start in range(0, len(targets), chunk):
+        logits = head(hidden[None, start : start + chunk])[0].float()
+        target = targets[start : start + chunk]
+        out[start : start + chunk] = (torch.logsumexp(logits, -1) - logits.gather(-1, target[:, None])[:, 0]).cpu()
     return out

@@ -18,6 +18,7 @@ from semkv.ir.site import AttentionSite
 from semkv.profiles.schema.memory import offloaded_stores
 from semkv.runtime.budget import Budget, bounded_shares
 from semkv.runtime.components import Components, Evictor, Part, Plan
+from semkv.runtime.host_tier import HostTier
 from semkv.runtime.join import join_parts
 from semkv.runtime.record import RowRecord
 from semkv.runtime.segments import Folding, Segmentation
@@ -57,7 +58,7 @@ class Placement:
     minimum_tokens: int
     residency: str
     page_size: int
-    disk: bool
+    tier: HostTier
     device: torch.device
     thresholds: tuple[int, ...] = ()
     rows: int | None = None
@@ -312,7 +313,7 @@ class RowMemory:
     def _spans(self, made: _Prompt) -> FoldedSpans:
         placement = self.placement
         device = placement.where(made.site, made.record.tokens)
-        return FoldedSpans(made.site, made.components, placement.budget.dtype, disk=placement.disk, device=device)
+        return FoldedSpans(made.site, made.components, placement.budget.dtype, tier=placement.tier, device=device)
 
     def _site(
         self, made: _Prompt, kept: Tensor, recent: Tensor, spans: FoldedSpans | None = None, scores: Tensor | None = None

@@ -129,7 +129,7 @@ def _memory(
     surprisal = _expect(own["recent_surprisal"], "recent_surprisal", count, torch.float32).clone()
     spans = None
     if folded:
-        spans = FoldedSpans(site, part.components, dtype, disk=placement.disk, device=placement.where(site, tokens))
+        spans = FoldedSpans(site, part.components, dtype, tier=placement.tier, device=placement.where(site, tokens))
         _fill_spans(spans, own, tokens)
     return SiteMemory(
         site, part.components, exact["kept"], exact["recent"], spans, ids, surprisal,

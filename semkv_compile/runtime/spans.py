@@ -11,6 +11,7 @@ from torch import Tensor
 from semkv.ir.site import AttentionSite
 from semkv.runtime.components import Components, IndexPart
 from semkv.runtime.host_pool import GrowingTensor, HostFactors, HostTokens
+from semkv.runtime.host_tier import HostTier
 from semkv.runtime.quantization import Quantized, bytes_per_vector, concatenate, dequantize, quantize
 from semkv.runtime.segments import Folding
 
@@ -83,16 +84,16 @@ class FoldedSpans:
     """
 
     def __init__(
-        self, site: AttentionSite, components: Components, dtype: torch.dtype, *, disk: bool = False,
+        self, site: AttentionSite, components: Components, dtype: torch.dtype, *, tier: HostTier | None = None,
         device: torch.device | None = None,
     ) -> None:  # fmt: skip
-        """device: where folded tokens and factors wait; None: on the host, which `disk` says the kind of."""
+        """device: where folded tokens and factors wait; None: on the host, in `tier`."""
         self.site, self.components, self.dtype, self.device = site, components, dtype, device
         heads = site.kv_heads
         form = "raw" if components.host_form == "none" else components.host_form  # then it stays empty
         dims = (heads, site.key_dim, site.value_dim, dtype)
-        self.host_tokens = HostTokens(*dims, form, disk=disk, device=device)
-        self.host_factors = HostFactors(*dims, disk=disk, device=device)
+        self.host_tokens = HostTokens(*dims, form, tier=tier, device=device)
+        self.host_factors = HostFactors(*dims, tier=tier, device=device)
         self.segment_unit = torch.zeros(1, 0, dtype=torch.int64)
         self.segment_kind = torch.zeros(0, dtype=torch.int64)
         self.segment_length = torch.zeros(0, dtype=torch.int64)
@@ -152,6 +153,11 @@ class FoldedSpans:
     def waiting_nbytes(self) -> int:
         """Bytes of the tokens and factors that wait to be unfolded, wherever they are."""
         return sum(part.nbytes for part in self._waiting())
+
+    @property
+    def disk_nbytes(self) -> int:
+        """Those of them that are in files."""
+        return sum(part.disk_nbytes for part in self._waiting())
 
     @property
     def reserved_nbytes(self) -> int:

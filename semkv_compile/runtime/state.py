@@ -88,9 +88,8 @@ class State:
         the largest residency of a step so far. workspace: unfolded spans that stay between steps. window: sliding-window
         stores, which the budget does not count. resident: folded tokens of layers that have not left the device yet
         (`CompileConfig(offload="progressive")`), beside what the budget counts. reserved: device memory allocated ahead.
-        host, disk: folded tokens that wait there.
+        host, disk: folded tokens that wait there, the tables of both in memory.
         """
-        placement = self.placement
         out = dict.fromkeys(("device", "peak", "workspace", "window", "resident", "reserved", "host", "disk"), 0)
         for row in self.rows:
             for memory in row.memories():
@@ -98,7 +97,9 @@ class State:
                 out[where] += memory.fixed_nbytes
                 out["resident"] += memory.resident_nbytes
                 out["reserved"] += memory.reserved_nbytes
-                out["disk" if placement.disk else "host"] += memory.host_nbytes
+                disk = memory.spans.disk_nbytes if memory.spans is not None else 0
+                out["disk"] += disk
+                out["host"] += memory.host_nbytes - disk
                 if memory.elastic and not memory.on_device:
                     out["workspace"] += memory.workspace_nbytes
             out["device"] += row.charged_nbytes

@@ -6,21 +6,35 @@ import torch
 from torch import Tensor
 
 from semkv.ir.program import Program
-from semkv.runtime.record import Recorder, RowRecord, chunked_surprisal, head_orders
+from semkv.runtime.host_tier import HostTier
+from semkv.runtime.record import RowRecord, head_orders, next_surprisal
+from semkv.runtime.recorder import Recorder
 from semkv.runtime.state import State
 
 
 @torch.no_grad()
 def prefill_row(
-    program: Program, ids: Tensor, kv_dtype: torch.dtype, *, surprisal: bool, all_queries: bool = False
-) -> RowRecord:
-    """Run the prompt ids int64 [n] in full and keep its keys and values on the host."""
+    program: Program, ids: Tensor, kv_dtype: torch.dtype, *, surprisal: bool, all_queries: bool = False,
+    chunk: int | None = None, tier: HostTier | None = None,
+) -> RowRecord:  # fmt: skip
+    """Run the prompt ids int64 [n], `chunk` tokens at a time (None: all at once), and keep its keys and values in `tier`."""
+    n = len(ids)
+    chunk = n if chunk is None else chunk
     record = RowRecord(ids=ids.cpu(), all_queries=all_queries, head_orders=head_orders(program))
-    positions = torch.arange(len(ids), device=ids.device)[None]
-    hidden = program.prefill(ids[None], positions, Recorder(program, record, kv_dtype))
+    record.surprisal = torch.zeros(n) if surprisal else None
+    recorder = Recorder(program, record, kv_dtype, HostTier() if tier is None else tier, ids.device)
+    for start in range(0, n, chunk):
+        part = ids[start : start + chunk]
+        graph = program.prefill if start == 0 else program.decode if len(part) == 1 else program.extend
+        hidden = graph(part[None], torch.arange(start, start + len(part), device=ids.device)[None], recorder)
+        if record.surprisal is not None:
+            targets = ids[start + 1 : start + len(part) + 1]
+            record.surprisal[start + 1 : start + len(part) + 1] = next_surprisal(
+                program.head, hidden[0, : len(targets)], targets
+            )
+        recorder.advance(len(part))
     record.logits = program.head(hidden[:, -1:])[0, 0]
-    if surprisal:
-        record.surprisal = chunked_surprisal(program.head, hidden[0], ids)
+    recorder.finish()
     return record
 
 

@@ -13,7 +13,8 @@ import semkv
 PUBLIC = {
     "semkv": ["CompileConfig", "CompiledModel", "Profile", "State", "bundled", "compile", "explain", "load"],
     "semkv.errors": [
-        "ArtifactError", "BudgetError", "CaptureError", "ConfigError", "InputError", "ProfileError", "SemkvError", "SpecError",
+        "ArtifactError", "BudgetError", "CapacityError", "CaptureError", "ConfigError", "InputError", "ProfileError", "SemkvError",
+        "SpecError",
     ],
     "semkv.methods": [
         "CAKE", "H2O", "METHODS", "ChunkKV", "CompressKV", "Full", "Method", "PyramidKV", "SeKV", "SemantiCache", "SnapKV", "StreamingLLM",
@@ -34,7 +35,7 @@ MEMBERS = {
     ],
     "State": ["fork", "full_bytes", "get_seq_length", "kv_dtype", "lengths", "nbytes", "save", "select", "stats"],
     "Profile": ["best_method", "check_model", "fingerprint", "from_pretrained", "load", "push_to_hub", "save", "save_pretrained"],
-    "CompileConfig": ["extend_chunk", "host", "kv_dtype", "method_options", "page_size", "residency"],
+    "CompileConfig": ["extend_chunk", "host", "kv_dtype", "method_options", "page_size", "prefill_chunk", "residency"],
 }  # fmt: skip
 
 

@@ -6,16 +6,18 @@ import pytest
 import torch
 
 from semkv.runtime.host_pool import GrowingTensor, HostFactors, HostTokens
+from semkv.runtime.host_tier import HostTier
 
 
 @pytest.mark.parametrize("disk", [False, True])
 def test_growing_keeps_what_is_there(disk):
-    grown = GrowingTensor(2, (3,), torch.float32, disk=disk)
+    grown = GrowingTensor(2, (3,), torch.float32, tier=HostTier(disk=disk))
     parts = [torch.randn(2, count, 3) for count in (0, 1, 7, 2, 40)]
     for part in parts:
         grown.append(part)
     assert torch.equal(grown.data, torch.cat(parts, 1))
     assert grown.nbytes == 2 * 50 * 3 * 4
+    assert grown.disk_nbytes == (grown.nbytes if disk else 0)
     copy = grown.clone()
     copy.append(torch.zeros(2, 1, 3))
     copy.data[:, 0] = 7
@@ -26,7 +28,7 @@ def test_growing_keeps_what_is_there(disk):
 @pytest.mark.parametrize("form", ["raw", "int8"])
 def test_tokens_by_place(form, disk):
     torch.manual_seed(0)
-    pool = HostTokens(2, 5, 3, torch.float16, form, disk=disk)
+    pool = HostTokens(2, 5, 3, torch.float16, form, tier=HostTier(disk=disk))
     k, v = torch.randn(2, 30, 5).half(), torch.randn(2, 30, 3).half()
     pool.append(k[:, :11], v[:, :11])
     pool.append(k[:, 11:], v[:, 11:])

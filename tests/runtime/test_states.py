@@ -265,8 +265,10 @@ def test_disk_tier_gives_the_same_tokens(double_program, compile_as, prompt):
         state = compiled.prefill(prompt(150))
         results[host] = (decode(compiled, state, 12).tolist(), state.nbytes)
     assert results["ram"][0] == results["disk"][0]
-    assert results["ram"][1]["host"] == results["disk"][1]["disk"] > 0
-    assert results["disk"][1]["host"] == results["ram"][1]["disk"] == 0
+    ram, disk = (results[host][1] for host in ("ram", "disk"))
+    assert ram["host"] == disk["disk"] + disk["host"]
+    assert disk["disk"] > 4 * disk["host"]  # the tables of what waits are in memory
+    assert ram["disk"] == 0
 
 
 def test_padding_of_stacked_rows_has_no_weight():

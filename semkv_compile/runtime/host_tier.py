@@ -1,0 +1,100 @@
+"""Where tensors of the host tier are made: in memory, or in files that are mapped into it."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+import weakref
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from semkv.errors import CapacityError, ConfigError
+
+
+class HostTier:
+    """Memory of the host, or files in its place.
+
+    Parameters
+    ----------
+    disk: whether tensors may lie in files. folder: where those are made; None: the system's temporary folder.
+    limit: bytes of memory that the tensors made here may take together. What does not fit goes to a file where `disk`, else it
+        is refused. None: everything fits, or, where `disk`, everything is in files.
+
+    A file loses its name as soon as it is mapped: its blocks are freed with the last tensor that reads it, however the process
+    ends. They are reserved when it is made, so that a full disk is an error then, and no signal when a page is written later.
+    `ConfigError` where the folder is none.
+    """
+
+    def __init__(self, *, disk: bool = False, folder: str | None = None, limit: int | None = None) -> None:
+        self.disk, self.limit = disk, limit
+        self.folder = Path(tempfile.gettempdir() if folder is None else folder)
+        if disk and not self.folder.is_dir():
+            raise ConfigError(f"disk_folder {str(self.folder)!r} is no folder: make it, or name one that exists")
+        self._used = 0
+        self._lock = threading.Lock()
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, *, pinned: bool = False) -> Tensor:
+        """An uninitialised tensor; `pinned`: in page-locked memory, where it is not in a file.
+
+        Raises
+        ------
+        CapacityError: neither memory nor disk has room for it.
+        """
+        count = torch.Size(shape).numel()
+        nbytes = count * dtype.itemsize
+        if count and not self._take(nbytes):
+            if not self.disk:
+                raise CapacityError(
+                    f"{nbytes} more bytes of host memory are needed for {dtype} {tuple(shape)}; {self._used} of the {self.limit} "
+                    "bytes of host_memory are in use: raise host_memory, or let host='disk' take what does not fit"
+                )
+            return self._mapped(count, dtype).view(shape)
+        made = torch.empty(shape, dtype=dtype, pin_memory=pinned)
+        if count and self.limit is not None:
+            weakref.finalize(made.untyped_storage(), self._release, nbytes).atexit = False
+        return made
+
+    def _take(self, nbytes: int) -> bool:
+        """Count `nbytes` of memory in, where they fit."""
+        if self.limit is None:
+            return not self.disk
+        with self._lock:
+            fits = self._used + nbytes <= self.limit
+            self._used += nbytes if fits else 0
+        return fits
+
+    def _release(self, nbytes: int) -> None:
+        with self._lock:
+            self._used -= nbytes
+
+    def _mapped(self, count: int, dtype: torch.dtype) -> Tensor:
+        nbytes = count * dtype.itemsize
+        try:
+            handle, name = tempfile.mkstemp(prefix="semkv-host-", suffix=".bin", dir=self.folder)
+            try:
+                os.posix_fallocate(handle, 0, nbytes)
+                return torch.from_file(name, shared=True, size=count, dtype=dtype)
+            finally:
+                os.close(handle)
+                os.unlink(name)
+        except OSError as error:
+            free = "unknown"
+            with suppress(OSError):
+                room = os.statvfs(self.folder)
+                free = str(room.f_bavail * room.f_frsize)
+            raise CapacityError(
+                f"a file of {nbytes} bytes for folded tokens cannot be made in {self.folder} ({error.strerror}; {free} bytes are "
+                "free): free some, or choose another disk_folder"
+            ) from error
+
+
+def on_disk(x: Tensor) -> bool:
+    """Whether the tensor's bytes are those of a mapped file."""
+    return x.untyped_storage().filename is not None
+
+
+__all__ = ["HostTier", "on_disk"]

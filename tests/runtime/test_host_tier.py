@@ -1,0 +1,85 @@
+"""Tensors in memory and in files: caps, full disks, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+
+import pytest
+import torch
+
+from semkv.errors import CapacityError, ConfigError
+from semkv.runtime import host_tier
+from semkv.runtime.host_tier import HostTier, on_disk
+
+
+def test_files_have_no_name_and_hold_what_is_written(tmp_path):
+    tier = HostTier(disk=True, folder=str(tmp_path))
+    x = tier.empty((2, 5, 3), torch.float16)
+    x.copy_(torch.arange(30).view(2, 5, 3))
+    assert on_disk(x)
+    assert on_disk(x[1, 2:])
+    assert x.flatten().tolist() == list(range(30))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("disk", [False, True])
+def test_nothing_takes_no_room(tmp_path, disk):
+    assert HostTier(disk=disk, folder=str(tmp_path), limit=0).empty((4, 0, 2), torch.float32).shape == (4, 0, 2)
+
+
+def test_memory_first_then_files(tmp_path):
+    tier = HostTier(disk=True, folder=str(tmp_path), limit=100)
+    first, second = (tier.empty((20,), torch.float32) for _ in range(2))
+    assert [on_disk(first), on_disk(second)] == [False, True]
+    part = first[3:]
+    del first
+    gc.collect()
+    assert on_disk(tier.empty((20,), torch.float32)), "a view keeps the memory in use"
+    del part
+    gc.collect()
+    assert not on_disk(tier.empty((25,), torch.float32))
+
+
+def test_a_cap_without_files_is_an_error():
+    tier = HostTier(limit=100)
+    kept = tier.empty((20,), torch.float32)
+    message = r"24 more bytes of host memory .* 80 of the 100 bytes of host_memory are in use: raise host_memory, or let host='disk'"
+    with pytest.raises(CapacityError, match=message):
+        tier.empty((6,), torch.float32)
+    assert tier.empty((5,), torch.float32).shape == (5,)
+    assert kept.shape == (20,)
+
+
+def test_a_full_disk_is_an_error_when_the_file_is_made(tmp_path, monkeypatch):
+    """A quota of 4,000 bytes in place of the disk's."""
+
+    def reserve(handle: int, start: int, nbytes: int) -> None:
+        if nbytes > 4000:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.truncate(handle, nbytes)
+
+    monkeypatch.setattr(host_tier.os, "posix_fallocate", reserve)
+    tier = HostTier(disk=True, folder=str(tmp_path))
+    assert on_disk(tier.empty((1000,), torch.float32))
+    with pytest.raises(
+        CapacityError, match=rf"a file of 4004 bytes .* cannot be made in {tmp_path} \(No space left on device;"
+    ):
+        tier.empty((1001,), torch.float32)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_blocks_are_reserved(tmp_path, monkeypatch):
+    taken = []
+    original = os.unlink
+    monkeypatch.setattr(
+        host_tier.os, "unlink", lambda name: (taken.append(os.stat(name).st_blocks * 512), original(name))
+    )
+    HostTier(disk=True, folder=str(tmp_path)).empty((1 << 18,), torch.float32)
+    assert taken[0] >= 1 << 20
+
+
+def test_a_folder_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"disk_folder '.*/none' is no folder: make it"):
+        HostTier(disk=True, folder=str(tmp_path / "none"))
