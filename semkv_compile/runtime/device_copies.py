@@ -31,7 +31,7 @@ class DeviceCopies:
         with torch.cuda.stream(self.stream):
             for place, part in zip(target, source):
                 place.copy_(part, non_blocking=True)
-        source.record_stream(self.stream)  # type: ignore[no-untyped-call]
+        source.record_stream(self.stream)
 
     def to_device(self, target: Tensor, source: Tensor) -> None:
         """Copy `source` [H, t, ...] of the host, which `to_host` wrote, into `target`."""

@@ -25,6 +25,9 @@ class Recorder:
         self, program: Program, record: RowRecord, dtype: torch.dtype, tier: HostTier, device: torch.device
     ) -> None:
         self.made = record
+        self.keys: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = {}
+        record.keys, record.values = self.keys, self.values
         self.dtype, self.tier, self.device = dtype, tier, device
         self.sites = program.sites
         self.owners = {store.index for store in program.stores}
@@ -36,8 +39,8 @@ class Recorder:
         self._keep_queries(site, q[0])
         if site in self.owners:
             store = self.sites[site].store
-            self._keep(self.made.keys, store, k[0])
-            self._keep(self.made.values, store, v[0])
+            self._keep(self.keys, store, k[0])
+            self._keep(self.values, store, v[0])
 
     def entries(self, site: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Entries:
         """Keep one site's row 0 of a later chunk, and return all tokens so far, or those within its window."""
@@ -46,8 +49,7 @@ class Recorder:
         first = max(0, self.past + 1 - place.window) if place.window else 0
         end = self.past + k.shape[2]
         keys, values = (
-            self._so_far(held[place.store], new[0], first, end)
-            for held, new in ((self.made.keys, k), (self.made.values, v))
+            self._so_far(held[place.store], new[0], first, end) for held, new in ((self.keys, k), (self.values, v))
         )
         return Entries(keys[None], values[None], torch.arange(first, end, device=positions.device)[None, None])
 
@@ -65,7 +67,7 @@ class Recorder:
     def finish(self) -> None:
         """The record is complete: what waits in another dtype than the record's is converted, a store at a time."""
         self.copies.finish()
-        for held in (self.made.keys, self.made.values):
+        for held in (self.keys, self.values):
             for store, x in held.items():
                 if x.dtype != self.dtype:
                     held[store] = self.tier.empty(tuple(x.shape), self.dtype).copy_(x)
