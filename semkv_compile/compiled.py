@@ -26,6 +26,7 @@ from semkv.runtime.budget import Budget
 from semkv.runtime.host_tier import HostTier
 from semkv.runtime.record import RowRecord
 from semkv.runtime.row_memory import Placement, RowMemory, in_pages
+from semkv.runtime.spans import waiting_cost_bytes
 from semkv.runtime.state import State
 from semkv.runtime.steps import extend, prefill_row
 from semkv.stopping import FinishedRows
@@ -106,7 +107,11 @@ class CompiledModel(GenerationMixin, nn.Module):
             minimum_tokens=in_pages(method.minimum_tokens, settings.page_size),
             residency=settings.residency,
             page_size=settings.page_size,
-            tier=HostTier(disk=settings.host == "disk", folder=settings.disk_folder),
+            tier=HostTier(
+                disk=settings.host == "disk",
+                folder=settings.disk_folder,
+                limit=settings.host_memory if settings.offload == "budget" else None,
+            ),
             device=self.device,
             thresholds=limits,
             rows=settings.rows if limits else None,
@@ -210,11 +215,24 @@ class CompiledModel(GenerationMixin, nn.Module):
 
     def _read(self, ids: Tensor, *, surprisal: bool, all_queries: bool = False) -> RowRecord:
         """Run a prompt ids int64 [n] on the model's device, in chunks."""
+        self.placement.tier.check(self._host_nbytes(len(ids)), f"a prompt of {len(ids)} tokens")
         chunk = self.settings.prefill_chunk or (PREFILL_CHUNK_CUDA if self.device.type == "cuda" else PREFILL_CHUNK)
         return prefill_row(
             self.program, ids, self.placement.budget.dtype,
             surprisal=surprisal, all_queries=all_queries, chunk=chunk, tier=self.placement.tier,
         )  # fmt: skip
+
+    def _host_nbytes(self, tokens: int) -> int:
+        """Bytes of the host that reading a prompt takes at most: its keys and values, and what is folded of them."""
+        placement = self.placement
+        token = max(placement.budget.dtype.itemsize, self.dtype.itemsize)
+        read = sum(store.values_per_token * token for store in placement.program.stores)
+        waiting = sum(
+            waiting_cost_bytes(store.part(part.first, part.last, 1.0), part.components, placement.budget.dtype)
+            for store in placement.budgeted
+            for part in placement.parts(store)
+        )
+        return tokens * (read + waiting)
 
     @torch.no_grad()
     def compress(self, record: RowRecord | list[RowRecord]) -> State:
@@ -243,7 +261,10 @@ class CompiledModel(GenerationMixin, nn.Module):
         Each row runs alone and without its padding, so that its tokens cannot depend on its neighbours.
         """
         ids = self._check_ids(input_ids)
-        return self.compress([self.prefill_record(row) for row in self._rows(ids, attention_mask)])
+        states = [
+            self.compress(self.prefill_record(row)) for row in self._rows(ids, attention_mask)
+        ]  # a record at a time
+        return State(self.placement, [one.rows[0] for one in states], torch.cat([one.logits for one in states]))
 
     @torch.no_grad()
     def extend(

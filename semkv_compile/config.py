@@ -47,7 +47,11 @@ class CompileConfig(BaseModel):
         on the device, beside the budget, as long as `device_memory` has room; layers go to the host one by one, the last
         first, as the sequence grows (SpeContext Alg. 2). What a step selects is the same, so tokens are too.
     device_memory: `progressive` only: bytes of the device for weights, working memory and KV, a number or a text such as
-        `24GB` or `16GiB`. host_memory: bytes of the host for waiting tokens; None: no limit.
+        `24GB` or `16GiB`.
+    host_memory: bytes of the host for what waits there, over all states of the compiled model: folded tokens, and the keys and
+        values of a prompt while it is read. What does not fit goes to files with host='disk', else it is refused with
+        `CapacityError`, for a prompt before it is read. Default: no limit; with host='disk', everything is in files.
+        `progressive`: the lengths that fit follow from it.
     rows: `progressive` only: sequences that share the device.
     cache: keep the captured program on disk, and take it from there when the same model is compiled again with the same
         versions (`semkv.program_cache`).
@@ -90,11 +94,10 @@ class CompileConfig(BaseModel):
 
     @model_validator(mode="after")
     def _memory_with_progressive(self) -> CompileConfig:
-        given = [name for name in ("device_memory", "host_memory") if getattr(self, name) is not None]
         if self.offload == "progressive" and self.device_memory is None:
             raise ValueError("offload='progressive' needs device_memory, such as '24GB'")
-        if self.offload == "budget" and (given or self.rows > 1):
-            name = (given or ["rows"])[0]
+        if self.offload == "budget" and (self.device_memory is not None or self.rows > 1):
+            name = "rows" if self.device_memory is None else "device_memory"
             raise ValueError(f"{name} is for offload='progressive'; with 'budget' the budget is all there is")
         return self
 

@@ -48,15 +48,20 @@ class HostTier:
         nbytes = count * dtype.itemsize
         if count and not self._take(nbytes):
             if not self.disk:
-                raise CapacityError(
-                    f"{nbytes} more bytes of host memory are needed for {dtype} {tuple(shape)}; {self._used} of the {self.limit} "
-                    "bytes of host_memory are in use: raise host_memory, or let host='disk' take what does not fit"
-                )
+                self.check(nbytes, f"a tensor {dtype} {tuple(shape)}")
             return self._mapped(count, dtype).view(shape)
         made = torch.empty(shape, dtype=dtype, pin_memory=pinned)
         if count and self.limit is not None:
             weakref.finalize(made.untyped_storage(), self._release, nbytes).atexit = False
         return made
+
+    def check(self, nbytes: int, purpose: str) -> None:
+        """Raise `CapacityError` where `nbytes` more for `purpose` cannot fit."""
+        if self.limit is not None and not self.disk and self._used + nbytes > self.limit:
+            raise CapacityError(
+                f"{purpose} needs {nbytes} bytes of host memory; {self._used} of the {self.limit} bytes of host_memory are in use: "
+                "raise host_memory, or let host='disk' take what does not fit"
+            )
 
     def _take(self, nbytes: int) -> bool:
         """Count `nbytes` of memory in, where they fit."""

@@ -45,7 +45,7 @@ def test_memory_first_then_files(tmp_path):
 def test_a_cap_without_files_is_an_error():
     tier = HostTier(limit=100)
     kept = tier.empty((20,), torch.float32)
-    message = r"24 more bytes of host memory .* 80 of the 100 bytes of host_memory are in use: raise host_memory, or let host='disk'"
+    message = r"needs 24 bytes of host memory; 80 of the 100 bytes of host_memory are in use: raise host_memory, or let host='disk'"
     with pytest.raises(CapacityError, match=message):
         tier.empty((6,), torch.float32)
     assert tier.empty((5,), torch.float32).shape == (5,)
@@ -83,3 +83,26 @@ def test_blocks_are_reserved(tmp_path, monkeypatch):
 def test_a_folder_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"disk_folder '.*/none' is no folder: make it"):
         HostTier(disk=True, folder=str(tmp_path / "none"))
+
+
+def test_a_prompt_that_does_not_fit_is_refused_before_it_is_read(double_program, compile_as, prompt):
+    ids = prompt(150)
+    compiled = compile_as(double_program, "sekv", 0.5)
+    need = compiled._host_nbytes(150)
+    assert compiled.prefill(ids).full_bytes < need
+
+    def tokens(**config) -> tuple[list, dict]:
+        made = compile_as(double_program, "sekv", 0.5, **config)
+        state = made.prefill(ids)
+        return made.extend(state, prompt(30, seed=2)).argmax(-1).tolist(), state.nbytes
+
+    expected, _ = tokens()
+    assert tokens(host_memory=2 * need)[0] == expected
+    refused = compile_as(double_program, "sekv", 0.5, host_memory=need - 1)
+    with pytest.raises(
+        CapacityError, match=rf"a prompt of 150 tokens needs {need} bytes of host memory; 0 of the {need - 1}"
+    ):
+        refused.prefill(ids)
+    found, nbytes = tokens(host_memory=2048, host="disk")
+    assert found == expected
+    assert nbytes["disk"] > 0
