@@ -73,19 +73,20 @@ class LowRankForms:
     ) -> list[Tensor]:
         if self.gates is not None:
             return list(self.gates(site, parts[0][1], parts[1][1], mean_k, lengths))
-        return [_kept_components(s, x, self.tolerance) for (_, s, _), x in zip(parts, (keys, values))]
+        energies = [x.square().sum((-1, -2)) for x in (keys, values)]
+        return [_kept_components(s, energy, self.tolerance) for (_, s, _), energy in zip(parts, energies)]
 
     def _worth_trying(self, site: AttentionSite, keys: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
         """Spans whose factors at the tolerated error are smaller than their tokens, over all heads."""
         numbers = torch.zeros(len(lengths))
         tokens = torch.zeros(len(lengths))
         for x, dim in ((keys, site.key_dim), (values, site.value_dim)):
-            spectrum = torch.linalg.eigvalsh(x @ x.transpose(-1, -2) if x.shape[2] <= dim else x.transpose(-1, -2) @ x)
-            s = spectrum.flip(-1).clamp(min=0).sqrt()[..., : self.max_rank]
-            rank = _kept_components(s, x, self.tolerance).sum(-1)  # [Hkv, m]
-            error = 1 - (s.square() * (torch.arange(s.shape[-1]) < rank[..., None])).sum(-1) / x.square().sum(
-                (-1, -2)
-            ).clamp(min=1e-30)
+            gram = x @ x.transpose(-1, -2) if x.shape[2] <= dim else x.transpose(-1, -2) @ x
+            energy = gram.diagonal(dim1=-2, dim2=-1).sum(-1)
+            s = torch.linalg.eigvalsh(gram).flip(-1)[..., : self.max_rank].clamp(min=0).sqrt()
+            rank = _kept_components(s, energy, self.tolerance).sum(-1)  # [Hkv, m]
+            caught = (s.square() * (torch.arange(s.shape[-1]) < rank[..., None])).sum(-1)
+            error = 1 - caught / energy.clamp(min=1e-30)
             rank = torch.where(error <= self.tolerance**2 + 1e-6, rank, float("inf"))
             numbers += (rank * (lengths + dim + 1) * self.itemsize).sum(0)
             each = bytes_per_vector(dim, 8) if self.host_form == "int8" else dim * self.itemsize
@@ -93,8 +94,10 @@ class LowRankForms:
         return torch.nonzero(numbers < tokens)[:, 0]
 
 
-def _kept_components(s: Tensor, x: Tensor, tolerance: float) -> Tensor:
-    """0/1 gates [..., R]: the fewest leading components with relative Frobenius error at most `tolerance`, or all."""
-    energy = x.square().sum((-1, -2)).clamp(min=1e-30)[..., None]
-    before = (s.square().cumsum(-1) - s.square()) / energy
+def _kept_components(s: Tensor, energy: Tensor, tolerance: float) -> Tensor:
+    """0/1 gates [..., R]: the fewest leading components with relative Frobenius error at most `tolerance`, or all.
+
+    s [..., R] are singular values of matrices whose squared Frobenius norms are energy [...].
+    """
+    before = (s.square().cumsum(-1) - s.square()) / energy.clamp(min=1e-30)[..., None]
     return (before < 1 - tolerance**2).float()
