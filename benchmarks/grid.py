@@ -15,13 +15,27 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from pathlib import Path
 
-from grids import DOCS, FAMILIES, LENGTH, RESULTS, Bench, pack, parser, table, write_document, write_results
+from grids import (
+    DOCS,
+    FAMILIES,
+    LENGTH,
+    RESULTS,
+    ROOT,
+    Bench,
+    at_a_glance,
+    pack,
+    parser,
+    table,
+    write_document,
+    write_results,
+)
 from quality import points
 
 from semkv.evaluation import Grid, Report, Variant
 from semkv.evaluation.fitting import which_fit
-from semkv.evaluation.plots import draw_all
+from semkv.evaluation.plots import accuracy_by_budget, draw_all
 from semkv.evaluation.schema import Summary
 from semkv.evaluation.subject import Subject
 from semkv.evaluation.tables import markdown, percent, provenance
@@ -58,7 +72,14 @@ RIVALS = {
 """The methods that each system's own paper compares it with."""
 
 
+SHOWN = (
+    "full", AUTO, "specontext, strict", "sekv", "quest", "compresskv, recoverable", "heterocache, strict",
+    "sentencekv, recoverable", "snapkv",
+)  # fmt: skip
+"""Methods in the picture: more than these cannot be told apart."""
 REFUSED = "grid_refused.json"
+NOTES = ROOT / "benchmarks" / "grid_notes.md"
+"""Why a system is below what its paper compares it with, with the evidence; written by hand."""
 
 
 def place(variant: Variant) -> str:
@@ -147,6 +168,25 @@ class Measuring:
         return {(s.variant.label, s.variant.budget): s for s in report.summaries if isinstance(s.variant.budget, float)}
 
 
+def pictures_of(methods: Report, leaders: Report) -> list[Path]:
+    """Accuracy by budget of a few methods, needles by depth, and what our own mixtures unfold."""
+    few = methods.model_copy(
+        update={
+            "cells": [c for c in methods.cells if c.cell.variant.label in SHOWN],
+            "summaries": [s for s in methods.summaries if s.variant.label in SHOWN],
+        }
+    )
+    zooms = tuple(f"zoom_{label}_" for label in (*OURS, "sekv"))
+    others = []
+    for picture in draw_all(leaders, DOCS / "grid"):
+        if picture.stem.startswith(("needles", *zooms)):
+            others.append(picture)
+        else:
+            picture.unlink()
+    accuracy = accuracy_by_budget(few, "unseen", LENGTH, DOCS / "grid" / f"accuracy_unseen_{LENGTH}.png")
+    return others if accuracy is None else [accuracy, *others]
+
+
 def bars(measuring: Measuring, part: Part) -> str:
     """`auto` against its bars, and beside the ceiling."""
     sparse, dense = measuring.kept(part, SPARSE), measuring.kept(part, ("dense",))
@@ -223,7 +263,7 @@ def main() -> None:
     for name, report in reports.items():
         write_results(name, report)
     (RESULTS / REFUSED).write_text(json.dumps(measuring.refused, indent=1) + "\n", encoding="utf-8")
-    pictures = draw_all(reports["grid_leaders"], DOCS / "grid")
+    pictures = pictures_of(methods, reports["grid_leaders"])
     refused = [list(pair) for pair in measuring.refused[first.name].items()]
     path = write_document(
         "grid",
@@ -235,6 +275,11 @@ def main() -> None:
         "Set before anything was measured: percent of the full cache's answers that `auto` keeps.",
         bars(measuring, leaders),
         beaten(reports["grid_leaders"]),
+        "## All methods at a glance",
+        "Exact answers in percent over the four families, 50 questions each; in brackets 95 % intervals, clustered by "
+        "context. A budget below a method's smallest has a dash. `strict` and `recoverable` are our forms of methods that "
+        "need more room or drop tokens.",
+        at_a_glance(methods),
         "## Leaders, 200 questions a cell",
         markdown(reports["grid_leaders"]),
         "\n\n".join(f"![{picture.stem.replace('_', ' ')}](grid/{picture.name})" for picture in pictures),
@@ -244,6 +289,7 @@ def main() -> None:
         table(["method and budget", "why"], refused),
         "## The systems against what their papers compare them with",
         rivals(methods),
+        NOTES.read_text(encoding="utf-8"),
         "## Other lengths, and the question seen",
         *[markdown(reports[part.name]) for part in settings],
         "## Provenance",

@@ -18,7 +18,9 @@ from semkv.evaluation import Grid, Report, evaluate
 from semkv.evaluation.environment import describe, now
 from semkv.evaluation.identity import subject_identity
 from semkv.evaluation.report import build_report
+from semkv.evaluation.schema import Summary
 from semkv.evaluation.store import RowStore
+from semkv.evaluation.tables import percent
 from semkv.evaluation.tasks.base import Task
 from semkv.profiles.schema import Profile
 
@@ -146,3 +148,24 @@ def table(columns: list[str], lines: list[list[str]]) -> str:
     """A Markdown table, its first column left-aligned."""
     rule = "|" + "|".join([" --- ", *[" ---: "] * (len(columns) - 1)]) + "|"
     return "\n".join(["| " + " | ".join(columns) + " |", rule, *["| " + " | ".join(line) + " |" for line in lines]])
+
+
+def at_a_glance(report: Report) -> str:
+    """A line per method, a column per budget, the best first: exact answers in percent, with their intervals."""
+    budgets = sorted({s.variant.budget for s in report.summaries if isinstance(s.variant.budget, float)})
+    found: dict[str, dict[float, Summary]] = {}
+    for summary in report.summaries:
+        if isinstance(summary.variant.budget, float):
+            found.setdefault(summary.variant.label, {})[summary.variant.budget] = summary
+    full = next(s for s in report.summaries if s.variant.budget is None)
+
+    def merit(label: str) -> tuple[float, int]:
+        """Budgets at which a method does not run count as nothing."""
+        return -sum(s.accuracy.value for s in found[label].values()), list(found).index(label)
+
+    lines = [["`full`", *[percent(full.accuracy)] * len(budgets)]]
+    for label in sorted(found, key=merit):
+        name, _, form = label.partition(", ")
+        cells = [percent(found[label][b].accuracy) if b in found[label] else "-" for b in budgets]
+        lines.append([f"`{name}`" + (f", {form}" if form else ""), *cells])
+    return table(["method", *[f"{100 * budget:g} %" for budget in budgets]], lines)

@@ -1,50 +1,33 @@
-"""Fill the table of results in README.md from benchmarks/results/quality.json.
+"""Fill the table of results in README.md from benchmarks/results/grid.json.
 
-python benchmarks/quality.py          # measures; about an hour on one core
+python benchmarks/grid.py             # measures; hours, resumable
 python benchmarks/readme_table.py     # writes
 """
 
 from __future__ import annotations
 
-from pathlib import Path
+from grids import RESULTS, ROOT, at_a_glance
 
-from semkv.evaluation.schema import Report, Summary
-from semkv.evaluation.tables import percent, size
+from semkv.evaluation.schema import Report
 
-ROOT = Path(__file__).resolve().parent.parent
-SOURCE = ROOT / "benchmarks" / "results" / "quality.json"
-START = "<!-- results: written by `python benchmarks/readme_table.py` from benchmarks/results/quality.json -->"
+SOURCE = RESULTS / "grid.json"
+START = "<!-- results: written by `python benchmarks/readme_table.py` from benchmarks/results/grid.json -->"
 END = "<!-- end of results -->"
-PICTURE = "docs/results/quality/accuracy_unseen_4096.png"
-
-
-def _device(report: Report, summary: Summary) -> float:
-    """Largest device bytes of any family."""
-    return max(
-        c.usage.device for c in report.cells if c.cell.variant == summary.variant and c.cell.length == summary.length
-    )
+PICTURE = "docs/results/grid/accuracy_unseen_4096.png"
 
 
 def block(report: Report) -> str:
-    """The paragraph and table for the README: mean over the task families, a row per method and budget."""
+    """The paragraph and table for the README: mean over the task families, a line per method."""
     first = report.summaries[0]
-    lines = [
-        "| method | budget | exact answers, % | % of full | KV on the device | moved per step |",
-        "|---|---:|---:|---:|---:|---:|",
-    ]
-    for summary in report.summaries:
-        cells = [
-            f"`{summary.variant.label}`", summary.variant.budget_text, percent(summary.accuracy), percent(summary.ratio),
-            f"{size(_device(report, summary))} ({100 * summary.device_share:.1f} %)", size(summary.moved_per_step),
-        ]  # fmt: skip
-        lines.append("| " + " | ".join(cells) + " |")
     intro = (
-        f"The bundled model at {first.length} tokens, the question asked after compression, {first.accuracy.samples} questions over "
-        f"{', '.join(first.families)}; in brackets 95 % intervals, clustered by context. Made by `benchmarks/quality.py`; "
-        "the whole table is [docs/results/quality.md](docs/results/quality.md)."
+        f"Exact answers in percent, by the share of the KV that may be on the device: the bundled model at {first.length} tokens, the "
+        f"question asked after compression, {first.accuracy.samples} questions over {', '.join(first.families)}; in brackets 95 % "
+        "intervals, clustered by context; a dash where a method cannot run. `auto` is what the profile's own measurement, on other "
+        "contexts, chose. All methods of other papers are our implementations. Made by `benchmarks/grid.py`; more in "
+        "[docs/results/grid.md](docs/results/grid.md)."
     )
     picture = f"![Exact answers against the KV budget, per task family]({PICTURE})"
-    return "\n".join([intro, "", *lines, "", picture])
+    return f"{intro}\n\n{at_a_glance(report)}\n\n{picture}"
 
 
 def filled(text: str) -> str:
@@ -59,7 +42,7 @@ def filled(text: str) -> str:
 
 def main() -> None:
     if not SOURCE.is_file():
-        raise SystemExit(f"{SOURCE} is missing: run `python benchmarks/quality.py` first")
+        raise SystemExit(f"{SOURCE} is missing: run `python benchmarks/grid.py` first")
     readme = ROOT / "README.md"
     readme.write_text(filled(readme.read_text(encoding="utf-8")), encoding="utf-8")
     print(f"wrote {readme}")
