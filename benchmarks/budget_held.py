@@ -26,8 +26,9 @@ from semkv.compiled import CompiledModel
 from semkv.evaluation.environment import describe, now
 from semkv.profiles.bundled.tasks import make_haystack
 from semkv.runtime.row_memory import RowMemory
-from semkv.runtime.site_memory import SiteMemory
-from semkv.runtime.spans import FoldedSpans, Unfolded
+from semkv.runtime.site_memory import SiteMemory, Zoom
+from semkv.runtime.spans import FoldedSpans
+from semkv.runtime.workspace import Workspace
 
 RESULTS = Path(__file__).resolve().parent / "results" / "budget_held.json"
 METHODS = ("streaming_llm", "snapkv", "sekv")
@@ -77,11 +78,11 @@ class Watch:
     def __enter__(self) -> Watch:
         watch, original = self, self._unfold
 
-        def unfold(memory: SiteMemory, *args: Any) -> tuple[Tensor, Unfolded]:
-            zoom, unfolded = original(memory, *args)
+        def unfold(memory: SiteMemory, *args: Any) -> tuple[Zoom, Workspace]:
+            zoom, workspace = original(memory, *args)
             if watch.shared:
-                watch.look(watch.row.tokens + 1, storages(iter(unfolded.tensors)))
-            return zoom, unfolded
+                watch.look(watch.row.tokens + 1, storages(iter(workspace.tensors)))
+            return zoom, workspace
 
         SiteMemory._unfold = unfold
         return self

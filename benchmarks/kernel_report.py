@@ -64,10 +64,10 @@ def mixed_attention(model: tuple[int, int, int]) -> Iterator[tuple[str, Speciali
         empty(kv_heads, 65536, dim), empty(kv_heads, 65536, dim), empty(1, 65536, dtype=torch.int32), *pages, 16
     )
     variants = {
-        "exact": ((k, k, places), None),
+        "exact": (([k], [k], [places]), None),
         "exact in pages of 16": ((None, None, None), paged),
-        "exact, coarse": ((k, k, places, None, *coarse), None),
-        "exact, coarse, factored": ((k, k, places, None, *coarse, *factored, hidden), None),
+        "exact, coarse": (([k], [k], [places], None, None, *coarse), None),
+        "exact, coarse, factored": (([k], [k], [places], None, None, *coarse, *factored, hidden), None),
     }
     for name, (entries, pool) in variants.items():
         _, launches = mixed_attention_launches(

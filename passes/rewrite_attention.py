@@ -60,7 +60,9 @@ def _replace(module: GraphModule, node: Node, memory_node: Node, fresh: bool) ->
         if fresh:
             graph.call_function(memory.record, (memory_node, site, q, k, v, positions))
             key_positions = graph.call_function(torch.ops.aten.unsqueeze.default, (positions, 1))
-            new = graph.call_function(mixed_attention, (q, positions, k, v, key_positions), kwargs | {"fresh": True})
+            new = graph.call_function(
+                mixed_attention, (q, positions, [k], [v], [key_positions]), kwargs | {"fresh": True}
+            )
         else:
             read = graph.call_function(memory.entries, (memory_node, site, q, k, v, positions))
             parts = [

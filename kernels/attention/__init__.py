@@ -28,7 +28,7 @@ def attention(
     q [B, Hq, T, D], k [B, Hkv, T, D], v [B, Hkv, T, Dv], positions [B, T] ascending in each row -> [B, Hq, T, Dv].
     """
     return mixed_attention_blocked(
-        q, positions, k, v, positions[:, None, :], sinks=sinks, bias_slopes=bias_slopes, bias_table=bias_table,
+        q, positions, [k], [v], [positions[:, None, :]], sinks=sinks, bias_slopes=bias_slopes, bias_table=bias_table,
         scale=scale, softcap=softcap, window=window, fresh=True,
     )  # fmt: skip
 

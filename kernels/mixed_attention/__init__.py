@@ -5,7 +5,7 @@ from semkv.kernels.mixed_attention.blocked import mixed_attention_blocked
 from semkv.kernels.mixed_attention.reference import mixed_attention_reference
 from semkv.kernels.mixed_attention.registration import register
 
-FLOAT_ARGUMENTS = (0, 2, 3, 5, 6, 7, 9, 10, 11, 12, 13, 14, 15, 17, 18, 19, 20)
+FLOAT_ARGUMENTS = (0, 2, 3, 5, 7, 8, 10, 11, 12, 13, 14, 15, 16, 18, 19, 20, 21)
 """Places of the arguments that gradients flow to: everything but positions."""
 
 register(ops.library, "mixed_attention", mixed_attention_blocked, differentiable=FLOAT_ARGUMENTS)

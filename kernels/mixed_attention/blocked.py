@@ -1,11 +1,16 @@
-"""Mixed-resolution attention in batched matmuls, a block of queries at a time, factored spans attended in factor space."""
+"""Mixed-resolution attention in batched products, a block of queries at a time, factored spans attended in factor space."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from semkv.kernels.mixed_attention.blocks import Biases, Block, flat_bias, flat_blocks, flat_rows, kv_heads_of, segments
+from semkv.kernels.mixed_attention.streaming import scores, weighted_sum
 from semkv.kernels.mixed_attention.suffix import is_suffix, suffix_attention
 
 BLOCK_SCORES = 1 << 23
@@ -15,10 +20,11 @@ BLOCK_SCORES = 1 << 23
 def mixed_attention_blocked(
     q: Tensor,
     q_positions: Tensor,
-    exact_k: Tensor,
-    exact_v: Tensor,
-    exact_positions: Tensor,
-    exact_bias: Tensor | None = None,
+    exact_k: Sequence[Tensor],
+    exact_v: Sequence[Tensor],
+    exact_positions: Sequence[Tensor],
+    exact_bias: Biases = None,
+    exact_heads: Sequence[int] | None = None,
     coarse_k: Tensor | None = None,
     coarse_v: Tensor | None = None,
     coarse_positions: Tensor | None = None,
@@ -42,84 +48,164 @@ def mixed_attention_blocked(
 ) -> Tensor:
     """What `mixed_attention_reference` computes, with its shapes.
 
-    `fresh` says that the exact entries are the queries' own tokens in ascending order, so that a block needs the keys up
-    to its own end only. Half-precision inputs are accumulated in float32.
+    `fresh` says that there is one exact block, the queries' own tokens in ascending order, so that a block of queries needs the
+    keys up to its own end only. Half-precision inputs are accumulated in float32. Blocks are read where they are: nothing is
+    joined or padded.
     """
     plain = not (softcap or window) and sinks is None and bias_slopes is None and bias_table is None
     plain = plain and exact_bias is None and coarse_k is None and key_u is None
-    if fresh and plain and q.dtype == exact_k.dtype == exact_v.dtype:
-        return F.scaled_dot_product_attention(q, exact_k, exact_v, is_causal=True, scale=scale, enable_gqa=True)
+    if fresh and plain and q.dtype == exact_k[0].dtype == exact_v[0].dtype:
+        return F.scaled_dot_product_attention(q, exact_k[0], exact_v[0], is_causal=True, scale=scale, enable_gqa=True)
+    whole = len(exact_k) == 1 and exact_heads is None
     # log-sum-exps have no gradient
-    if plain and not torch.is_grad_enabled() and is_suffix(q, q_positions, exact_k, exact_v, exact_positions):
-        return suffix_attention(q, exact_k, exact_v, scale)
+    if (
+        plain
+        and whole
+        and not torch.is_grad_enabled()
+        and is_suffix(q, q_positions, exact_k[0], exact_v[0], exact_positions[0])
+    ):
+        return suffix_attention(q, exact_k[0], exact_v[0], scale)
 
     batch, q_heads, tokens, _ = q.shape
-    kv_heads = exact_k.shape[1]
+    kv_heads = kv_heads_of(batch, q_heads, exact_k, exact_heads)
     group = q_heads // kv_heads
     compute = q.dtype if q.dtype in (torch.float32, torch.float64) else torch.float32
+    blocks = flat_blocks(exact_k, exact_v, exact_positions, exact_bias, exact_heads, group)
+    if coarse_k is not None and coarse_v is not None and coarse_positions is not None:
+        places = flat_rows(coarse_positions, kv_heads)
+        blocks.append(
+            Block(0, coarse_k.flatten(0, 1), coarse_v.flatten(0, 1), places, flat_bias(coarse_bias, kv_heads, group))
+        )
+    factors = None
+    if key_u is not None:
+        six = [x.flatten(0, 1).to(compute) for x in (key_u, key_s, key_v, value_u, value_s, value_v)]
+        bias = None if factored_bias is None else factored_bias.flatten(3, 4)
+        places = flat_rows(factored_positions.flatten(2, 3), kv_heads)
+        factors = _Factors(*six, positions=places, bias=flat_bias(bias, kv_heads, group))  # type: ignore[misc]
 
-    def grouped(bias: Tensor, rows: slice) -> Tensor:
-        """[B, Hq|1, T|1, ...] -> [B, Hkv|1, G|1, T|1, ...] for the queries of this block."""
-        bias = bias if bias.shape[2] == 1 else bias[:, :, rows]
-        return bias.unflatten(1, (kv_heads, group) if bias.shape[1] == q_heads and q_heads > 1 else (1, 1))
+    def of_heads(x: Tensor | None) -> Tensor | None:
+        """What each query head has, [Hq, ...] -> [B * Hkv, G, ...]."""
+        return (
+            None if x is None else x.to(compute).unflatten(0, (kv_heads, group)).repeat(batch, 1, *[1] * (x.dim() - 1))
+        )
 
-    def shaped(scores: Tensor, positions: Tensor, where: Tensor, bias: Tensor | None, rows: slice) -> Tensor:
-        """Soft-cap, biases and visibility on raw scores [B, Hkv, G, t, n] of entries at `positions` [B, Hkv|1, n]."""
-        scores = scores * scale
-        if softcap:
-            scores = softcap * torch.tanh(scores / softcap)
-        distance = where[:, None, None, :, None] - positions[:, :, None, None, :]
-        if bias_slopes is not None:
-            scores = scores - bias_slopes.to(compute).view(1, kv_heads, group, 1, 1) * distance
-        if bias_table is not None:
-            table = bias_table.to(compute).view(kv_heads, group, 1, -1)
-            index = distance.clamp(0, table.shape[-1] - 1).expand(batch, kv_heads, group, *distance.shape[-2:])
-            scores = scores + torch.gather(table.expand(batch, kv_heads, group, index.shape[-2], -1), -1, index)
+    terms = _Terms(softcap, window, of_heads(sinks), of_heads(bias_slopes), of_heads(bias_table))
+    asked = (q.to(compute) * scale).reshape(batch * kv_heads, group, tokens, -1)
+    where = q_positions if batch == 1 else q_positions.repeat_interleave(kv_heads, 0)
+    outputs = [
+        _attend(
+            asked[first:last], where if batch == 1 else where[first:last], own, terms.of(first, last),
+            None if factors is None else factors.of(first, last), fresh,
+        )
+        for first, last, own in segments(blocks, batch * kv_heads)
+    ]  # fmt: skip
+    out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return out.reshape(batch, q_heads, tokens, -1).to(q.dtype)
+
+
+@dataclass(frozen=True)
+class _Factors:
+    """Factored spans of h places: as `semkv.ir.memory.Entries` has them; positions [h|1, F * L], bias [h|1, G|1, T|1, F * L]."""
+
+    key_u: Tensor
+    key_s: Tensor
+    key_v: Tensor
+    value_u: Tensor
+    value_s: Tensor
+    value_v: Tensor
+    positions: Tensor
+    bias: Tensor | None
+
+    def of(self, first: int, last: int) -> _Factors:
+        own = (None if x is None else x if x.shape[0] == 1 else x[first:last] for x in vars(self).values())
+        return _Factors(*own)
+
+    def scores(self, q: Tensor) -> Tensor:
+        """q [h, R, D] -> [h, R, F * L]."""
+        inner = (q[:, None] @ self.key_v) * self.key_s[..., None, :]
+        return (inner @ self.key_u.mT).transpose(1, 2).flatten(2, 3)
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        """weights [h, R, F * L] -> [h, R, Dv]."""
+        part = weights.unflatten(2, self.value_u.shape[1:3]).transpose(1, 2)
+        inner = (part @ self.value_u) * self.value_s[..., None, :]
+        return (inner @ self.value_v.mT).sum(dim=1)
+
+
+@dataclass(frozen=True)
+class _Terms:
+    """What changes scores: per place and query head of its group, sinks and slopes [h, G], table [h, G, R]."""
+
+    softcap: float
+    window: int
+    sinks: Tensor | None
+    slopes: Tensor | None
+    table: Tensor | None
+
+    def of(self, first: int, last: int) -> _Terms:
+        own = (None if x is None else x[first:last] for x in (self.sinks, self.slopes, self.table))
+        return _Terms(self.softcap, self.window, *own)
+
+    def shaped(self, raw: Tensor, where: Tensor, positions: Tensor, bias: Tensor | None) -> Tensor:
+        """Soft-cap, biases and visibility on scaled scores [h, G, t, n] of entries at `positions` [h|1, n], asked at `where`
+        [h|1, t]."""
+        if self.softcap:
+            raw = self.softcap * torch.tanh(raw / self.softcap)
+        if self.slopes is not None or self.table is not None or self.window:
+            distance = where[:, None, :, None] - positions[:, None, None, :]
+            if self.slopes is not None:
+                raw = raw - self.slopes[..., None, None] * distance
+            if self.table is not None:
+                index = distance.clamp(0, self.table.shape[-1] - 1).expand(raw.shape)
+                raw = raw + torch.gather(self.table[:, :, None].expand(-1, -1, raw.shape[2], -1), -1, index)
         if bias is not None:
-            scores = scores + grouped(bias, rows).to(compute)
-        hidden = distance < 0
-        if window:
-            hidden = hidden | (distance >= window)
-        return torch.where(hidden, float("-inf"), scores)
+            raw = raw + bias.to(raw.dtype)
+        hidden = positions[:, None, None, :] > where[:, None, :, None]
+        if self.window:
+            hidden = hidden | (distance >= self.window)
+        return raw.masked_fill(hidden, float("-inf"))
 
-    exact_k, exact_v = exact_k.to(compute), exact_v.to(compute)
-    entries = exact_k.shape[2] + (0 if coarse_k is None else coarse_k.shape[2])
-    entries += 0 if key_u is None else key_u.shape[2] * key_u.shape[3]
-    block = max(1, BLOCK_SCORES // max(1, batch * q_heads * entries))
+
+def _attend(
+    q: Tensor, where: Tensor, blocks: list[Block], terms: _Terms, factors: _Factors | None, fresh: bool
+) -> Tensor:
+    """Scaled queries [h, G, T, D] at `where` [h|1, T] over the entries of their places -> [h, G, T, Dv]."""
+    places, group, tokens, _ = q.shape
+    entries = sum(block.k.shape[1] for block in blocks) + (0 if factors is None else factors.positions.shape[1])
+    size = max(1, BLOCK_SCORES // max(1, places * group * entries))
     outputs = []
-    for start in range(0, tokens, block):
-        rows = slice(start, min(start + block, tokens))
-        count = rows.stop - rows.start
-        q_block = q[:, :, rows].to(compute).reshape(batch, kv_heads, group * count, -1)
-        where = q_positions[:, rows]
-        first = max(0, rows.start - window + 1) if fresh and window else 0
-        last = rows.stop if fresh else exact_k.shape[2]
-        k, v = exact_k[:, :, first:last], exact_v[:, :, first:last]
-        bias = None if exact_bias is None else exact_bias[..., first:last]
-        raw = (q_block @ k.transpose(-1, -2)).unflatten(2, (group, count))
-        scores = [shaped(raw, exact_positions[:, :, first:last], where, bias, rows)]
-        if coarse_k is not None:
-            raw = (q_block @ coarse_k.to(compute).transpose(-1, -2)).unflatten(2, (group, count))
-            scores.append(shaped(raw, coarse_positions, where, coarse_bias, rows))
-        if key_u is not None:
-            spans, length = key_u.shape[2], key_u.shape[3]
-            inner = (q_block[:, :, None] @ key_v.to(compute)) * key_s.to(compute)[..., None, :]
-            raw = inner @ key_u.to(compute).transpose(-1, -2)  # [B, Hkv, F, G*t, L]
-            raw = raw.transpose(2, 3).flatten(3, 4).unflatten(2, (group, count))
-            bias = None if factored_bias is None else factored_bias.flatten(3, 4)
-            scores.append(shaped(raw, factored_positions.flatten(2, 3), where, bias, rows))
-        if sinks is not None:
-            sink = sinks.to(compute).view(1, kv_heads, group, 1, 1).expand(batch, -1, -1, count, 1)
-            scores.append(sink)
-        weights = torch.softmax(torch.cat(scores, dim=-1), dim=-1).flatten(2, 3)  # [B, Hkv, G*t, n]
-        offset = v.shape[2]
-        out = weights[..., :offset] @ v
-        if coarse_k is not None:
-            out = out + weights[..., offset : offset + coarse_k.shape[2]] @ coarse_v.to(compute)
-            offset += coarse_k.shape[2]
-        if key_u is not None:
-            part = weights[..., offset : offset + spans * length].unflatten(3, (spans, length)).transpose(2, 3)
-            inner = (part @ value_u.to(compute)) * value_s.to(compute)[..., None, :]
-            out = out + (inner @ value_v.to(compute).transpose(-1, -2)).sum(dim=2)
-        outputs.append(out.unflatten(2, (group, count)).flatten(1, 2).to(q.dtype))
+    for start in range(0, tokens, size):
+        rows = slice(start, min(start + size, tokens))
+        asked, count = where[:, rows], rows.stop - rows.start
+        own = [_reach(block, rows, terms.window) for block in blocks] if fresh else blocks
+        q_rows = q[:, :, rows].flatten(1, 2)
+        made = [(scores(q_rows, block.k), block.positions, block.bias) for block in own]
+        if factors is not None:
+            made.append((factors.scores(q_rows), factors.positions, factors.bias))
+        shaped = [
+            terms.shaped(raw.unflatten(1, (group, count)), asked, positions, _rows(bias, rows))
+            for raw, positions, bias in made
+        ]
+        if terms.sinks is not None:
+            shaped.append(terms.sinks[:, :, None, None].expand(-1, -1, count, -1))
+        weights = torch.softmax(torch.cat(shaped, dim=-1), dim=-1).flatten(1, 2)
+        parts = weights.split([part.shape[-1] for part in shaped], dim=-1)
+        out = weighted_sum(parts[0], own[0].v)
+        for part, block in zip(parts[1:], own[1:]):
+            out = out + weighted_sum(part, block.v)
+        if factors is not None:
+            out = out + factors.weighted_sum(parts[len(own)])
+        outputs.append(out.unflatten(1, (group, count)))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+
+
+def _reach(block: Block, rows: slice, window: int) -> Block:
+    """Of a fresh forward's tokens, those that the queries `rows` can see."""
+    seen = slice(max(0, rows.start - window + 1) if window else 0, rows.stop)
+    bias = None if block.bias is None else block.bias[..., seen]
+    return Block(block.first, block.k[:, seen], block.v[:, seen], block.positions[:, seen], bias)
+
+
+def _rows(bias: Tensor | None, rows: slice) -> Tensor | None:
+    """Of a bias [h|1, G|1, T|1, n], what the queries `rows` have."""
+    return bias if bias is None or bias.shape[2] == 1 else bias[:, :, rows]

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+
+from semkv.kernels.mixed_attention.blocks import Biases, first_places, kv_heads_of
 
 
 def mixed_attention_reference(
     q: Tensor,
     q_positions: Tensor,
-    exact_k: Tensor,
-    exact_v: Tensor,
-    exact_positions: Tensor,
-    exact_bias: Tensor | None = None,
+    exact_k: Sequence[Tensor],
+    exact_v: Sequence[Tensor],
+    exact_positions: Sequence[Tensor],
+    exact_bias: Biases = None,
+    exact_heads: Sequence[int] | None = None,
     coarse_k: Tensor | None = None,
     coarse_v: Tensor | None = None,
     coarse_positions: Tensor | None = None,
@@ -43,28 +48,41 @@ def mixed_attention_reference(
     entry (later than the query, or with bias -inf) has weight 0, so what it holds must be finite: 0 * NaN is NaN.
     """
     batch, q_heads, tokens, _ = q.shape
-    kv_heads = exact_k.shape[1]
+    kv_heads = kv_heads_of(batch, q_heads, exact_k, exact_heads)
     group = q_heads // kv_heads
-    keys, values, positions, biases = [exact_k], [exact_v], [exact_positions], [(exact_bias, exact_k.shape[2])]
+    first = first_places(exact_k, exact_heads)
+    biases = [None] * len(exact_k) if exact_bias is None else exact_bias
+    parts = list(zip(first, exact_k, exact_v, exact_positions, biases))
     if coarse_k is not None:
-        keys.append(coarse_k)
-        values.append(coarse_v)
-        positions.append(coarse_positions)
-        biases.append((coarse_bias, coarse_k.shape[2]))
+        parts.append((0, coarse_k, coarse_v, coarse_positions, coarse_bias))
     if key_u is not None:
-        spans, length = key_u.shape[2], key_u.shape[3]
-        keys.append(((key_u * key_s[..., None, :]) @ key_v.transpose(-1, -2)).flatten(2, 3))
-        values.append(((value_u * value_s[..., None, :]) @ value_v.transpose(-1, -2)).flatten(2, 3))
-        positions.append(factored_positions.flatten(2, 3))
-        biases.append((None if factored_bias is None else factored_bias.flatten(3, 4), spans * length))
+        key = ((key_u * key_s[..., None, :]) @ key_v.transpose(-1, -2)).flatten(2, 3)
+        value = ((value_u * value_s[..., None, :]) @ value_v.transpose(-1, -2)).flatten(2, 3)
+        bias = None if factored_bias is None else factored_bias.flatten(3, 4)
+        parts.append((0, key, value, factored_positions.flatten(2, 3), bias))
+
+    def seen(row: int, head: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Keys [n, D], values, positions [n] and biases [T, n] of all that a query head has."""
+        k, v, where, bias = [], [], [], []
+        for start, keys, values, positions, own in parts:
+            own_row, own_head = divmod(row * kv_heads + head // group - start, keys.shape[1])
+            if not 0 <= own_row < keys.shape[0]:
+                continue
+            k.append(keys[own_row, own_head])
+            v.append(values[own_row, own_head])
+            where.append(positions[own_row, min(own_head, positions.shape[1] - 1)])
+            if own is None:
+                bias.append(q.new_zeros(tokens, keys.shape[2]))
+            else:
+                place = min(own_head * group + head % group, own.shape[1] - 1)
+                bias.append(own[own_row, place].expand(tokens, keys.shape[2]))
+        return torch.cat(k).to(q.dtype), torch.cat(v).to(q.dtype), torch.cat(where), torch.cat(bias, dim=1)
+
     rows = []
     for row in range(batch):
         heads = []
         for head in range(q_heads):
-            source = head // group
-            k = torch.cat([part[row, source] for part in keys]).to(q.dtype)
-            v = torch.cat([part[row, source] for part in values]).to(q.dtype)
-            where = torch.cat([part[row, min(source, part.shape[1] - 1)] for part in positions])
+            k, v, where, bias = seen(row, head)
             scores = (q[row, head] @ k.T) * scale
             if softcap:
                 scores = softcap * torch.tanh(scores / softcap)
@@ -73,13 +91,7 @@ def mixed_attention_reference(
                 scores = scores - bias_slopes[head] * distance
             if bias_table is not None:
                 scores = scores + bias_table[head][distance.clamp(0, bias_table.shape[1] - 1)]
-            bias = [
-                q.new_zeros(tokens, count)
-                if part is None
-                else part[row, min(head, part.shape[1] - 1)].expand(tokens, count)
-                for part, count in biases
-            ]
-            scores = scores + torch.cat(bias, dim=1)
+            scores = scores + bias
             hidden = distance < 0
             if window:
                 hidden = hidden | (distance >= window)

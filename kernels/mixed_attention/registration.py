@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from semkv.errors import InputError
+
 
 def register(
     library: torch.library.Library, name: str, function: Callable[..., Tensor], differentiable: Sequence[int]
@@ -22,25 +24,46 @@ def register(
         library.impl(name, function, key)
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Tensor) -> None:
-        ctx.inputs = tuple(None if isinstance(value, Tensor) else value for value in inputs)
-        ctx.places = tuple(place for place, value in enumerate(inputs) if isinstance(value, Tensor))
+        _check(name, inputs)
+        ctx.inputs = tuple(None if _tensors(value) else value for value in inputs)
+        ctx.sizes = tuple(len(value) if isinstance(value, list) else None for value in inputs)
+        ctx.places = tuple(place for place, value in enumerate(inputs) if _tensors(value))
         ctx.keywords = keyword_only_inputs
-        ctx.save_for_backward(*(inputs[place] for place in ctx.places))
+        ctx.save_for_backward(*(x for place in ctx.places for x in _tensors(inputs[place])))
 
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         values = list(ctx.inputs)
-        wanted: list[int] = []
-        for place, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):
-            needs = place in differentiable and ctx.needs_input_grad[place]
-            values[place] = tensor.detach().requires_grad_(needs)
-            if needs:
-                wanted.append(place)
+        saved = iter(ctx.saved_tensors)
+        wanted: dict[int, list[Tensor]] = {}
+        for place in ctx.places:
+            needs = ctx.needs_input_grad[place]
+            needs = needs if isinstance(needs, list) else [needs] * (ctx.sizes[place] or 1)
+            own = [next(saved).detach().requires_grad_(need and place in differentiable) for need in needs]
+            values[place] = own if ctx.sizes[place] is not None else own[0]
+            wanted[place] = [x for x in own if x.requires_grad]
         with torch.enable_grad():
             output = function(*values, **ctx.keywords)
-            gradients = torch.autograd.grad(output, [values[place] for place in wanted], gradient, allow_unused=True)
-        result: list[Tensor | None] = [None] * len(values)
-        for place, value in zip(wanted, gradients, strict=True):
-            result[place] = value
-        return tuple(result)
+            leaves = [x for own in wanted.values() for x in own]
+            found = dict(zip(map(id, leaves), torch.autograd.grad(output, leaves, gradient, allow_unused=True)))
+        result: list[Any] = [None] * len(values)
+        for place in ctx.places:
+            parts = [found.get(id(x)) for x in _tensors(values[place])]
+            result[place] = parts if ctx.sizes[place] is not None else parts[0]
+        return tuple(result[: len(ctx.needs_input_grad)])  # arguments left at their defaults are not among the inputs
 
     torch.library.register_autograd(qualified, backward, setup_context=setup_context, lib=library)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """The tensors that an argument is: itself, or those of a list, which has nothing else where it is differentiated."""
+    if isinstance(value, Tensor):
+        return [value]
+    return value if isinstance(value, list) and value and all(isinstance(x, Tensor) for x in value) else []
+
+
+def _check(name: str, inputs: tuple[Any, ...]) -> None:
+    mixed = [value for value in inputs if isinstance(value, list) and any(x is None for x in value)]
+    if any(isinstance(x, Tensor) and x.requires_grad for value in mixed for x in value):
+        raise InputError(
+            f"{name}: a list of tensors and None takes no gradient; give a tensor of zeros in place of None"
+        )

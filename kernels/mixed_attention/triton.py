@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -10,6 +12,7 @@ from torch import Tensor
 
 from semkv.errors import InputError
 from semkv.kernels.generation import Launch, padded
+from semkv.kernels.mixed_attention.blocks import Biases, one_block
 from semkv.kernels.mixed_attention.paged import PagedTokens
 from semkv.kernels.mixed_attention.template import decode_partials, merge_partials
 
@@ -41,10 +44,11 @@ def splits_for(programs: int, tiles: int, processors: int) -> int:
 def mixed_attention_launches(
     q: Tensor,
     q_positions: Tensor,
-    exact_k: Tensor | None = None,
-    exact_v: Tensor | None = None,
-    exact_positions: Tensor | None = None,
-    exact_bias: Tensor | None = None,
+    exact_k: Sequence[Tensor] | None = None,
+    exact_v: Sequence[Tensor] | None = None,
+    exact_positions: Sequence[Tensor] | None = None,
+    exact_bias: Biases = None,
+    exact_heads: Sequence[int] | None = None,
     coarse_k: Tensor | None = None,
     coarse_v: Tensor | None = None,
     coarse_positions: Tensor | None = None,
@@ -69,7 +73,9 @@ def mixed_attention_launches(
 ) -> tuple[Tensor, list[Launch]]:
     """The output [B, Hq, T, Dv] and the launches that write it; nothing runs yet, so tensors may be on `meta`.
 
-    Arguments are those of `mixed_attention_reference`, or `paged` in place of exact_k, exact_v and exact_positions.
+    Arguments are those of `mixed_attention_reference`, or `paged` in place of exact_k, exact_v and exact_positions, with the one
+    bias on its tokens. The kernel reads one block: several are joined, which copies them, and padded where they are of different
+    rows or heads.
     """
     if q.dtype not in DTYPES:
         raise InputError(
@@ -77,20 +83,25 @@ def mixed_attention_launches(
         )
     configuration = configuration or Configuration()
     batch, q_heads, tokens, dim = q.shape
+    bias: Tensor | None
     if paged is None:
         if exact_k is None or exact_v is None or exact_positions is None:
             raise InputError("exact_k, exact_v and exact_positions are missing: give them, or `paged`")
-        kv_heads, exact, slots = exact_k.shape[1], exact_k.shape[2], 0
-        place_heads = exact_positions.shape[1]
+        keys, values, places, bias = one_block(
+            batch, q_heads, exact_k, exact_v, exact_positions, exact_bias, exact_heads
+        )
+        kv_heads, exact, slots = keys.shape[1], keys.shape[2], 0
+        place_heads = places.shape[1]
     else:
         if exact_k is not None:
             raise InputError("exact_k and `paged` are both given; expected one of them")
-        exact_k, exact_v, exact_positions = paged.k, paged.v, paged.positions
+        keys, values, places = paged.k, paged.v, paged.positions
+        bias = None if exact_bias is None else exact_bias[0]
         kv_heads, slots, exact = paged.k.shape[0], paged.k.shape[1], paged.capacity
         place_heads = paged.positions.shape[0]
     if q_heads % kv_heads:
         raise InputError(f"{q_heads} query heads for {kv_heads} KV heads; expected a multiple")
-    value_dim, group = exact_v.shape[-1], q_heads // kv_heads
+    value_dim, group = values.shape[-1], q_heads // kv_heads
     coarse = 0 if coarse_k is None else coarse_k.shape[2]
     spans, length = (0, 1) if key_u is None else key_u.shape[2:4]
     key_rank, value_rank = (0, 0) if key_u is None else (key_u.shape[-1], value_u.shape[-1])
@@ -113,8 +124,8 @@ def mixed_attention_launches(
 
     arguments: dict[str, Tensor | float | None] = {
         "p_q": dense(q), "p_where": dense(q_positions),
-        "p_exact_k": dense(exact_k), "p_exact_v": dense(exact_v), "p_exact_places": dense(exact_positions),
-        "p_exact_bias": dense(exact_bias),
+        "p_exact_k": dense(keys), "p_exact_v": dense(values), "p_exact_places": dense(places),
+        "p_exact_bias": dense(bias),
         "p_pages": None if paged is None else dense(paged.pages), "p_counts": None if paged is None else dense(paged.counts),
         "p_coarse_k": dense(coarse_k), "p_coarse_v": dense(coarse_v), "p_coarse_places": dense(coarse_positions),
         "p_coarse_bias": dense(coarse_bias),
@@ -130,7 +141,7 @@ def mixed_attention_launches(
         "KV_HEADS": kv_heads, "GROUP": group, "DIM": dim, "VALUE_DIM": value_dim,
         "EXACT_PLACES": place_heads, "COARSE_PLACES": 0 if coarse_positions is None else coarse_positions.shape[1],
         "FACTORED_PLACES": 0 if factored_positions is None else factored_positions.shape[1],
-        "EXACT_BIAS": _rows_of(exact_bias), "COARSE_BIAS": _rows_of(coarse_bias), "FACTORED_BIAS": _rows_of(factored_bias),
+        "EXACT_BIAS": _rows_of(bias), "COARSE_BIAS": _rows_of(coarse_bias), "FACTORED_BIAS": _rows_of(factored_bias),
         "PAGE_SIZE": 0 if paged is None else paged.page_size, "PAGE_HEADS": 0 if paged is None else paged.pages.shape[1],
         "COARSE": int(coarse > 0), "KEY_RANK": key_rank, "VALUE_RANK": value_rank,
         "SINKS": int(sinks is not None), "SLOPES": int(bias_slopes is not None),
@@ -159,7 +170,7 @@ def mixed_attention_launches(
     return out, launches
 
 
-def mixed_attention_triton(*arguments: Tensor | None, fresh: bool = False, **keywords: object) -> Tensor:
+def mixed_attention_triton(*arguments: Any, fresh: bool = False, **keywords: object) -> Tensor:
     """What `mixed_attention_reference` computes, on the device of `q`; accumulated in float32.
 
     Arguments are those of `mixed_attention_launches`. `fresh` is taken for the operator's sake: a decode step looks at all

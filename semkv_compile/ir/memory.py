@@ -15,16 +15,20 @@ from torch.fx.node import has_side_effect
 
 
 class Entries(NamedTuple):
-    """Arguments 2 to 17 of `semkv::mixed_attention`, in its order: what one softmax is taken over.
+    """Arguments 2 to 18 of `semkv::mixed_attention`, in its order: what one softmax is taken over.
 
-    Shapes: B rows, T query tokens, Hq query heads, Hkv KV heads, N exact, M coarse, F factored spans of at most L
-    tokens and rank R. A dimension written `Hkv|1` broadcasts. A bias of -inf marks an entry that is absent.
+    Exact entries come in blocks, so that each stays where it is stored. Shapes: B rows, T query tokens, Hq query heads, Hkv KV
+    heads, N exact of one block, M coarse, F factored spans of at most L tokens and rank R. A dimension written `Hkv|1` broadcasts.
+    A bias of -inf, or a position after every query's, marks an entry that is absent. `exact_heads` says where the blocks are of
+    fewer rows or heads than there are: the place row * Hkv + KV head of each block's first one, from which it goes on without a
+    gap; then B, Hkv and Hq in the shapes of a block are its own. None: each has all. Every place has a block, which may be empty.
     """
 
-    exact_k: Tensor  # [B, Hkv, N, D]
-    exact_v: Tensor  # [B, Hkv, N, Dv]
-    exact_positions: Tensor  # [B, Hkv|1, N] int64
-    exact_bias: Tensor | None = None  # [B, Hq|1, T|1, N]
+    exact_k: list[Tensor]  # [B, Hkv, N, D] each
+    exact_v: list[Tensor]  # [B, Hkv, N, Dv]
+    exact_positions: list[Tensor]  # [B, Hkv|1, N] integers
+    exact_bias: list[Tensor | None] | None = None  # [B, Hq|1, T|1, N]
+    exact_heads: list[int] | None = None
     coarse_k: Tensor | None = None  # [B, Hkv, M, D]
     coarse_v: Tensor | None = None  # [B, Hkv, M, Dv]
     coarse_positions: Tensor | None = None  # [B, Hkv|1, M] int64

@@ -19,7 +19,7 @@ library.define(
 library.define(
     # shapes: see semkv.ir.memory.Entries; q [B, Hq, T, D], q_positions [B, T] -> [B, Hq, T, Dv]
     "mixed_attention(Tensor q, Tensor q_positions, "
-    "Tensor exact_k, Tensor exact_v, Tensor exact_positions, Tensor? exact_bias=None, "
+    "Tensor[] exact_k, Tensor[] exact_v, Tensor[] exact_positions, Tensor?[]? exact_bias=None, int[]? exact_heads=None, "
     "Tensor? coarse_k=None, Tensor? coarse_v=None, Tensor? coarse_positions=None, Tensor? coarse_bias=None, "
     "Tensor? key_u=None, Tensor? key_s=None, Tensor? key_v=None, "
     "Tensor? value_u=None, Tensor? value_s=None, Tensor? value_v=None, "
@@ -42,7 +42,7 @@ def _attention_fake(
 
 @torch.library.register_fake("semkv::mixed_attention", lib=library)
 def _mixed_attention_fake(q, q_positions, exact_k, exact_v, *rest, **kwargs):
-    return _output(q, exact_v)
+    return _output(q, exact_v[0])
 
 
 attention = torch.ops.semkv.attention.default

@@ -35,7 +35,7 @@ class PlainMemory:
         """Append the new tokens and return all; see `semkv.ir.memory.Memory.entries`."""
         self._store(site, k, v, positions)
         keys, values, places = self.tensors[self.store_of[site]]
-        return Entries(keys, values, places[:, None, :])
+        return Entries([keys], [values], [places[:, None, :]])
 
     def _store(self, site: int, k: Tensor, v: Tensor, positions: Tensor) -> None:
         store = self.store_of[site]

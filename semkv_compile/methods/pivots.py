@@ -15,8 +15,9 @@ from semkv.methods.window_scores import pooled, softmax_weights
 from semkv.runtime.components import Cap, Note
 from semkv.runtime.record import RowRecord
 from semkv.runtime.site_memory import SiteMemory
-from semkv.runtime.spans import FoldedSpans, ranges
+from semkv.runtime.spans import FoldedSpans
 from semkv.runtime.step import Step
+from semkv.runtime.workspace import ranges
 
 
 @dataclass(frozen=True, eq=False)

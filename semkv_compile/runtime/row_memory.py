@@ -378,12 +378,13 @@ class RowMemory:
         step = Step(ids, self.tokens, site, q, memories, caps, self.notes, self.passing)
         if site.index in self.placement.plan.at_site:
             self.placement.plan.at_site[site.index].stored(step)
-        made = []
-        for part, memory, room in zip(parts, memories, self.workspace_allowance(store, tokens)):
-            own = site.part(part.first, part.last, 1.0)
-            made.append(memory.entries(own, q[own.query_heads] if len(parts) > 1 else q, room, step))
+        sites = [site.part(part.first, part.last, 1.0) for part in parts]
+        made = [
+            memory.entries(own, q[own.query_heads] if len(parts) > 1 else q, room, step)
+            for own, memory, room in zip(sites, memories, self.workspace_allowance(store, tokens))
+        ]
         self._account(site, store, memories, tokens)
-        return join_parts(made, [part.last - part.first for part in parts], site, q.shape[1])
+        return join_parts(made, sites, q.shape[1])
 
     def _account(
         self, site: AttentionSite, store: AttentionSite, memories: tuple[SiteMemory, ...], tokens: int
@@ -395,7 +396,7 @@ class RowMemory:
             resident = self.device_nbytes(running=memories) + self.charged_nbytes
             traffic.peak_bytes = max(traffic.peak_bytes, resident)
             traffic.peak_share = max(traffic.peak_share, resident / self.whole_cap(tokens))
-        if any(memory.zoomed is not None for memory in memories):
+        if any(memory.zoom is not None for memory in memories):
             counts = torch.cat([memory.zoom_counts(site.group_size) for memory in memories], 1)
             traffic.zooms[site.index] = traffic.zooms.get(site.index, torch.zeros_like(counts)) + counts
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -10,11 +12,43 @@ from semkv.ir.site import AttentionSite
 from semkv.runtime.components import Components
 from semkv.runtime.quantization import dequantize
 from semkv.runtime.segments import Folding
-from semkv.runtime.spans import FoldedSpans, Unfolded
+from semkv.runtime.spans import FoldedSpans
 from semkv.runtime.step import Step
 from semkv.runtime.token_store import TokenStore
+from semkv.runtime.workspace import UnfoldedFactors, Workspace, slots_within
 
 NEG_INF = float("-inf")
+
+
+@dataclass(frozen=True)
+class Zoom:
+    """The units that a step unfolds: chosen bool [Hkv, M]; own bool [Hkv, G, T, M], what each query head and token reads of
+    them, None where all read all."""
+
+    chosen: Tensor
+    group_size: int
+    tokens: int
+    own: Tensor | None = None
+
+    @property
+    def heads(self) -> Tensor:
+        """bool [Hq, T, M]: the units that each query head reads."""
+        if self.own is not None:
+            return self.own.flatten(0, 1)
+        return self.chosen.repeat_interleave(self.group_size, 0)[:, None].expand(-1, self.tokens, -1)
+
+    @property
+    def seen(self) -> Tensor:
+        """`heads`, or bool [Hq, 1, M] where all tokens read the same."""
+        return self.heads if self.own is not None else self.heads[:, :1]
+
+    def counts(self) -> Tensor:
+        """float32 [2, Hq]: units read, summed over tokens, and decisions taken."""
+        if self.own is not None:
+            read = self.own.flatten(0, 1).sum(dim=(1, 2))
+        else:
+            read = self.tokens * self.chosen.sum(1).repeat_interleave(self.group_size)
+        return torch.stack([read.float(), torch.full(read.shape, float(self.tokens * self.chosen.shape[1]))])
 
 
 class SiteMemory:
@@ -31,10 +65,10 @@ class SiteMemory:
         self.site, self.components, self.device, self.elastic = site, components, device, elastic
         self.kept, self.recent, self.spans = kept, recent, spans
         self.recent_ids, self.recent_surprisal = recent_ids, recent_surprisal
-        self.workspace: Unfolded | None = None
+        self.workspace: Workspace | None = None
         self.workspace_nbytes = 0
         self.moved_nbytes = self.held_nbytes = 0
-        self.zoomed: Tensor | None = None
+        self.zoom: Zoom | None = None
 
     # -- sizes -------------------------------------------------------------------------------------------------------
 
@@ -81,13 +115,16 @@ class SiteMemory:
         """Whether its method may bring folded tokens back."""
         return self.components.unfold and self.components.router is not None
 
+    @property
+    def zoomed(self) -> Tensor | None:
+        """bool [Hq, T, M]: the units that each query head reads unfolded in the last step; None where nothing is folded."""
+        return None if self.zoom is None else self.zoom.heads
+
     def zoom_counts(self, group_size: int) -> Tensor:
         """float32 [2, Hq]: units that the last step unfolded per query head, and decisions that it took."""
-        heads = self.site.kv_heads * group_size
-        if self.zoomed is None:
-            return torch.zeros(2, heads)
-        taken = torch.full((heads,), float(self.zoomed.shape[1] * self.zoomed.shape[2]))
-        return torch.stack([self.zoomed.float().sum(dim=(1, 2)), taken])
+        if self.zoom is None:
+            return torch.zeros(2, self.site.kv_heads * group_size)
+        return self.zoom.counts()
 
     def slide(self, window: int) -> None:
         """Drop whole pages of what a sliding window of `window` tokens no longer sees."""
@@ -202,77 +239,79 @@ class SiteMemory:
 
         The result has no batch dimension; its keys and values are in the KV dtype.
         """
-        k = [self.kept.k, self.recent.k]
-        v = [self.kept.v, self.recent.v]
-        positions = [
-            _per_head(self.kept.positions, self.recent.positions),
-            _per_head(self.recent.positions, self.kept.positions),
-        ]
         self.workspace_nbytes = self.moved_nbytes = self.held_nbytes = 0
-        self.zoomed = None
+        self.zoom = None
         if self.components.evictor is not None and site.index == self.site.index:
-            self._score(site, q, torch.cat(k, 1), torch.cat(positions, 1), step)
+            self._score(site, q, step)
+        stored = [part for part in (self.kept, self.recent) if part.length]
+        entries = Entries([x.k for x in stored], [x.v for x in stored], [x.positions for x in stored])
         if self.spans is None or not self.spans.count:
-            return Entries(torch.cat(k, 1), torch.cat(v, 1), torch.cat(positions, 1))
+            return entries
         spans, components = self.spans, self.components
-        zoom = torch.zeros(site.q_heads, q.shape[1], spans.count, dtype=torch.bool)
-        unfolded = None
+        workspace = None
         if components.unfold and components.router is not None:
-            zoom, unfolded = self._unfold(site, q, workspace_allowance, step)
-        self.zoomed = zoom
-        bias = None
-        factors: dict[str, Tensor] = {}
-        factor_positions = factor_bias = None
-        if unfolded is not None and unfolded.tokens.shape[1]:
-            fixed = self.kept.length + self.recent.length
-            k.append(unfolded.k.to(self.device))
-            v.append(unfolded.v.to(self.device))
-            heads = site.kv_heads
-            positions = [x.expand(heads, -1) for x in positions]
-            positions.append(unfolded.positions.to(self.device))
-            seen = _zoomed_units(zoom, unfolded.unit, site)
-            bias = torch.nn.functional.pad(torch.where(seen, 0.0, NEG_INF), (fixed, 0)).to(self.device)
-        if unfolded is not None and unfolded.factors is not None:
-            factors = {kind: x.to(self.device) for kind, x in unfolded.factors.items()}
-            factor_positions = unfolded.factor_positions.to(self.device)
-            seen = _zoomed_units(zoom, unfolded.factor_unit, site)
-            length = torch.where(
-                unfolded.factor_ids >= 0, spans.host_factors.lengths[unfolded.factor_ids.clamp(min=0)], 0
-            )
-            inside = torch.arange(factor_positions.shape[-1]) < length[..., None]
-            inside = inside.repeat_interleave(site.group_size, 0)[:, None]
-            factor_bias = torch.where(seen[..., None] & inside, 0.0, NEG_INF).to(self.device)
-        coarse: list[Tensor | None] = [None] * 4
+            self.zoom, workspace = self._unfold(site, q, workspace_allowance, step)
+        else:
+            self.zoom = Zoom(torch.zeros(site.kv_heads, spans.count, dtype=torch.bool), site.group_size, q.shape[1])
+        if workspace is not None:
+            entries = self._with_tokens(entries, site, workspace)
+        if workspace is not None and workspace.factors is not None:
+            entries = self._with_factors(entries, site, workspace.factors)
         if components.summary is not None and components.summary.attend:
             size = spans.lengths.float().log()  # [Hkv|1, M]
             if size.shape[0] > 1:
                 size = size.repeat_interleave(site.group_size, 0)
-            coarse = [
-                dequantize(spans.mean_k, torch.float32).to(self.device),
-                dequantize(spans.mean_v, torch.float32).to(self.device),
-                spans.positions.to(self.device),
-                torch.where(zoom, NEG_INF, size[:, None]).to(self.device),
-            ]
-        return Entries(  # type: ignore[call-arg]
-            torch.cat(k, 1), torch.cat(v, 1), torch.cat(positions, 1), bias, *coarse,
-            *(factors.get(kind) for kind in ("key_u", "key_s", "key_v", "value_u", "value_s", "value_v")),
-            factor_positions, factor_bias,
+            entries = entries._replace(
+                coarse_k=dequantize(spans.mean_k, torch.float32).to(self.device),
+                coarse_v=dequantize(spans.mean_v, torch.float32).to(self.device),
+                coarse_positions=spans.positions.to(self.device),
+                coarse_bias=size[:, None].masked_fill(self.zoom.seen, NEG_INF).to(self.device),
+            )
+        return entries
+
+    def _with_tokens(self, entries: Entries, site: AttentionSite, workspace: Workspace) -> Entries:
+        """`entries` and the unfolded tokens; a bias where the query heads of a group read different ones."""
+        count = workspace.extent
+        if not count:
+            return entries
+        bias = None
+        if self.zoom is not None and self.zoom.own is not None:
+            seen = _zoomed_units(self.zoom.heads, self.spans.units_of(workspace.segment[:, :count]), site)
+            bias = [None] * len(entries.exact_k) + [torch.where(seen, 0.0, NEG_INF).to(self.device)]
+        return Entries(
+            [*entries.exact_k, workspace.k[:, :count]], [*entries.exact_v, workspace.v[:, :count]],
+            [*entries.exact_positions, workspace.positions[:, :count]], bias,
         )  # fmt: skip
 
-    def _score(self, site: AttentionSite, q: Tensor, k: Tensor, positions: Tensor, step: Step) -> None:
+    def _with_factors(self, entries: Entries, site: AttentionSite, factors: UnfoldedFactors) -> Entries:
+        """`entries` and the unfolded spans that stay factors."""
+        seen = _zoomed_units(self.zoom.heads, factors.unit, site)
+        length = torch.where(factors.ids >= 0, self.spans.host_factors.lengths[factors.ids.clamp(min=0)], 0)
+        inside = torch.arange(factors.positions.shape[-1]) < length[..., None]
+        inside = inside.repeat_interleave(site.group_size, 0)[:, None]
+        return entries._replace(
+            **factors.parts, factored_positions=factors.positions,  # type: ignore[arg-type]
+            factored_bias=torch.where(seen[..., None] & inside, 0.0, NEG_INF).to(self.device),
+        )  # fmt: skip
+
+    def _score(self, site: AttentionSite, q: Tensor, step: Step) -> None:
         """Add what the new queries q [Hq, T, D] attend to to the scores of the exact tokens, kept ones first."""
+        kept, recent = self.kept.positions, self.recent.positions
+        rows = max(kept.shape[0], recent.shape[0])
+        positions = torch.cat([kept.expand(rows, -1), recent.expand(rows, -1)], 1)
         asked = step.tokens + torch.arange(q.shape[1], device=positions.device)
+        k = torch.cat([self.kept.k, self.recent.k], 1)
         added = self.components.evictor.added(site, q, k, positions[:, None, None] > asked[:, None])
         self.kept.scores.add_(added[:, : self.kept.length])
         self.recent.scores.add_(added[:, self.kept.length :])
 
-    def _select(self, site: AttentionSite, score: Tensor, allowance: float) -> Tensor:
-        """Which units each query head unfolds by score [Hq, T, M], bool [Hq, T, M]: those above its threshold, or all in
-        order of score where the method fills the cap; over the cap, per KV head, the highest-scored of the group's union."""
-        wanted = score > NEG_INF
+    def _select(self, site: AttentionSite, score: Tensor, allowance: float) -> Zoom:
+        """Which units each query head unfolds by score [Hq, T, M]: those above its threshold, or all in order of score where the
+        method fills the cap; over the cap, per KV head, the highest-scored of the group's union."""
+        grouped = score.unflatten(0, (site.kv_heads, site.group_size))
         if not self.components.fill:
-            wanted &= score > self.components.router.threshold(site).float()[:, None, None]
-        grouped = torch.where(wanted, score, NEG_INF).unflatten(0, (site.kv_heads, site.group_size))
+            threshold = self.components.router.threshold(site).float().view(site.kv_heads, site.group_size, 1, 1)
+            grouped = grouped.masked_fill(grouped <= threshold, NEG_INF)
         best = grouped.amax(dim=(1, 2))  # [Hkv, M]
         costs, room = self.spans.unit_nbytes(), allowance / site.kv_heads
         most = best.shape[1]
@@ -281,38 +320,49 @@ class SiteMemory:
         highest, order = best.topk(most, dim=1)
         fits = (costs.gather(1, order).cumsum(1) <= room) & (highest > NEG_INF)
         chosen = torch.zeros_like(best, dtype=torch.bool).scatter_(1, order, fits)
-        return wanted & chosen.repeat_interleave(site.group_size, 0)[:, None]
+        wanted = grouped > NEG_INF
+        same = bool((wanted | ~chosen[:, None, None]).all())
+        return Zoom(chosen, site.group_size, score.shape[1], None if same else wanted & chosen[:, None, None])
 
-    def _unfold(self, site: AttentionSite, q: Tensor, allowance: float, step: Step) -> tuple[Tensor, Unfolded]:
-        """The zooms of `_select` and the units that they unfold, whose tensors take at most `allowance` bytes."""
-        score = self.components.router.score(site, q, self.spans, step).float().cpu()
+    def _unfold(self, site: AttentionSite, q: Tensor, allowance: float, step: Step) -> tuple[Zoom, Workspace]:
+        """The zooms of `_select` and the workspace that holds what they unfold, of at most `allowance` bytes."""
+        spans = self.spans
+        score = self.components.router.score(site, q, spans, step).float().cpu()
+        slot_nbytes = site.kv_heads * spans.token_nbytes()
         if self.components.most:
-            allowance = min(allowance, self.components.most * site.kv_heads * self.spans.token_nbytes())
+            allowance = min(allowance, self.components.most * slot_nbytes)
+        slots = None
+        if self.elastic and not spans.has_factors:
+            slots = slots_within(allowance / slot_nbytes, spans.host_tokens.length)
+            allowance = min(allowance, slots * slot_nbytes)
+        workspace = self.workspace if self.workspace is not None else spans.workspace(self.device)
         room = allowance
         while True:
             zoom = self._select(site, score, room)
-            union = zoom.unflatten(0, (site.kv_heads, site.group_size)).any(dim=(1, 2))
-            unfolded = self.spans.unfold(union, self.workspace)
-            if unfolded.nbytes <= allowance or not bool(union.any()):
+            chosen = spans.segments_of(zoom.chosen)
+            factors = spans.unfold_factors(chosen, workspace.factors, self.device)
+            if factors is None:
                 break
-            room *= 0.9 * allowance / unfolded.nbytes  # factors of different ranks are padded to the largest
-        self.workspace_nbytes = unfolded.nbytes
-        self.moved_nbytes, self.held_nbytes = unfolded.moved_nbytes, unfolded.held_nbytes
-        # A copy of what is on the device anyway is not kept.
-        self.workspace = unfolded if self.elastic and not self.on_device else None
-        return zoom, unfolded
+            needed = spans.unfolded_nbytes(chosen) + factors.nbytes
+            if needed <= allowance:
+                break
+            room *= 0.9 * allowance / needed  # factors of different ranks are padded to the largest
+        self.moved_nbytes, self.held_nbytes = spans.unfold(chosen, workspace, slots)
+        workspace.factors = factors
+        if factors is not None:
+            self.moved_nbytes += factors.moved_nbytes
+            self.held_nbytes += factors.held_nbytes
+        self.workspace_nbytes = workspace.nbytes
+        self.workspace = workspace if self.elastic else None
+        return zoom, workspace
 
     def clone(self) -> SiteMemory:
         copy = object.__new__(SiteMemory)
         copy.__dict__.update(self.__dict__)
         copy.kept, copy.recent = self.kept.clone(), self.recent.clone()
         copy.spans = self.spans.clone() if self.spans is not None else None
+        copy.workspace = self.workspace.clone() if self.workspace is not None else None
         return copy
-
-
-def _per_head(positions: Tensor, other: Tensor) -> Tensor:
-    """Positions with as many rows as `other` needs to be joined with."""
-    return positions.expand(max(positions.shape[0], other.shape[0]), -1)
 
 
 def _zoomed_units(zoom: Tensor, unit: Tensor, site: AttentionSite) -> Tensor:

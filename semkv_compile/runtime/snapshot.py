@@ -12,10 +12,11 @@ from semkv.runtime.components import Part
 from semkv.runtime.quantization import Quantized
 from semkv.runtime.row_memory import Placement, RowMemory
 from semkv.runtime.site_memory import SiteMemory
-from semkv.runtime.spans import FACTORS, FoldedSpans
+from semkv.runtime.spans import FACTORS, TOKENS, FoldedSpans
 from semkv.runtime.token_store import TokenStore
 from semkv.runtime.traffic import Traffic
 from semkv.runtime.whole_heads import sharing_parts
+from semkv.runtime.workspace import Workspace
 
 TABLES = ("segment_unit", "segment_kind", "segment_length", "segment_position", "segment_start")
 
@@ -34,6 +35,8 @@ def row_to_tensors(row: RowMemory) -> tuple[dict[str, Any], dict[str, Tensor]]:
             if memory.spans is not None:
                 facts["folded"].append([store, number])
                 own |= _span_tensors(memory.spans)
+                if memory.workspace is not None:  # sums go on in the same order
+                    own |= {"workspace.tokens": memory.workspace.tokens, "workspace.segment": memory.workspace.segment}
             tensors |= {f"{store}.{number}.{name}": x.contiguous() for name, x in own.items()}
     return facts, tensors
 
@@ -131,10 +134,39 @@ def _memory(
     if folded:
         spans = FoldedSpans(site, part.components, dtype, tier=placement.tier, device=placement.where(site, tokens))
         _fill_spans(spans, own, tokens)
-    return SiteMemory(
+    memory = SiteMemory(
         site, part.components, exact["kept"], exact["recent"], spans, ids, surprisal,
         device=device, elastic=placement.residency == "elastic" or part.components.resident,
     )  # fmt: skip
+    if spans is not None and memory.elastic and "workspace.tokens" in own:
+        memory.workspace = _workspace(spans, own, device)
+        memory.workspace_nbytes = memory.workspace.nbytes
+    return memory
+
+
+def _workspace(spans: FoldedSpans, own: dict[str, Tensor], device: torch.device) -> Workspace:
+    """The workspace with each token in the slot that it had."""
+    tokens, segment = own["workspace.tokens"], own["workspace.segment"]
+    shape = (spans.site.kv_heads, tokens.shape[1] if tokens.dim() == 2 else -1)
+    for name, x in (("workspace.tokens", tokens), ("workspace.segment", segment)):
+        _expect(x, name, shape, torch.int64)
+    used = segment >= 0
+    at = segment[used]
+    sound = _within(segment, -1, len(spans.segment_length)) and bool((tokens[~used] == -1).all())
+    sound = sound and bool((spans.segment_kind[at] == TOKENS).all())
+    inside = tokens[used] - spans.segment_start[at] if sound else at
+    sound = sound and bool((inside >= 0).all()) and bool((inside < spans.segment_length[at]).all())
+    if sound:
+        counts = torch.zeros(len(tokens), len(spans.segment_length), dtype=torch.int64)
+        counts.scatter_add_(1, segment.clamp(min=0), used.long())
+        sound = bool(((counts == 0) | (counts == spans.segment_length)).all())
+        distinct = tokens.sort(1).values
+        sound = sound and not bool(((distinct[:, 1:] == distinct[:, :-1]) & (distinct[:, 1:] >= 0)).any())
+    if not sound:
+        raise ValueError("its workspace does not hold whole segments of what is stored")
+    workspace = spans.workspace(device)
+    workspace.lay_out(tokens, segment, spans.segments, spans.host_tokens)
+    return workspace
 
 
 def _scores(own: dict[str, Tensor], name: str, shape: tuple[int, ...]) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,42 +13,9 @@ from semkv.runtime.host_pool import GrowingTensor, HostFactors, HostTokens
 from semkv.runtime.host_tier import HostTier
 from semkv.runtime.quantization import Quantized, bytes_per_vector, concatenate, dequantize, quantize
 from semkv.runtime.segments import Folding
+from semkv.runtime.workspace import Segments, UnfoldedFactors, Workspace
 
 TOKENS, FACTORS = 0, 1
-
-
-@dataclass
-class Unfolded:
-    """What a step took from the host, per KV head, padded to the longest head.
-
-    tokens: places int64 [Hkv, s] in `HostTokens`, ascending in each head, -1 pads; k, v their keys and values; positions
-    int32 [Hkv, s]; unit int64 [Hkv, s] the span of each. factors: as `HostFactors.gather`, with ids int64 [Hkv, F],
-    positions int32 [Hkv, F, L] and unit [Hkv, F]; None where no factored span was chosen. moved_nbytes: what crossed the
-    link for it; held_nbytes: what was resident and would have.
-    """
-
-    tokens: Tensor
-    k: Tensor
-    v: Tensor
-    positions: Tensor
-    unit: Tensor
-    factors: dict[str, Tensor] | None
-    factor_ids: Tensor | None
-    factor_positions: Tensor | None
-    factor_unit: Tensor | None
-    moved_nbytes: int
-    held_nbytes: int = 0
-
-    @property
-    def nbytes(self) -> int:
-        """Device bytes of its tensors, padding included."""
-        return sum(x.nbytes for x in self.tensors)
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """What is on the device."""
-        parts = [self.k, self.v, self.positions, *(self.factors or {}).values()]
-        return parts if self.factor_positions is None else [*parts, self.factor_positions]
 
 
 def unit_cost_bytes(site: AttentionSite, components: Components) -> float:
@@ -109,6 +75,7 @@ class FoldedSpans:
         self._costs: tuple[Tensor, Tensor] | None = None
         self._least: tuple[Tensor, int] | None = None
         self._held: tuple[Tensor, int] | None = None
+        self._plain: tuple[Tensor, bool] | None = None
 
     @property
     def index_parts(self) -> Mapping[str, IndexPart]:
@@ -352,77 +319,85 @@ class FoldedSpans:
 
     # -- unfolding ---------------------------------------------------------------------------------------------------
 
-    def unfold(self, union: Tensor, resident: Unfolded | None = None) -> Unfolded:
-        """Bring the units of `union` bool [Hkv, M] to the device, each head its own; what `resident` holds is not moved."""
+    def workspace(self, device: torch.device) -> Workspace:
+        """An empty workspace for what is unfolded, on `device`."""
+        return Workspace(self.site.kv_heads, self.site.key_dim, self.site.value_dim, self.dtype, device)
+
+    @property
+    def has_factors(self) -> bool:
+        """Whether some segments wait as factors."""
+        return self.host_factors.spans > 0
+
+    @property
+    def segments(self) -> Segments:
+        """Where the tokens of each segment are; of factored ones their number."""
+        return Segments(self.segment_length, self.segment_position, self.segment_start)
+
+    def segments_of(self, units: Tensor) -> Tensor:
+        """The segments bool [Hkv, S] of the units bool [Hkv, M], each head its own."""
+        if self._plain is None or self._plain[0] is not self.segment_unit:  # replaced whenever units change
+            own = torch.arange(self.count)[None]
+            self._plain = (
+                self.segment_unit,
+                self.segment_unit.shape == own.shape and torch.equal(self.segment_unit, own),
+            )
+        if self._plain[1]:
+            return units
         segment_unit = self.segment_unit.expand(self.site.kv_heads, -1)
-        chosen = union.gather(1, segment_unit.clamp(min=0)) & (segment_unit >= 0)  # [Hkv, segments]
-        tokens, segment = self._places(chosen & (self.segment_kind == TOKENS))
-        k, v, moved = self._gather_tokens(tokens, resident)
-        if tokens.shape[1]:
-            positions = self.segment_position[segment] + tokens.clamp(min=0) - self.segment_start[segment]
-            unit = torch.where(tokens >= 0, segment_unit.gather(1, segment), -1)
-        else:
-            positions, unit = tokens, tokens
-        held = int((tokens >= 0).sum()) * self.host_tokens.token_nbytes - moved
-        out = Unfolded(tokens, k, v, positions.to(torch.int32), unit, None, None, None, None, moved, held)
+        return units.gather(1, segment_unit.clamp(min=0)) & (segment_unit >= 0)
+
+    def units_of(self, segment: Tensor) -> Tensor:
+        """The units int64 [Hkv, s] that segments [Hkv, s] are of; -1 for -1."""
+        unit = self.segment_unit.expand(self.site.kv_heads, -1).gather(1, segment.clamp(min=0))
+        return torch.where(segment >= 0, unit, -1)
+
+    def unfold(self, chosen: Tensor, workspace: Workspace, slots: int | None = None) -> tuple[int, int]:
+        """Have `workspace` hold the tokens of the segments `chosen` bool [Hkv, S]; `slots` as in `Workspace.take`.
+
+        Returns the bytes that came from the host and those that were there. Factored segments: see `unfold_factors`.
+        """
+        if self.has_factors:
+            chosen = chosen & (self.segment_kind == TOKENS)
+        counts = workspace.take(chosen, self.segments, self.host_tokens, slots)
+        moved, held = (count * self.host_tokens.token_nbytes for count in counts)
+        return (0 if self.device is not None else moved), held  # on the device already, nothing crosses the link
+
+    def unfolded_nbytes(self, chosen: Tensor) -> int:
+        """Device bytes of the tokens of the segments `chosen` bool [Hkv, S], in as many slots as they need."""
+        lengths = chosen * torch.where(self.segment_kind == TOKENS, self.segment_length, 0)
+        return int(lengths.sum(1).max()) * self.token_nbytes() * self.site.kv_heads
+
+    def unfold_factors(
+        self, chosen: Tensor, resident: UnfoldedFactors | None, device: torch.device
+    ) -> UnfoldedFactors | None:
+        """The factored ones of the segments `chosen` bool [Hkv, S], on `device`; None where there are none. What `resident` holds
+        is not fetched."""
         factored = self.segment_kind == FACTORS
-        if factored.any() and bool(chosen[:, factored].any()):
-            segments = torch.nonzero(factored)[:, 0]
-            picked = _padded([torch.nonzero(row)[:, 0] for row in chosen[:, segments]])
-            number = segments[picked.clamp(min=0)]
-            ids = torch.where(picked >= 0, self.segment_start[number], -1)
-            out.factors, moved, held = self._gather_factors(ids, resident)
-            out.moved_nbytes += moved
-            out.held_nbytes += held
-            out.factor_ids = ids
-            out.factor_unit = torch.where(picked >= 0, segment_unit.gather(1, number), -1)
-            inside = torch.arange(out.factors["key_u"].shape[2])
-            out.factor_positions = (self.segment_position[number][..., None] + inside).to(torch.int32)
-        if self.device is not None:
-            out.moved_nbytes = 0  # nothing crosses the link
-        return out
+        if not self.has_factors or not bool(chosen[:, factored].any()):
+            return None
+        segments = torch.nonzero(factored)[:, 0]
+        picked = _padded([torch.nonzero(row)[:, 0] for row in chosen[:, segments]])
+        number = segments[picked.clamp(min=0)]
+        ids = torch.where(picked >= 0, self.segment_start[number], -1)
+        parts, moved, held = self._gather_factors(ids, resident)
+        inside = torch.arange(parts["key_u"].shape[2])
+        positions = (self.segment_position[number][..., None] + inside).to(device, torch.int32)
+        moved = 0 if self.device is not None else moved
+        parts = {kind: x.to(device) for kind, x in parts.items()}
+        return UnfoldedFactors(parts, ids, positions, self.units_of(torch.where(picked >= 0, number, -1)), moved, held)
 
-    def _places(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """The tokens of segments `chosen` bool [Hkv, S]: their places int64 [Hkv, s], ascending, -1 pads, and the segment of
-        each, 0 pads."""
-        heads, segments = torch.nonzero(chosen, as_tuple=True)
-        lengths = self.segment_length[segments]
-        places = ranges(self.segment_start[segments], lengths)
-        heads, segments = heads.repeat_interleave(lengths), segments.repeat_interleave(lengths)
-        counts = heads.bincount(minlength=len(chosen))
-        longest = int(counts.max()) if len(places) else 0
-        if len(places) == len(chosen) * longest:
-            return places.view(len(chosen), longest), segments.view(len(chosen), longest)
-        flat = torch.arange(len(places)) + (longest * torch.arange(len(chosen)) - counts.cumsum(0) + counts)[heads]
-        shape = (len(chosen), longest)
-        tokens = torch.full((len(chosen) * longest,), -1).index_copy_(0, flat, places).view(shape)
-        return tokens, torch.zeros(len(chosen) * longest, dtype=torch.int64).index_copy_(0, flat, segments).view(shape)
-
-    def _gather_tokens(self, tokens: Tensor, resident: Unfolded | None) -> tuple[Tensor, Tensor, int]:
-        """Keys and values at places `tokens` int64 [Hkv, s], anything where padded, and the bytes that came from the host."""
-        wanted = tokens >= 0
-        held = torch.zeros_like(wanted)
-        if resident is not None and resident.tokens.shape[1] and tokens.shape[1]:
-            last = torch.iinfo(torch.int64).max
-            order = torch.where(resident.tokens >= 0, resident.tokens, last)  # padding sorts behind every place
-            at = torch.searchsorted(order, tokens).clamp(max=order.shape[1] - 1)
-            held = wanted & (order.gather(1, at) == tokens)
-        moved = int((wanted & ~held).sum()) * self.host_tokens.token_nbytes
-        # Here one copy of everything is as fast as one of what is there and one of what is not.
-        return *self.host_tokens.gather(tokens.clamp(min=0)), moved
-
-    def _gather_factors(self, ids: Tensor, resident: Unfolded | None) -> tuple[dict[str, Tensor], int, int]:
+    def _gather_factors(self, ids: Tensor, resident: UnfoldedFactors | None) -> tuple[dict[str, Tensor], int, int]:
         """Factors `ids` int64 [Hkv, F] (-1 pads), and the bytes that came from the host and that were there."""
         held = torch.zeros(ids.shape, dtype=torch.bool)
-        if resident is not None and resident.factor_ids is not None:
-            match = (ids[:, :, None] == resident.factor_ids[:, None, :]) & (ids >= 0)[:, :, None]
+        if resident is not None:
+            match = (ids[:, :, None] == resident.ids[:, None, :]) & (ids >= 0)[:, :, None]
             held, at = match.any(-1), match.int().argmax(-1)
         out = self.host_factors.gather(ids, skip=held)
         heads, columns = torch.nonzero(held, as_tuple=True)
         if len(heads):
             source = at[heads, columns]
             for kind, new in out.items():
-                old = resident.factors[kind][heads, source]
+                old = resident.parts[kind][heads, source].to(new.device)
                 fits = tuple(slice(min(a, b)) for a, b in zip(old.shape[1:], new.shape[2:]))
                 part = new[heads, columns]
                 part[(slice(None), *fits)] = old[(slice(None), *fits)]
@@ -449,13 +424,6 @@ def _same_rows(old: Tensor, new: Tensor, heads: int) -> Tensor:
     """old, new [Hkv|1, m] one behind the other; all rows where either has its own per head."""
     rows = heads if heads in (old.shape[0], new.shape[0]) else 1
     return torch.cat([old.expand(rows, -1), new.expand(rows, -1)], 1)
-
-
-def ranges(starts: Tensor, lengths: Tensor) -> Tensor:
-    """The places [start, start + length) of every range, one after the other, int64."""
-    ends = lengths.cumsum(0)
-    shift = (starts - ends + lengths).repeat_interleave(lengths)
-    return shift + torch.arange(len(shift))
 
 
 def _padded(rows: list[Tensor]) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from semkv.errors import BudgetError
 from semkv.ir.memory import Entries
-from semkv.runtime.batch import stack_entries
+from semkv.runtime.join import stack_rows
 from semkv.runtime.row_memory import Placement, RowMemory
 
 
@@ -100,7 +100,7 @@ class State:
                 disk = memory.spans.disk_nbytes if memory.spans is not None else 0
                 out["disk"] += disk
                 out["host"] += memory.host_nbytes - disk
-                if memory.elastic and not memory.on_device:
+                if memory.elastic:
                     out["workspace"] += memory.workspace_nbytes
             out["device"] += row.charged_nbytes
             out["peak"] += row.traffic.peak_bytes
@@ -204,7 +204,7 @@ class State:
             )
             for index, row in enumerate(self.rows)
         ]
-        return stack_entries(rows, place.q_heads, q.shape[2])
+        return stack_rows(rows, place, q.shape[2])
 
     def __repr__(self) -> str:
         parts = ", ".join(f"{tier} {size}" for tier, size in self.nbytes.items() if size)

@@ -88,9 +88,9 @@ def test_the_operator_is_as_exact_as_plain_pytorch(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(2)
     q, k, v = (torch.randn(shape, generator=generator) for shape in ((1, 8, 1, 60), (1, 2, 111, 60), (1, 2, 111, 60)))
     at, positions = torch.tensor([[110]]), torch.arange(111)[None, None]
-    exact = mixed_attention_reference(q.double(), at, k.double(), v.double(), positions, scale=0.1)
+    exact = mixed_attention_reference(q.double(), at, [k.double()], [v.double()], [positions], scale=0.1)
     q, k, v = (x.to(dtype) for x in (q, k, v))
-    plain = mixed_attention_reference(q, at, k, v, positions, scale=0.1)
-    on_gpu = mixed_attention(q.cuda(), at.cuda(), k.cuda(), v.cuda(), positions.cuda(), scale=0.1).cpu()
+    plain = mixed_attention_reference(q, at, [k], [v], [positions], scale=0.1)
+    on_gpu = mixed_attention(q.cuda(), at.cuda(), [k.cuda()], [v.cuda()], [positions.cuda()], scale=0.1).cpu()
     allowed = 2 * (plain.double() - exact).abs().max() + 1e-6
     assert (on_gpu.double() - exact).abs().max() <= allowed

@@ -52,14 +52,14 @@ def make_entries(
     heads = kv_heads if heads_of_positions is None else heads_of_positions
     q = numbers(batch, q_heads, tokens, dim)
     q_positions = 50 + torch.arange(tokens).expand(batch, -1)
-    fields: dict[str, torch.Tensor] = {
-        "exact_k": numbers(batch, kv_heads, exact, dim),
-        "exact_v": numbers(batch, kv_heads, exact, value_dim),
-        "exact_positions": places(batch, heads, exact, high=50 + tokens),
+    fields: dict[str, Any] = {
+        "exact_k": [numbers(batch, kv_heads, exact, dim)],
+        "exact_v": [numbers(batch, kv_heads, exact, value_dim)],
+        "exact_positions": [places(batch, heads, exact, high=50 + tokens)],
     }
-    fields["exact_positions"][..., -1] = 49
+    fields["exact_positions"][0][..., -1] = 49
     if biased:
-        fields["exact_bias"] = bias(batch, q_heads, tokens, exact)
+        fields["exact_bias"] = [bias(batch, q_heads, tokens, exact)]
     if coarse:
         fields |= {
             "coarse_k": numbers(batch, kv_heads, coarse, dim),

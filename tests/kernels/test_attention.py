@@ -30,7 +30,7 @@ def test_equals_plain_causal_attention():
 def test_equals_the_reference_with_gaps_in_the_positions(options):
     q, k, v, where = operands(value_dim=9)
     where = where + torch.tensor([0, 0, 0, 4, 4, 4, 4, 9, 9, 9, 9])
-    expected = mixed_attention_reference(q, where, k, v, where[:, None], scale=0.3, **options)
+    expected = mixed_attention_reference(q, where, [k], [v], [where[:, None]], scale=0.3, **options)
     torch.testing.assert_close(attention(q, k, v, where, site=1, scale=0.3, **options), expected)
 
 

@@ -72,7 +72,14 @@ def extras(q_heads: int, dim: int, terms: tuple[str, ...]) -> dict:
 
 
 def cast(values, dtype: torch.dtype) -> list:
-    return [x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in values]
+    return [
+        cast(x, dtype)
+        if isinstance(x, list)
+        else x.to(dtype)
+        if isinstance(x, torch.Tensor) and x.is_floating_point()
+        else x
+        for x in values
+    ]
 
 
 def largest(error: torch.Tensor) -> torch.Tensor:
@@ -122,6 +129,19 @@ def test_the_kernel_equals_the_reference_in_every_combination(on_device, entries
     run_case(on_device, entries, case, root_mean_square)
 
 
+def test_blocks_are_joined_for_the_kernel(on_device, entries):
+    """Two blocks of all heads, one with a bias, and one that only the last head of the first row has."""
+    q, where, own = entries(batch=2, tokens=1, exact=20, coarse=3, biased=True, dtype=torch.float32)
+    k, v, places, bias = own.exact_k[0], own.exact_v[0], own.exact_positions[0], own.exact_bias[0]
+    ragged = own._replace(
+        exact_k=[k[:, :, :9], k[:, :, 9:], k[:1, 1:, :4]], exact_v=[v[:, :, :9], v[:, :, 9:], v[:1, 1:, :4]],
+        exact_positions=[places[:, :, :9], places[:, :, 9:], places[:1, 1:, :4]],
+        exact_bias=[None, bias[..., 9:], None], exact_heads=[0, 0, 1],
+    )  # fmt: skip
+    got = on_device(mixed_attention_triton, q, where, *ragged, scale=SCALE, configuration=Configuration(block=16))
+    check(got, q, where, ragged, {"scale": SCALE}, torch.float32)
+
+
 def pool(page_size: int, heads: int, dtype: torch.dtype = torch.float32) -> PagedTokens:
     """Two rows with 13 and 5 tokens in shuffled pages of one pool; what no row owns is NaN."""
     generator = torch.Generator().manual_seed(3)
@@ -153,12 +173,12 @@ def test_tokens_are_read_from_their_pages(on_device, entries, page_size, heads, 
     q = q.float()
     bias = torch.randn(2, 4, 1, paged.capacity) if biased else None
     gathered = paged.gathered(bias)
-    rest = cast(own[4:], torch.float32)
+    rest = cast(own[5:], torch.float32)
     got = on_device(
-        mixed_attention_triton, q, where, None, None, None, bias, *rest,
+        mixed_attention_triton, q, where, None, None, None, None if bias is None else [bias], None, *rest,
         scale=SCALE, paged=paged, configuration=Configuration(block=16, splits=2),
     )  # fmt: skip
-    check(got, q, where, (*gathered, *rest), {"scale": SCALE}, torch.float32)
+    check(got, q, where, (*([x] for x in gathered), None, *rest), {"scale": SCALE}, torch.float32)
 
 
 def test_gathered_pages_are_the_tokens_in_order():

@@ -29,9 +29,9 @@ def test_error_is_that_of_a_plain_softmax(shape, dtype):
     """Against float64: at most twice the error of PyTorch's attention with a mask in the same dtype."""
     q, q_positions, k, v, positions = inputs(shape, dtype)
     assert is_suffix(q, q_positions, k, v, positions)
-    expected = mixed_attention_reference(q.double(), q_positions, k.double(), v.double(), positions, scale=0.3)
+    expected = mixed_attention_reference(q.double(), q_positions, [k.double()], [v.double()], [positions], scale=0.3)
     with torch.no_grad():
-        got = mixed_attention_blocked(q, q_positions, k, v, positions, scale=0.3)
+        got = mixed_attention_blocked(q, q_positions, [k], [v], [positions], scale=0.3)
     seen = positions[:, :, None] <= q_positions[:, None, :, None]
     plain = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=0.3, enable_gqa=True)
     assert (got - expected).abs().max() <= 2 * (plain - expected).abs().max() + 1e-14
@@ -43,12 +43,12 @@ def test_it_is_what_the_operator_runs(monkeypatch):
     monkeypatch.setattr(blocked, "suffix_attention", lambda *args: calls.append(args) or suffix_attention(*args))
     q, q_positions, k, v, positions = inputs(SHAPES[0], torch.float32)
     with torch.no_grad():
-        torch.ops.semkv.mixed_attention(q, q_positions, k, v, positions, scale=0.3)
+        torch.ops.semkv.mixed_attention(q, q_positions, [k], [v], [positions], scale=0.3)
     assert len(calls) == 1
     q.requires_grad_()
-    out = torch.ops.semkv.mixed_attention(q, q_positions, k, v, positions, scale=0.3)
+    out = torch.ops.semkv.mixed_attention(q, q_positions, [k], [v], [positions], scale=0.3)
     gradient = torch.autograd.grad(out.square().sum(), q)[0]
-    naive = mixed_attention_reference(q, q_positions, k, v, positions, scale=0.3)
+    naive = mixed_attention_reference(q, q_positions, [k], [v], [positions], scale=0.3)
     torch.testing.assert_close(gradient, torch.autograd.grad(naive.square().sum(), q)[0], rtol=1e-3, atol=1e-4)
 
 
@@ -60,9 +60,9 @@ def test_other_layouts_are_not_taken_for_a_suffix():
     for where, asked in ((shuffled, q_positions), (late, q_positions), (positions, q_positions - 1)):
         assert not is_suffix(q, asked, k, v, where)
         with torch.no_grad():
-            got = mixed_attention_blocked(q, asked, k, v, where, scale=0.3)
+            got = mixed_attention_blocked(q, asked, [k], [v], [where], scale=0.3)
         torch.testing.assert_close(
-            got, mixed_attention_reference(q, asked, k, v, where, scale=0.3), rtol=1e-4, atol=1e-5
+            got, mixed_attention_reference(q, asked, [k], [v], [where], scale=0.3), rtol=1e-4, atol=1e-5
         )
     assert not is_suffix(q, q_positions, k, v[..., :4], positions)
     assert not is_suffix(q, q_positions, k.double(), v, positions)

@@ -15,6 +15,7 @@ from semkv.methods import SeKV
 from semkv.methods.routers import CoarseRouter, GateRouter, OracleRouter
 from semkv.methods.segmenters import LiteralSpans
 from semkv.runtime.components import Components, Summary
+from semkv.runtime.join import stack_rows
 from semkv.runtime.quantization import dequantize
 from semkv.runtime.segments import Folding
 from semkv.runtime.site_memory import SiteMemory
@@ -69,7 +70,7 @@ def span_edges() -> list[tuple[int, int]]:
 
 
 def attend(entries, q: torch.Tensor) -> torch.Tensor:
-    batched = (None if x is None else x[None] for x in entries)
+    batched = stack_rows([entries], SITE, 1)
     return mixed_attention_reference(q[None], torch.tensor([[N]]), *batched, scale=SITE.scale)[0]
 
 
@@ -105,7 +106,7 @@ def test_spans_above_the_threshold_are_unfolded():
         router = gate(shared=shared)
         store, made = memory(router, fill=False)
         scores = router.score(SITE, made["q"], store.spans, Step.alone(SITE, made["q"]))
-        zoom = store._select(SITE, scores, ALL)
+        zoom = store._select(SITE, scores, ALL).heads
         raw = scores + router.thresholds[0][:, None, None]
         limit = router.thresholds[0].mean().expand(4) if shared else router.thresholds[0]
         for head in range(4):
@@ -121,7 +122,7 @@ def test_over_the_cap_spans_are_kept_in_order_of_their_gate(fill):
     scores = router.score(SITE, made["q"], store.spans, Step.alone(SITE, made["q"]))
     each = store.spans.token_nbytes()
     for tokens in (0, 4, 12, 17, 24):
-        zoom = store._select(SITE, scores, 2 * tokens * each)
+        zoom = store._select(SITE, scores, 2 * tokens * each).heads
         for kv in range(2):
             group = slice(2 * kv, 2 * kv + 2)
             best = {unit: float(scores[group, 0, unit].max()) for unit in range(4)}
@@ -180,10 +181,13 @@ def test_a_head_reads_only_the_spans_that_it_zoomed():
     assert (groups[:, 0] != groups[:, 1]).any(), "heads of a group that differ"
     union = groups.any(dim=(1, 2))
     held = sum(LENGTHS[unit] for unit in range(4) if bool(union[:, unit].any()))
-    assert entries.exact_k.shape[1] - KEPT - RECENT <= held
+    unfolded, (*plain, bias) = entries.exact_k[-1], entries.exact_bias
+    assert [part.shape[1] for part in entries.exact_k[:-1]] == [KEPT, RECENT]
+    assert plain == [None, None]
+    assert unfolded.shape[1] <= held
     most = max(sum(LENGTHS[unit] for unit in range(4) if bool(union[kv, unit])) for kv in range(2))
-    assert entries.exact_k.shape[1] == KEPT + RECENT + most
-    seen = (entries.exact_bias == 0)[:, 0, KEPT + RECENT :].sum(-1)
+    assert unfolded.shape[1] == most
+    seen = (bias == 0)[:, 0].sum(-1)
     assert seen.tolist() == [sum(LENGTHS[unit] for unit in range(4) if bool(zoom[head, 0, unit])) for head in range(4)]
 
 

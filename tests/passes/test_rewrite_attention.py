@@ -106,24 +106,15 @@ def test_rows_at_their_own_positions(lowered, decoder):
 
 
 class Side(PlainMemory):
-    """Memories of single rows side by side, padded with entries that a bias of -inf hides."""
+    """Memories of single rows side by side, each row's entries a block of its own."""
 
     def __init__(self, states):
         self.states = states
 
     def entries(self, site, q, k, v, positions):
         rows = [s.entries(site, *(x[i : i + 1] for x in (q, k, v, positions))) for i, s in enumerate(self.states)]
-        longest = max(row.exact_k.shape[2] for row in rows)
-        pad = [longest - row.exact_k.shape[2] for row in rows]
-        k, v = (
-            torch.cat([torch.nn.functional.pad(row[i], (0, 0, 0, p), value=0.0) for row, p in zip(rows, pad)])
-            for i in (0, 1)
-        )
-        places = torch.cat([torch.nn.functional.pad(row.exact_positions, (0, p)) for row, p in zip(rows, pad)])
-        bias = torch.zeros(len(rows), 1, 1, longest, dtype=q.dtype)
-        for row, p in enumerate(pad):
-            bias[row, ..., longest - p :] = -torch.inf
-        return memory.Entries(k, v, places, bias)
+        blocks = ([block for row in rows for block in row[field]] for field in range(3))
+        return memory.Entries(*blocks, exact_heads=[i * k.shape[1] for i in range(len(rows))])
 
 
 def test_parameters_are_shared_with_the_model(lowered, decoder):

@@ -70,9 +70,7 @@ def resident_nbytes(row: RowMemory) -> int:
         if memory.spans is not None:
             tensors += memory.spans.device_tensors()
         if memory.workspace is not None:
-            held = memory.workspace
-            tensors += [held.k, held.v, held.positions, *(held.factors or {}).values()]
-            tensors += [] if held.factor_positions is None else [held.factor_positions]
+            tensors += memory.workspace.tensors
         total += storages(iter(tensors))
     return total
 

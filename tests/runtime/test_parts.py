@@ -16,7 +16,7 @@ from semkv.kernels.mixed_attention import mixed_attention_reference
 from semkv.methods import SeKV, StreamingLLM
 from semkv.methods.base import Method
 from semkv.runtime.components import Part, Plan
-from semkv.runtime.join import join_parts
+from semkv.runtime.join import join_parts, stack_rows
 
 SITE = AttentionSite(index=0, name="layer", store=0, q_heads=6, kv_heads=3, key_dim=8, value_dim=6, scale=0.35)
 
@@ -100,9 +100,13 @@ def _entries(heads: int, exact: int, coarse: int, spans: int, bias: bool, genera
     def where(*shape: int) -> torch.Tensor:
         return torch.randint(0, 40, shape, generator=generator)
 
-    made = {"exact_k": draw(heads, exact, 8), "exact_v": draw(heads, exact, 6), "exact_positions": where(1, exact)}
+    made = {
+        "exact_k": [draw(heads, exact, 8)],
+        "exact_v": [draw(heads, exact, 6)],
+        "exact_positions": [where(1, exact)],
+    }
     if bias:
-        made["exact_bias"] = draw(2 * heads, 2, exact)
+        made["exact_bias"] = [draw(2 * heads, 2, exact)]
     if coarse:
         made |= {
             "coarse_k": draw(heads, coarse, 8), "coarse_v": draw(heads, coarse, 6), "coarse_positions": where(heads, coarse),
@@ -128,11 +132,9 @@ def test_joined_parts_attend_as_each_alone(sizes):
     parts = [_entries(1, *size, generator) for size in sizes]
     q = torch.randn(6, 2, 8, generator=generator, dtype=torch.float64)
     at = torch.tensor([[50, 51]])
-    joined = join_parts(parts, [1, 1, 1], SITE, 2)
-    got = mixed_attention_reference(q[None], at, *(None if x is None else x[None] for x in joined), scale=0.35)[0]
+    joined = join_parts(parts, [SITE.part(head, head + 1, 1.0) for head in range(3)], 2)
+    got = mixed_attention_reference(q[None], at, *stack_rows([joined], SITE, 2), scale=0.35)[0]
     for head, part in enumerate(parts):
         own = slice(2 * head, 2 * head + 2)
-        alone = mixed_attention_reference(
-            q[None, own], at, *(None if x is None else x[None] for x in part), scale=0.35
-        )[0]
+        alone = mixed_attention_reference(q[None, own], at, *stack_rows([part], SITE, 2), scale=0.35)[0]
         torch.testing.assert_close(got[own], alone, rtol=0, atol=1e-12)

@@ -13,7 +13,8 @@ from semkv.methods.routers import GateRouter
 from semkv.runtime.components import Components, IndexPart, Summary
 from semkv.runtime.quantization import dequantize
 from semkv.runtime.segments import Folding
-from semkv.runtime.spans import FoldedSpans, Unfolded, ranges, unit_cost_bytes
+from semkv.runtime.spans import FoldedSpans, unit_cost_bytes
+from semkv.runtime.workspace import EMPTY, Workspace, ranges
 
 SITE = AttentionSite(index=0, name="layer", store=0, q_heads=4, kv_heads=2, key_dim=16, value_dim=12, scale=0.25)
 LENGTHS = [3, 8, 1, 5, 6, 4]
@@ -76,48 +77,58 @@ def test_the_declared_cost_of_a_span_is_what_it_takes(parts):
     assert held == pytest.approx(len(LENGTHS) * 2 * unit_cost_bytes(SITE, parts))
 
 
-def read(spans: FoldedSpans, union: list[list[int]], resident: Unfolded | None = None) -> Unfolded:
+def read(spans: FoldedSpans, union: list[list[int]], resident: Workspace | None = None) -> tuple[Workspace, int]:
+    """A workspace with the units of each head, `resident` itself where there is one, and the bytes that came from the host."""
     chosen = torch.zeros(2, spans.count, dtype=torch.bool)
     for head, units in enumerate(union):
         chosen[head, units] = True
-    return spans.unfold(chosen, resident)
+    workspace = spans.workspace(torch.device("cpu")) if resident is None else resident
+    segments = spans.segments_of(chosen)
+    factors = spans.unfold_factors(segments, workspace.factors, torch.device("cpu"))
+    moved, _ = spans.unfold(segments, workspace)
+    workspace.factors = factors
+    return workspace, moved + (0 if factors is None else factors.moved_nbytes)
 
 
-def check_tokens(got: Unfolded, k, v, groups: list[list[int]], union: list[list[int]]) -> None:
+def check_tokens(spans: FoldedSpans, got: Workspace, k, v, groups: list[list[int]], union: list[list[int]]) -> None:
     """Each head holds exactly the tokens of its units, with their keys, values, positions and units."""
+    all_units = spans.units_of(got.segment)
     for head, units in enumerate(union):
-        expected = [(place, unit) for unit in units for place in groups[unit]]
-        count = len(expected)
-        assert (got.tokens[head, count:] == -1).all()
-        assert (got.unit[head, count:] == -1).all()
-        assert got.positions[head, :count].tolist() == [10 + place for place, _ in expected]
-        assert got.unit[head, :count].tolist() == [unit for _, unit in expected]
+        expected = sorted((place, unit) for unit in units for place in groups[unit])
+        slots = got.tokens[head].argsort()[got.slots - len(expected) :]
+        empty = got.tokens[head] < 0
+        assert int(empty.sum()) == got.slots - len(expected)
+        assert (got.positions[head, empty] == EMPTY).all()
+        assert (all_units[head, empty] == -1).all()
         places = [place for place, _ in expected]
-        assert torch.equal(got.k[head, :count], k[head, places])
-        assert torch.equal(got.v[head, :count], v[head, places])
+        assert got.positions[head, slots].tolist() == [10 + place for place in places]
+        assert all_units[head, slots].tolist() == [unit for _, unit in expected]
+        assert torch.equal(got.k[head, slots], k[head, places])
+        assert torch.equal(got.v[head, slots], v[head, places])
 
 
 def test_unfolding_raw_spans_per_head():
     spans, k, v, _ = folded(components())
     groups = [list(range(start, end)) for start, end in edges()]
     for union in ([[0, 3], [1, 2, 5]], [[], [4]], [[0, 1, 2, 3, 4, 5]] * 2, [[], []]):
-        got = read(spans, union)
-        check_tokens(got, k, v, groups, union)
+        got, moved_nbytes = read(spans, union)
+        check_tokens(spans, got, k, v, groups, union)
         moved = sum(LENGTHS[unit] for units in union for unit in units)
-        assert got.moved_nbytes == moved * 28 * 4
+        assert moved_nbytes == moved * 28 * 4
         assert got.nbytes == got.k.nbytes + got.v.nbytes + got.positions.nbytes
 
 
 def test_what_is_resident_is_not_moved_again():
     spans, k, v, _ = folded(components())
     groups = [list(range(start, end)) for start, end in edges()]
-    before = read(spans, [[0, 3], [1, 5]])
+    workspace, _ = read(spans, [[0, 3], [1, 5]])
     union = [[0, 2], [1, 4, 5]]
-    got = read(spans, union, before)
-    check_tokens(got, k, v, groups, union)
-    assert got.moved_nbytes == (LENGTHS[2] + LENGTHS[4]) * 28 * 4
-    assert torch.equal(read(spans, union, got).k, got.k)
-    assert read(spans, union, got).moved_nbytes == 0
+    got, moved = read(spans, union, workspace)
+    assert got is workspace
+    check_tokens(spans, got, k, v, groups, union)
+    assert moved == (LENGTHS[2] + LENGTHS[4]) * 28 * 4
+    assert read(spans, union, workspace)[1] == 0
+    check_tokens(spans, got, k, v, groups, union)
 
 
 def test_merging_joins_neighbours_shortest_first():
@@ -132,7 +143,7 @@ def test_merging_joins_neighbours_shortest_first():
         expected = (means[:, members] * (size / size.sum())[:, None]).sum(1)
         torch.testing.assert_close(dequantize(spans.mean_k)[:, unit], expected, rtol=0, atol=0.02)
     tokens = [[place for member in members for place in range(*edges()[member])] for members in groups]
-    check_tokens(read(spans, [[2, 3], [0, 2]]), k, v, tokens, [[2, 3], [0, 2]])
+    check_tokens(spans, read(spans, [[2, 3], [0, 2]])[0], k, v, tokens, [[2, 3], [0, 2]])
     assert spans.unit_nbytes()[0].tolist() == [count * (28 * 4 + 4) for count in (3, 8, 6, 10)]
     assert spans.index["norms"].shape == (4, 4, 1)
 
@@ -152,14 +163,14 @@ def test_archived_spans_stay_on_the_host_only():
     assert spans.lengths[0].tolist() == [6, 6, 4]
     assert spans.host_nbytes == host
     tokens = [[place for member in members for place in range(*edges()[member])] for members in ([2, 3], [4], [5])]
-    check_tokens(read(spans, [[0, 2], [1]]), k, v, tokens, [[0, 2], [1]])
+    check_tokens(spans, read(spans, [[0, 2], [1]])[0], k, v, tokens, [[0, 2], [1]])
     spans.archive(9)
     assert spans.count == 0
     assert sum(x.nbytes for x in spans.device_tensors()) == 0
     torch.manual_seed(8)
     new_k, new_v = torch.randn(2, 4, 16), torch.randn(2, 4, 12)
     spans.fold(Folding(new_k, new_v, torch.arange(90, 94), torch.ones(4), torch.tensor([4])))
-    got = read(spans, [[0], []])
+    got, _ = read(spans, [[0], []])
     assert torch.equal(got.k[0], new_k[0])
     assert got.positions[0].tolist() == [90, 91, 92, 93]
 
@@ -182,20 +193,22 @@ def test_unfolding_factored_spans(resident):
     spans.fold(Folding(k, v, torch.arange(10, 10 + N), torch.rand(N), torch.tensor(LENGTHS)))
     assert spans.host_tokens.length == 0
     union = [[1, 3], [4]]
-    got = read(spans, union, read(spans, [[3, 5], [0, 4]]) if resident else None)
-    rebuilt_k = (got.factors["key_u"] * got.factors["key_s"][..., None, :]) @ got.factors["key_v"].mT
-    rebuilt_v = (got.factors["value_u"] * got.factors["value_s"][..., None, :]) @ got.factors["value_v"].mT
+    before = read(spans, [[3, 5], [0, 4]])[0] if resident else None
+    workspace, moved = read(spans, union, before)
+    got = workspace.factors
+    rebuilt_k = (got.parts["key_u"] * got.parts["key_s"][..., None, :]) @ got.parts["key_v"].mT
+    rebuilt_v = (got.parts["value_u"] * got.parts["value_s"][..., None, :]) @ got.parts["value_v"].mT
     for head, units in enumerate(union):
         for place, unit in enumerate(units):
             start, end = edges()[unit]
             torch.testing.assert_close(rebuilt_k[head, place, : end - start], k[head, start:end], rtol=0, atol=2e-3)
             torch.testing.assert_close(rebuilt_v[head, place, : end - start], v[head, start:end], rtol=0, atol=2e-3)
-            assert got.factor_positions[head, place, : end - start].tolist() == list(range(10 + start, 10 + end))
-            assert int(got.factor_unit[head, place]) == unit
-    assert int(got.factor_ids[1, 1]) == -1
+            assert got.positions[head, place, : end - start].tolist() == list(range(10 + start, 10 + end))
+            assert int(got.unit[head, place]) == unit
+    assert int(got.ids[1, 1]) == -1
     sizes = spans.host_factors.span_nbytes()
     fetched = int(sizes[0, 1]) if resident else int(sizes[0, [1, 3]].sum() + sizes[1, 4])
-    assert got.moved_nbytes == fetched
+    assert moved == fetched
 
 
 def test_a_span_waits_in_the_smallest_faithful_form():
@@ -229,7 +242,7 @@ def test_a_clone_is_independent():
     copy.fold(Folding(k[:, :2], v[:, :2], torch.tensor([90, 91]), torch.ones(2), torch.tensor([2])))
     assert spans.lengths[0].tolist() == LENGTHS
     assert spans.host_tokens.length == N
-    check_tokens(read(spans, [[0, 5], [2]]), k, v, [list(range(*edge)) for edge in edges()], [[0, 5], [2]])
+    check_tokens(spans, read(spans, [[0, 5], [2]])[0], k, v, [list(range(*edge)) for edge in edges()], [[0, 5], [2]])
 
 
 class Bounds:
@@ -272,13 +285,14 @@ def test_heads_may_have_units_of_their_own():
         )
     assert spans.count == 8
     assert spans.merge(3, 99) == 0, "units that heads do not share do not merge"
-    got = read(spans, [[1, 6], [0]])
+    got, _ = read(spans, [[1, 6], [0]])
+    unit = spans.units_of(got.segment)
     for head, chosen in enumerate(([1, 6], [0])):
         wanted = [t for t in range(N) if int(units[head, t]) + (0 if t < 12 else 4) in chosen]
         count = len(wanted)
         assert (got.positions[head, :count] - 10).tolist() == wanted
         assert torch.equal(got.k[head, :count], k[head, wanted])
-        assert [int(x) % 4 for x in got.unit[head, :count]] == units[head, wanted].tolist()
+        assert [int(x) % 4 for x in unit[head, :count]] == units[head, wanted].tolist()
     costs = spans.unit_nbytes() // spans.token_nbytes()
     for head in range(2):
         assert costs[head].tolist() == [

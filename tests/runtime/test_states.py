@@ -8,8 +8,9 @@ import torch
 from semkv.errors import ArtifactError, InputError
 from semkv.ir.memory import Entries
 from semkv.ir.plain_memory import PlainMemory
+from semkv.ir.site import AttentionSite
 from semkv.kernels.mixed_attention import mixed_attention_reference
-from semkv.runtime.batch import stack_entries
+from semkv.runtime.join import stack_rows
 from semkv.runtime.step import Step
 
 SETTINGS = {
@@ -245,16 +246,12 @@ def test_everything_unfolded_raw_is_full_attention(double_program, compile_as, f
     entries = memory.entries(site, q, float("inf"), Step.alone(site, q))
     whole = reference.rows[0].stores[0][0].recent
     expected = mixed_attention_reference(
-        q[None], torch.tensor([[299]]), whole.k[None], whole.v[None], whole.positions[None], scale=0.35
+        q[None], torch.tensor([[299]]), [whole.k[None]], [whole.v[None]], [whole.positions[None]], scale=0.35
     )
-    got = mixed_attention_reference(
-        q[None], torch.tensor([[299]]), *(None if x is None else x[None] for x in entries), scale=0.35
-    )
+    got = mixed_attention_reference(q[None], torch.tensor([[299]]), *stack_rows([entries], site, 1), scale=0.35)
     same(got, expected)
     folded = memory.entries(site, q, 0.0, Step.alone(site, q))
-    lossy = mixed_attention_reference(
-        q[None], torch.tensor([[299]]), *(None if x is None else x[None] for x in folded), scale=0.35
-    )
+    lossy = mixed_attention_reference(q[None], torch.tensor([[299]]), *stack_rows([folded], site, 1), scale=0.35)
     assert (lossy - expected).abs().max() > 1e-4
 
 
@@ -271,7 +268,7 @@ def test_disk_tier_gives_the_same_tokens(double_program, compile_as, prompt):
     assert ram["disk"] == 0
 
 
-def test_padding_of_stacked_rows_has_no_weight():
+def test_rows_in_a_batch_attend_as_each_alone():
     torch.manual_seed(0)
     rows = []
     for exact, coarse, spans in ((5, 3, 2), (9, 0, 0), (2, 4, 1)):
@@ -292,10 +289,13 @@ def test_padding_of_stacked_rows_has_no_weight():
                 "factored_positions": torch.zeros(2, spans, length).long(),
                 "factored_bias": torch.randn(4, 1, spans, length),
             }
-        rows.append(Entries(torch.randn(2, exact, 6), torch.randn(2, exact, 6), torch.zeros(1, exact).long(), **more))
+        rows.append(
+            Entries([torch.randn(2, exact, 6)], [torch.randn(2, exact, 6)], [torch.zeros(1, exact).long()], **more)
+        )
+    site = AttentionSite(0, "layer", 0, 4, 2, 6, 6, scale=0.4)
     q, where = torch.randn(3, 4, 1, 6), torch.ones(3, 1).long()
-    together = mixed_attention_reference(q, where, *stack_entries(rows, 4, 1), scale=0.4)
+    together = mixed_attention_reference(q, where, *stack_rows(rows, site, 1), scale=0.4)
     for index, row in enumerate(rows):
-        alone = (None if x is None else x[None] for x in row)
+        alone = stack_rows([row], site, 1)
         expected = mixed_attention_reference(q[index : index + 1], where[:1], *alone, scale=0.4)[0]
         torch.testing.assert_close(together[index], expected, rtol=1e-4, atol=1e-5)

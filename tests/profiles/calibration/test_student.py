@@ -78,14 +78,11 @@ def test_attention_agrees_with_the_operator():
 
     closed = torch.where(zoom > 0, 0.0, float("-inf"))
     fine = torch.where(real, closed[..., None], float("-inf")).flatten(2)
-    exact = torch.zeros(q_heads, queries, kept + queries)
     coarse = torch.where(zoom > 0, float("-inf"), 0.0) + folded.log_size
     expected = mixed_attention_reference(
         call.q[None], call.positions[None],
-        torch.cat([site.kept_k, call.k, k.flatten(1, 2)], 1)[None],
-        torch.cat([site.kept_v, call.v, v.flatten(1, 2)], 1)[None],
-        torch.cat([site.kept_positions, call.positions, positions.flatten()])[None, None],
-        torch.cat([exact, fine], -1)[None],
+        [site.kept_k[None], call.k[None], k.flatten(1, 2)[None]], [site.kept_v[None], call.v[None], v.flatten(1, 2)[None]],
+        [x.flatten()[None, None] for x in (site.kept_positions, call.positions, positions)], [None, None, fine[None]], None,
         folded.mean_k[None], folded.mean_v[None], starts[None, None], coarse[None],
         sinks=call.sinks, scale=call.scale, softcap=call.softcap,
     )[0]  # fmt: skip

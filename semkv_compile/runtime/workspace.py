@@ -1,0 +1,189 @@
+"""Where a layer's unfolded tokens stay between steps: slots that are written in place, so that only what is missing moves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from semkv.runtime.host_pool import HostTokens
+
+EMPTY = torch.iinfo(torch.int32).max
+"""Position of a slot that holds nothing: after every query, so that the causal rule hides it."""
+
+ROUND, ROUND_FROM = 64, 1024
+"""Slots that a workspace of at least `ROUND_FROM` grows and shrinks by."""
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Stored runs of tokens: length, position of the first token and its place in the host tier, int64 [S] each."""
+
+    length: Tensor
+    position: Tensor
+    start: Tensor
+
+
+@dataclass
+class UnfoldedFactors:
+    """Factored spans on the device, per KV head, padded: `parts` as `HostFactors.gather`, ids int64 [Hkv, F] (-1 pads), positions
+    int32 [Hkv, F, L], unit int64 [Hkv, F]. moved_nbytes: what crossed the link for it; held_nbytes: what was there."""
+
+    parts: dict[str, Tensor]
+    ids: Tensor
+    positions: Tensor
+    unit: Tensor
+    moved_nbytes: int
+    held_nbytes: int
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What is on the device."""
+        return [*self.parts.values(), self.positions]
+
+    @property
+    def nbytes(self) -> int:
+        """Device bytes, padding included."""
+        return sum(x.nbytes for x in self.tensors)
+
+
+class Workspace:
+    """Slots for tokens, per KV head, and factored spans.
+
+    On the device: k [Hkv, slots, D], v [Hkv, slots, Dv], positions int32 [Hkv, slots], `EMPTY` where a slot holds nothing; what
+    stands there is finite. On the host, what is where: tokens int64 [Hkv, slots], places in the host tier, and segment int64
+    [Hkv, slots], both -1 where empty; held bool [Hkv, S], the segments that are there, whole.
+    """
+
+    def __init__(self, heads: int, key_dim: int, value_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.k = torch.zeros(heads, 0, key_dim, dtype=dtype, device=device)
+        self.v = torch.zeros(heads, 0, value_dim, dtype=dtype, device=device)
+        self.positions = torch.zeros(heads, 0, dtype=torch.int32, device=device)
+        self.tokens = torch.zeros(heads, 0, dtype=torch.int64)
+        self.segment = torch.zeros(heads, 0, dtype=torch.int64)
+        self.held = torch.zeros(heads, 0, dtype=torch.bool)
+        self.factors: UnfoldedFactors | None = None
+
+    @property
+    def slots(self) -> int:
+        """Slots per KV head."""
+        return self.segment.shape[1]
+
+    @property
+    def extent(self) -> int:
+        """One more than the last slot that any head uses."""
+        used = (self.segment >= 0).any(0).nonzero()
+        return int(used[-1]) + 1 if len(used) else 0
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What is on the device."""
+        own = [self.k, self.v, self.positions]
+        return own if self.factors is None else [*own, *self.factors.tensors]
+
+    @property
+    def nbytes(self) -> int:
+        """Device bytes, empty slots and padding included."""
+        return sum(x.nbytes for x in self.tensors)
+
+    def take(self, wanted: Tensor, segments: Segments, host: HostTokens, slots: int | None = None) -> tuple[int, int]:
+        """Hold exactly the segments `wanted` bool [Hkv, S], each head its own: what is missing is fetched from `host` into slots
+        whose tokens are not wanted any more.
+
+        slots: per KV head, which the wanted segments of any head fit into; None: as many as they need. Returns the tokens that
+        were fetched and those that were there, over all heads.
+        """
+        self.held = pad(self.held, (0, wanted.shape[1] - self.held.shape[1]))
+        heads, missing = torch.nonzero(wanted & ~self.held, as_tuple=True)
+        self._release(self.held & ~wanted)
+        self.held = wanted.clone()
+        lengths = segments.length[missing]
+        places = ranges(segments.start[missing], lengths)
+        heads, missing = heads.repeat_interleave(lengths), missing.repeat_interleave(lengths)
+        counts = heads.bincount(minlength=len(wanted))
+        kept = (self.segment >= 0).sum(1)
+        self._resize(int((kept + counts).max()) if slots is None else slots)
+        free = self.segment < 0
+        room = free.sum(1)
+        if bool((counts > room).any()):
+            raise RuntimeError(
+                f"segments of {(kept + counts).tolist()} tokens per KV head for {self.slots} slots; choose what fits"
+            )
+        nth = torch.arange(len(heads)) + (room.cumsum(0) - room - counts.cumsum(0) + counts)[heads]
+        at = free.flatten().nonzero()[:, 0][nth]  # a head's first missing token goes to its first free slot
+        self.tokens.view(-1)[at] = places
+        self.segment.view(-1)[at] = missing
+        self._fetch(at, heads, segments, host)
+        return len(places), int(kept.sum())
+
+    def lay_out(self, tokens: Tensor, segment: Tensor, segments: Segments, host: HostTokens) -> None:
+        """Hold, in an empty workspace, what `tokens` and `segment` of another say, in the same slots, from `host`."""
+        self._resize(tokens.shape[1])
+        self.tokens, self.segment = tokens.clone(), segment.clone()
+        heads, slots = torch.nonzero(segment >= 0, as_tuple=True)
+        self.held = torch.zeros(len(segment), len(segments.length), dtype=torch.bool)
+        self.held[heads, segment[heads, slots]] = True
+        self._fetch(heads * self.slots + slots, heads, segments, host)
+
+    def _fetch(self, at: Tensor, heads: Tensor, segments: Segments, host: HostTokens) -> None:
+        """Fill the places `at` int64 [n] of the slots of all heads, which are of `heads`, with the tokens that belong there."""
+        places, segment = self.tokens.view(-1)[at], self.segment.view(-1)[at]
+        positions = segments.position[segment] + places - segments.start[segment]
+        self._write(at, *host.gather(places, heads), positions.to(torch.int32))
+
+    def _write(self, at: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> None:
+        """Put tokens k [n, D], v [n, Dv] at the places `at` int64 [n] of the slots of all heads; they cross a link as one tensor."""
+        device = self.k.device
+        if k.device != device:
+            k, v = torch.cat((k, v), 1).to(device).split((k.shape[1], v.shape[1]), 1)
+        at = at.to(device)
+        for held, new in ((self.k, k), (self.v, v), (self.positions, positions.to(device))):
+            held.flatten(0, 1).index_copy_(0, at, new)
+
+    def _release(self, gone: Tensor) -> None:
+        """Empty the slots of the segments `gone` bool [Hkv, S]."""
+        if not self.slots or not gone.shape[1]:
+            return
+        at = (gone.gather(1, self.segment.clamp(min=0)) & (self.segment >= 0)).flatten().nonzero()[:, 0]
+        for held, empty in ((self.tokens, -1), (self.segment, -1), (self.positions, EMPTY)):
+            held.view(-1).index_fill_(0, at.to(held.device), empty)
+
+    def _resize(self, slots: int) -> None:
+        """Have `slots` slots per head, moving what is held to the front where that is fewer than now."""
+        more = slots - self.slots
+        if more > 0:
+            self.tokens, self.segment = (pad(x, (0, more), value=-1) for x in (self.tokens, self.segment))
+            self.positions = pad(self.positions, (0, more), value=EMPTY)
+            self.k, self.v = (pad(x, (0, 0, 0, more)) for x in (self.k, self.v))
+        elif more < 0:
+            order = (self.segment < 0).to(torch.uint8).argsort(dim=1, stable=True)[:, :slots]
+            self.tokens, self.segment = (x.gather(1, order) for x in (self.tokens, self.segment))
+            order = order.to(self.k.device)
+            self.positions = self.positions.gather(1, order)
+            self.k, self.v = (x.gather(1, order[..., None].expand(-1, -1, x.shape[2])) for x in (self.k, self.v))
+
+    def clone(self) -> Workspace:
+        """An independent copy."""
+        copy = object.__new__(Workspace)
+        copy.factors = self.factors  # replaced, never written in place
+        for name in ("k", "v", "positions", "tokens", "segment", "held"):
+            setattr(copy, name, getattr(self, name).clone())
+        return copy
+
+
+def slots_within(tokens: float, stored: int) -> int:
+    """Slots per KV head for an allowance of `tokens` tokens, of which there are `stored`: the allowance, rounded down where it is
+    large, so that a workspace changes its size only every few steps."""
+    most = -(-stored // ROUND) * ROUND
+    if tokens >= most:
+        return most
+    return int(tokens) // ROUND * ROUND if tokens >= ROUND_FROM else int(tokens)
+
+
+def ranges(starts: Tensor, lengths: Tensor) -> Tensor:
+    """The places [start, start + length) of every range, one after the other, int64."""
+    ends = lengths.cumsum(0)
+    shift = (starts - ends + lengths).repeat_interleave(lengths)
+    return shift + torch.arange(len(shift))
