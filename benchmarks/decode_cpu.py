@@ -1,0 +1,335 @@
+"""A decode step on two CPU cores: semkv's methods beside Hugging Face's DynamicCache, in one process, over the floor of reading.
+
+    python benchmarks/decode_cpu.py                                    # everything; needs a quiet machine and 16 GB
+    python benchmarks/decode_cpu.py --length 8192 --fixed 8192 --steps 3 --warmup 1 --out small.json    # that it runs
+
+The decoder has 8 layers, hidden 1024, 16 query and 8 KV heads of dim 128, an MLP of 2816, 4096 words, and random fp32 weights. Claims:
+
+- at 64K tokens and 10 % of the KV, a step against DynamicCache with SDPA, and against our own `full`;
+- at a budget of 4,096 tokens, a step at 128K tokens against one at 8K;
+- the operator's reading of resident entries against the plain reading (a sum) of the same bytes, fp32 and bf16.
+
+States are not prefilled but made of random keys and values of the length. Every step reads the same token, so that what a step
+unfolds overlaps with the step before as it does in text; the overlap is printed. What a profile would tell (sketches, a retrieval
+head) is random as well: it takes the time of a trained one. Each contender takes --warmup steps and then --steps timed ones;
+medians count. The floor of a step is the bytes that it must read (weights, and what the cache has on the device) over the
+measured bandwidth.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+import semkv
+from semkv.artifact.fingerprint import model_fingerprint
+from semkv.evaluation.environment import describe, now
+from semkv.ir.ops import mixed_attention
+from semkv.profiles.calibration.calibrate import annotated_program, model_facts
+from semkv.profiles.schema import Profile, ProfileInfo, SketchSection
+from semkv.profiles.schema.retrieval_head import RetrievalHeadSection
+from semkv.runtime.record import RowRecord
+
+RESULTS = Path(__file__).resolve().parent / "results" / "decode_cpu.json"
+LAYERS, Q_HEADS, KV_HEADS, DIM, VOCAB, POSITIONS = 8, 16, 8, 128, 4096, 262_144
+OPTIONS: dict[str, dict[str, Any]] = {
+    "sekv": {"router": "coarse", "forms": "int8"},
+    "sketch": {},
+    "mixed": {"others": "window"},
+    "compresskv": {"recoverable": True, "selection": "all", "allocation": "uniform"},
+    "sentencekv": {"buckets": "chunks", "query": "token"},
+    "specontext": {"strict": True},
+}
+"""Of each method, what does without a trained profile."""
+FIXED = 4096
+SHORT, LONG = 8192, 131_072
+
+
+@dataclass(frozen=True)
+class Step:
+    """A decode step of one contender: milliseconds, and bytes. budget: a fraction or tokens, None for all.
+
+    read_bytes: weights and what the cache has on the device; floor_ms: the time to read them at the measured bandwidth.
+    overlap: share of what a step unfolded that was there from the step before.
+    """
+
+    name: str
+    tokens: int
+    budget: float | int | None
+    median_ms: float
+    p95_ms: float
+    read_bytes: int
+    floor_ms: float
+    moved_bytes: float
+    overlap: float
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Bytes per second of the operator over n entries of one layer, beside the plain reading of the same tensors and what PyTorch
+    has for it otherwise: SDPA for grouped queries, and two matrix products."""
+
+    entries: int
+    dtype: str
+    threads: int
+    operator: float
+    plain: float
+    share: float
+    sdpa: float
+    matmul: float
+
+
+def build() -> LlamaForCausalLM:
+    """The decoder, with Hugging Face's SDPA attention."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=1024, intermediate_size=2816, num_hidden_layers=LAYERS, num_attention_heads=Q_HEADS,
+        num_key_value_heads=KV_HEADS, head_dim=DIM, max_position_embeddings=POSITIONS, rope_theta=5e5,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval().requires_grad_(False)
+
+
+def random_profile(model: LlamaForCausalLM) -> Profile:
+    """A retrieval head and sketches of the right sizes."""
+    head = RetrievalHeadSection(
+        hidden=1024, q_heads=KV_HEADS, kv_heads=KV_HEADS, head_dim=32, parameters=1024 * 32 * 2 * KV_HEADS, whole=10_000_000
+    )  # fmt: skip
+    rows = ((1.0,) * KV_HEADS,) * LAYERS
+    sketch = SketchSection(
+        rank=16, candidates=((16, 4),), ranks=((16,) * KV_HEADS,) * LAYERS, bits=((4,) * KV_HEADS,) * LAYERS, energy=rows,
+        caught=rows,
+    )  # fmt: skip
+    facts = model_facts(annotated_program(model), "random")
+    shapes = head.tensor_shapes(facts) | sketch.tensor_shapes(facts)
+    generator = torch.Generator().manual_seed(1)
+    tensors = {
+        name: torch.rand(shape, generator=generator) + 0.5 if len(shape) < 3 and "head" not in name
+        else torch.ones(shape) if len(shape) == 1
+        else torch.randn(shape, generator=generator) * shape[-1] ** -0.5
+        for name, shape in shapes.items()
+    }  # fmt: skip
+    info = ProfileInfo(
+        fingerprint=model_fingerprint(model), model=facts, sketch=sketch, retrieval_head=head
+    )  # fmt: skip
+    return Profile(info, tensors)
+
+
+def synthetic_record(tokens: int) -> RowRecord:
+    """What a prefill of `tokens` tokens leaves, of random numbers."""
+    generator = torch.Generator().manual_seed(tokens)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    return RowRecord(
+        ids=torch.randint(1, VOCAB, (tokens,), generator=generator),
+        keys={layer: draw(KV_HEADS, tokens, DIM) for layer in range(LAYERS)},
+        values={layer: draw(KV_HEADS, tokens, DIM) for layer in range(LAYERS)},
+        queries={layer: draw(Q_HEADS, 64, DIM) for layer in range(LAYERS)},
+        surprisal=draw(tokens).abs(),
+        logits=draw(VOCAB),
+    )
+
+
+def timed(step: Callable[[], object], warmup: int, steps: int) -> list[float]:
+    """Milliseconds of each of `steps` calls after `warmup` calls, ascending."""
+    for _ in range(warmup):
+        step()
+    found = []
+    for _ in range(steps):
+        started = time.perf_counter()
+        step()
+        found.append(1000 * (time.perf_counter() - started))
+    return sorted(found)
+
+
+def plain_reading(tensors: list[Tensor], repeats: int) -> float:
+    """Bytes per second of the sums of `tensors`, read as float32 numbers: the best of `repeats`."""
+    views = [x.flatten().view(torch.float32) for x in tensors]
+    best = min(timed(lambda: [x.sum() for x in views], 1, repeats))
+    return sum(x.nbytes for x in tensors) / (best / 1000)
+
+
+def _operator(q: Tensor, k: Tensor, v: Tensor, at: Tensor, where: Tensor) -> Tensor:
+    return mixed_attention(q, at, [k], [v], [where], scale=DIM**-0.5)
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, at: Tensor, where: Tensor) -> Tensor:
+    return torch.nn.functional.scaled_dot_product_attention(q.to(k.dtype), k, v, enable_gqa=True)
+
+
+def _matmul(q: Tensor, k: Tensor, v: Tensor, at: Tensor, where: Tensor) -> Tensor:
+    grouped = q.to(k.dtype).unflatten(1, (KV_HEADS, -1)).squeeze(3)
+    return torch.softmax(grouped @ k.mT * DIM**-0.5, -1) @ v
+
+
+def readings(entries: tuple[int, ...], repeats: int) -> Iterator[Reading]:
+    """The operator's speed by number of entries, dtype and threads."""
+    before = torch.get_num_threads()
+    for count in entries:
+        for dtype in (torch.float32, torch.bfloat16):
+            k, v = (torch.randn(1, KV_HEADS, count, DIM).to(dtype) for _ in range(2))
+            q, at, where = torch.randn(1, Q_HEADS, 1, DIM), torch.full((1, 1), count), torch.arange(count)[None, None]
+            for threads in (1, 2):
+                torch.set_num_threads(threads)
+                plain = plain_reading([k, v], repeats)
+
+                speeds = [
+                    (k.nbytes + v.nbytes) / (min(timed(partial(run, q, k, v, at, where), 2, repeats)) / 1000)
+                    for run in (_operator, _sdpa, _matmul)
+                ]
+                yield Reading(
+                    count, str(dtype).removeprefix("torch."), threads, speeds[0], plain, speeds[0] / plain, *speeds[1:]
+                )
+    torch.set_num_threads(before)
+
+
+class Bench:
+    """Contenders on one model; `bandwidth` in bytes per second."""
+
+    def __init__(self, warmup: int, steps: int, bandwidth: float) -> None:
+        self.warmup, self.steps, self.bandwidth = warmup, steps, bandwidth
+        self.model = build()
+        self.weights = sum(x.nbytes for x in self.model.parameters()) - self.model.model.embed_tokens.weight.nbytes
+        config = semkv.CompileConfig(residency="elastic")
+        self.full = semkv.compile(self.model, random_profile(self.model), method="full", config=config)
+        self.found: list[Step] = []
+
+    def hugging_face(self, record: RowRecord) -> Step:
+        """DynamicCache with SDPA."""
+        cache = DynamicCache()
+        for layer in range(LAYERS):
+            cache.update(record.keys[layer][None], record.values[layer][None], layer)
+        at, ids = record.tokens, torch.ones(1, 1, dtype=torch.int64)
+
+        @torch.no_grad()
+        def step() -> None:
+            nonlocal at
+            self.model(ids, past_key_values=cache, position_ids=torch.full((1, 1), at), use_cache=True)
+            at += 1
+
+        times = timed(step, self.warmup, self.steps)
+        read = self.weights + sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+        return self._add("DynamicCache", record.tokens, None, times, read)
+
+    def ours(self, method: str, record: RowRecord, budget: float | int | None) -> Step:
+        """A compiled model of this method."""
+        compiled = self.full if budget is None else self.full.with_method(method, budget, **OPTIONS[method])
+        state = compiled.compress(record)
+        ids = torch.ones(1, 1, dtype=torch.int64)
+        times = timed(lambda: compiled.extend(state, ids), self.warmup, self.steps)
+        read, stats = self.weights + state.nbytes["device"], state.stats
+        return self._add(method, record.tokens, budget, times, read, stats.moved_bytes_per_step, stats.overlap)
+
+    def _add(
+        self, name: str, tokens: int, budget: float | int | None, times: list[float], read: int, moved: float = 0.0,
+        overlap: float = 0.0,
+    ) -> Step:  # fmt: skip
+        late = times[min(len(times) - 1, int(0.95 * len(times)))]
+        floor = 1000 * read / self.bandwidth
+        step = Step(name, tokens, budget, statistics.median(times), late, read, floor, moved, overlap)
+        self.found.append(step)
+        show(step)
+        gc.collect()
+        return step
+
+
+def check(bench: Bench) -> None:
+    """Refuse to report anything where `full` does not give the model's own logits on the same synthetic cache."""
+    record = synthetic_record(300)
+    cache = DynamicCache()
+    for layer in range(LAYERS):
+        cache.update(record.keys[layer][None], record.values[layer][None], layer)
+    ids = torch.tensor([[7]])
+    with torch.no_grad():
+        wanted = bench.model(ids, past_key_values=cache, position_ids=torch.tensor([[300]])).logits[:, -1]
+    got = bench.full.extend(bench.full.compress(record), ids)[:, -1]
+    if not torch.allclose(got, wanted, rtol=1e-3, atol=1e-4):
+        raise SystemExit("correctness check failed: `full` does not give the model's own logits; nothing is reported")
+
+
+def show(step: Step) -> None:
+    """One line of the table."""
+    budget = "-" if step.budget is None else f"{step.budget:g}"
+    print(
+        f"{step.name:14}{step.tokens:>8}{budget:>8}{step.median_ms:>10.1f} ms{step.p95_ms:>10.1f} ms p95{step.floor_ms:>9.1f} ms floor"
+        f"{step.moved_bytes / 2**20:>8.1f} MiB moved{100 * step.overlap:>5.0f} % there before",
+        flush=True,
+    )
+
+
+def claims(found: list[Step], read: list[Reading], length: int) -> dict[str, float]:
+    """The ratios that the three claims are about."""
+    at = {(step.name, step.tokens, step.budget): step.median_ms for step in found}
+    theirs, full = at["DynamicCache", length, None], at["full", length, None]
+    out = {"full: DynamicCache over it": theirs / full}
+    for method in OPTIONS:
+        if (method, length, 0.1) in at:
+            out[f"{method}: DynamicCache over it"] = theirs / at[method, length, 0.1]
+            out[f"{method}: full over it"] = full / at[method, length, 0.1]
+    for method in OPTIONS:
+        fixed = {tokens: ms for (name, tokens, budget), ms in at.items() if name == method and budget == FIXED}
+        if len(fixed) > 1:
+            out[f"{method}: longest over shortest at {FIXED} tokens"] = fixed[max(fixed)] / fixed[min(fixed)]
+    for one in read:
+        out[f"operator: share of reading, {one.entries} entries, {one.dtype}, {one.threads} threads"] = one.share
+    return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--length", type=int, default=65_536, help="tokens at which budgets of 10 %% are timed")
+    parser.add_argument(
+        "--fixed", default=f"{SHORT},{LONG}", help=f"lengths at which a budget of {FIXED} tokens is timed"
+    )
+    parser.add_argument("--entries", default="6554,65536", help="entries that the operator reads")
+    parser.add_argument("--methods", default=",".join(OPTIONS))
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--warmup", type=int, default=4)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    started = now()
+    read = list(readings(tuple(map(int, arguments.entries.split(","))), arguments.steps))
+    for one in read:
+        print(
+            f"operator {one.entries:>7} {one.dtype:9} {one.threads} threads {one.operator / 1e9:6.2f} of {one.plain / 1e9:6.2f} GB/s"
+        )
+    bandwidth = plain_reading([torch.randn(1 << 26)], arguments.steps)
+    bench = Bench(arguments.warmup, arguments.steps, bandwidth)
+    check(bench)
+    methods = arguments.methods.split(",")
+    record = synthetic_record(arguments.length)
+    bench.hugging_face(record)
+    bench.ours("full", record, None)
+    for method in methods:
+        bench.ours(method, record, 0.1)
+    for length in map(int, arguments.fixed.split(",")) if arguments.fixed else ():
+        del record
+        record = synthetic_record(length)
+        for method in methods:
+            bench.ours(method, record, FIXED)
+    found = claims(bench.found, read, arguments.length)
+    for name, value in found.items():
+        print(f"{name:70}{value:8.2f}")
+    report = {
+        "environment": describe(started).model_dump(mode="json"), "bandwidth": bandwidth,
+        "steps": [asdict(step) for step in bench.found], "readings": [asdict(one) for one in read], "claims": found,
+    }  # fmt: skip
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
