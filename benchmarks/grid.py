@@ -289,7 +289,7 @@ def main() -> None:
         table(["method and budget", "why"], refused),
         "## The systems against what their papers compare them with",
         rivals(methods),
-        NOTES.read_text(encoding="utf-8"),
+        NOTES.read_text(encoding="utf-8").replace("../docs/results/", ""),
         "## Other lengths, and the question seen",
         *[markdown(reports[part.name]) for part in settings],
         "## Provenance",
