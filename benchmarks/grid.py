@@ -261,7 +261,8 @@ def main() -> None:
     ]
     reports = {part.name: measuring.run(part) for part in (leaders, *settings)} | {first.name: methods}
     for name, report in reports.items():
-        write_results(name, report)
+        if report.cells:
+            write_results(name, report)
     (RESULTS / REFUSED).write_text(json.dumps(measuring.refused, indent=1) + "\n", encoding="utf-8")
     pictures = pictures_of(methods, reports["grid_leaders"])
     refused = [list(pair) for pair in measuring.refused[first.name].items()]
@@ -291,7 +292,7 @@ def main() -> None:
         rivals(methods),
         NOTES.read_text(encoding="utf-8").replace("../docs/results/", ""),
         "## Other lengths, and the question seen",
-        *[markdown(reports[part.name]) for part in settings],
+        *[markdown(reports[p.name]) if reports[p.name].cells else f"{p.title}: not measured yet." for p in settings],
         "## Provenance",
         provenance(methods),
         ""

@@ -11,7 +11,7 @@ from torch import Tensor
 from semkv.evaluation.samples import Question
 from semkv.evaluation.schema import Answer, Row, Usage, Zoom
 from semkv.evaluation.subject import Subject, add_zooms, usage_of, worst, zoom_of
-from semkv.evaluation.tasks.base import Task
+from semkv.evaluation.tasks.base import Task, WrittenTask
 
 STOP_TOKENS = 16
 """A stop string is looked for in as many of the last tokens."""
@@ -59,10 +59,11 @@ class Answering:
         logits = self.subject.extend(compiled, state, ids)[0] if ids else state.logits[-1]
         if self.task.kind == "exact":
             found = self._exact(compiled, state, logits, question, tally)
-        elif self.task.kind == "generated":
-            found = self._generated(compiled, state, logits, question, tally)
-        else:
+        elif self.task.kind == "likelihood":
             found = self._likelihood(compiled, state, logits, question, tally)
+        else:
+            assert isinstance(self.task, WrittenTask)
+            found = self._generated(self.task, compiled, state, logits, question, tally)
         tally.answers.append(found)
         tally.usage = worst(tally.usage, usage_of(state))
         tally.zoom = add_zooms(tally.zoom, zoom_of(state))
@@ -93,7 +94,9 @@ class Answering:
             expected=len(question.answer),
         )
 
-    def _generated(self, compiled: Any, state: Any, logits: Tensor, question: Question, tally: Tally) -> Answer:
+    def _generated(
+        self, task: WrittenTask, compiled: Any, state: Any, logits: Tensor, question: Question, tally: Tally
+    ) -> Answer:
         """Greedy text until it ends, has `new_tokens`, meets a stop string, or can no longer gain."""
         ends = end_tokens(compiled, self.tokenizer)
         written: list[int] = []
@@ -102,21 +105,21 @@ class Answering:
             if token in ends:
                 break
             written.append(token)
-            if len(written) == question.new_tokens or self._finished(written, question):
+            if len(written) == question.new_tokens or self._finished(task, written, question):
                 break
             logits = self._step(compiled, state, token, tally)
         text = self._text(written)
-        for mark in self.task.stop:
+        for mark in task.stop:
             text = text.split(mark, 1)[0]
-        score = self.task.score(text, question)
+        score = task.score(text, question)
         return Answer(depth=question.depth, correct=score == 1.0, matched=0, expected=0, score=score, text=text)
 
-    def _finished(self, written: list[int], question: Question) -> bool:
-        if self.task.stop:
+    def _finished(self, task: WrittenTask, written: list[int], question: Question) -> bool:
+        if task.stop:
             recent = self._text(written[-STOP_TOKENS:])
-            if any(mark in recent for mark in self.task.stop):
+            if any(mark in recent for mark in task.stop):
                 return True
-        return self.task.monotone and self.task.score(self._text(written), question) == 1.0
+        return task.monotone and task.score(self._text(written), question) == 1.0
 
     def _text(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True)

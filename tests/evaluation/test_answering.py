@@ -10,12 +10,12 @@ from semkv.errors import BudgetError, ConfigError
 from semkv.evaluation import Grid, Variant, evaluate
 from semkv.evaluation.samples import Question, Sample
 from semkv.evaluation.tables import markdown
-from semkv.evaluation.tasks.base import Task
+from semkv.evaluation.tasks.base import WrittenTask
 
 FULL, HALF = Variant(method="full"), Variant(method="tail", budget=0.5)
 
 
-class WriterTask(Task):
+class WriterTask(WrittenTask):
     """Contexts of counting words; the answer repeats the question's words until a stop."""
 
     name = "writer"

@@ -19,7 +19,7 @@ Count = Callable[[Prompt], int]
 
 
 class Task(ABC):
-    """A family of samples with its scoring.
+    """A family of samples, and how a model is measured on them.
 
     Attributes
     ----------
@@ -28,16 +28,12 @@ class Task(ABC):
     `likelihood`: the text goes on as written, and its tokens' log-likelihoods are taken one by one.
     questions_per_context: the most that may share a context; None where any number may.
     has_question: False where nothing is asked after the context, so that "seen" and "unseen" do not differ.
-    monotone: a score of 1 cannot be lost by writing on, so generation stops there.
-    stop: strings that end an answer; what follows is cut.
     """
 
     name: str
-    kind: ClassVar[Kind] = "generated"
+    kind: ClassVar[Kind]
     questions_per_context: ClassVar[int | None] = 1
     has_question: ClassVar[bool] = True
-    monotone: ClassVar[bool] = False
-    stop: ClassVar[tuple[str, ...]] = ()
 
     @property
     def available(self) -> int | None:
@@ -66,9 +62,23 @@ class Task(ABC):
     def make(self, tokenizer: Any, length: int, index: int, *, seed: int, questions: int) -> Sample:
         """Sample `index` of at most `length` tokens. Raises ConfigError where length or tokenizer cannot express it."""
 
+
+class WrittenTask(Task):
+    """A task whose answers are written freely and scored.
+
+    Attributes
+    ----------
+    monotone: a score of 1 cannot be lost by writing on, so generation stops there.
+    stop: strings that end an answer; what follows is cut.
+    """
+
+    kind: ClassVar[Kind] = "generated"
+    monotone: ClassVar[bool] = False
+    stop: ClassVar[tuple[str, ...]] = ()
+
+    @abstractmethod
     def score(self, prediction: str, question: Question) -> float:
         """How right a text is, in [0, 1], against `question.references`."""
-        raise NotImplementedError(f"task {self.name!r} is of kind {self.kind!r} and scores no text")
 
 
 @dataclass(frozen=True)
@@ -111,7 +121,7 @@ class OptionTask(Task):
         return source
 
 
-class TextTask(OptionTask):
+class TextTask(OptionTask, WrittenTask):
     """A task whose samples are prompts in words, with questions behind them."""
 
     cut: ClassVar[bool] = False
@@ -153,4 +163,4 @@ class TextTask(OptionTask):
         return Sample(self.name, length, index, encoded.context, asked)
 
 
-__all__ = ["Ask", "Count", "Kind", "OptionTask", "Prompt", "Task", "TextTask"]
+__all__ = ["Ask", "Count", "Kind", "OptionTask", "Prompt", "Task", "TextTask", "WrittenTask"]
