@@ -65,8 +65,7 @@ class MinMaxRouter(PageRouter):
         return {"low": folding.smallest(k), "high": folding.largest(k)}
 
     def logits(self, site: AttentionSite, q: Tensor, spans: FoldedSpans) -> Tensor:
-        low, high = spans.indexed("low"), spans.indexed("high")
-        return q.clamp(min=0) @ high.transpose(1, 2) + q.clamp(max=0) @ low.transpose(1, 2)
+        return spans.products(q.clamp(min=0), "high") + spans.products(q.clamp(max=0), "low")
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,7 @@ class MeanKeyRouter(PageRouter):
         return {"mean": torch.nn.functional.normalize(mean, dim=-1) if self.direction else mean}
 
     def logits(self, site: AttentionSite, q: Tensor, spans: FoldedSpans) -> Tensor:
-        return q @ spans.indexed("mean").transpose(1, 2)
+        return spans.products(q, "mean")
 
 
 @dataclass(frozen=True)
@@ -129,7 +128,7 @@ class RepresentativeRouter(PageRouter):
         return {f"key{place}": k[heads, token[..., place]] for place in range(self.count)}
 
     def logits(self, site: AttentionSite, q: Tensor, spans: FoldedSpans) -> Tensor:
-        return torch.stack([q @ spans.indexed(f"key{place}").transpose(1, 2) for place in range(self.count)]).sum(0)
+        return torch.stack([spans.products(q, f"key{place}") for place in range(self.count)]).sum(0)
 
 
 def representative_scores(site: AttentionSite, record: RowRecord, local: int) -> Tensor:

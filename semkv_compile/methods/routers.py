@@ -9,7 +9,7 @@ from torch import Tensor
 
 from semkv.ir.site import AttentionSite
 from semkv.runtime.components import IndexPart, Summary
-from semkv.runtime.quantization import dequantize
+from semkv.runtime.quantization import norms, products
 from semkv.runtime.segments import Folding
 from semkv.runtime.spans import FACTORS, FoldedSpans
 from semkv.runtime.step import Step
@@ -85,10 +85,10 @@ class GateRouter:
         query = q.float().cpu() @ w.transpose(1, 2)  # [Hq, T, d']
         size = log_sizes(site, spans)
         if "vectors" in spans.index:
-            raw = query @ spans.indexed("vectors").transpose(1, 2)
+            raw = spans.products(query, "vectors")
         else:
             back = (query @ w).unflatten(0, (site.kv_heads, site.group_size)).flatten(1, 2)  # W^T W q
-            raw = (back @ dequantize(spans.mean_k).transpose(1, 2)).view(site.q_heads, q.shape[1], -1)
+            raw = products(back, spans.mean_k).view(site.q_heads, q.shape[1], -1)
             raw = raw / spans.indexed("norms").transpose(1, 2)
         scores = raw / w.shape[1] ** 0.5 + size - self.offsets[site.index][site.query_heads, None, None]
         # Heads of a group compete for the same room: what they compare is how far above its own threshold each is.
@@ -112,8 +112,8 @@ class CoarseRouter(MeansSuffice):
 
     def score(self, site: AttentionSite, q: Tensor, spans: FoldedSpans, step: Step) -> Tensor:
         grouped = q.float().cpu().unflatten(0, (site.kv_heads, site.group_size)).flatten(1, 2)
-        direction = torch.nn.functional.normalize(dequantize(spans.mean_k), dim=-1)
-        return (grouped @ direction.transpose(1, 2)).view(site.q_heads, q.shape[1], -1)
+        along = products(grouped, spans.mean_k) / norms(spans.mean_k).clamp(min=1e-12)[:, None]
+        return along.view(site.q_heads, q.shape[1], -1)
 
     def threshold(self, site: AttentionSite) -> Tensor:
         return torch.zeros(site.q_heads)

@@ -11,6 +11,7 @@ from semkv.ir.site import AttentionSite
 from semkv.methods.page_routers import PageRouter
 from semkv.profiles.schema.codes import STEPS, encode
 from semkv.runtime.components import IndexPart, Summary
+from semkv.runtime.quantization import code_products
 from semkv.runtime.segments import Folding
 from semkv.runtime.spans import FoldedSpans
 
@@ -47,7 +48,7 @@ class SketchRouter(PageRouter):
     def index(self, site: AttentionSite, summary: Summary | None) -> dict[str, IndexPart]:
         maps = self._maps(site)
         width = -(-maps.rank * maps.bits // 8)
-        return {"codes": IndexPart(site.kv_heads, width, dtype=torch.uint8, merge="never")}
+        return {"codes": IndexPart(site.kv_heads, width, dtype=torch.uint8, merge="never", columns=True)}
 
     def build(self, site: AttentionSite, folding: Folding, mean_k: Tensor | None) -> dict[str, Tensor]:
         maps = self._maps(site)
@@ -60,9 +61,12 @@ class SketchRouter(PageRouter):
         assert isinstance(codes, Tensor)
         asked = q @ maps.query
         # (q A).decode(levels), with the steps on the query's side, where there are far fewer numbers.
-        middles = unpack_middles(codes, maps.bits, maps.rank)
-        steps = (STEPS[maps.bits] * maps.std)[:, None, :]
-        return (asked * steps) @ middles.transpose(1, 2) + asked @ maps.mean[..., None]
+        stepped = asked * (STEPS[maps.bits] * maps.std)[:, None, :]
+        mean = asked @ maps.mean[..., None]
+        if 8 % maps.bits == 0:
+            return code_products(stepped, codes, maps.bits).add_(mean + 0.5 * stepped.sum(-1, keepdim=True))
+        middles = unpack_levels(codes, maps.bits, maps.rank).float() + 0.5
+        return stepped @ middles.transpose(1, 2) + mean
 
 
 def pack_levels(levels: Tensor, bits: int) -> Tensor:
@@ -81,11 +85,3 @@ def unpack_levels(packed: Tensor, bits: int, rank: int) -> Tensor:
     stream = ((packed[..., None] >> torch.arange(8, dtype=torch.uint8)) & 1).flatten(-2)[..., : rank * bits]
     places = torch.tensor([1 << place for place in range(bits)], dtype=torch.int16)
     return ((stream.unflatten(-1, (rank, bits)) * places).sum(-1) - (1 << (bits - 1))).to(torch.int8)
-
-
-def unpack_middles(packed: Tensor, bits: int, rank: int) -> Tensor:
-    """`unpack_levels` + 0.5, float32 [..., rank]: the middle of each level's step, in steps."""
-    if 8 % bits:
-        return unpack_levels(packed, bits, rank).float() + 0.5
-    every = unpack_levels(torch.arange(256, dtype=torch.uint8)[:, None], bits, 8 // bits).float() + 0.5
-    return torch.nn.functional.embedding(packed.int(), every).flatten(-2)[..., :rank]

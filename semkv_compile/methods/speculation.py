@@ -11,10 +11,11 @@ from torch.fx import GraphModule
 
 from semkv.errors import BudgetError
 from semkv.ir.site import AttentionSite
+from semkv.kernels.mixed_attention.streaming import scores
 from semkv.methods.routers import MeansSuffice
 from semkv.profiles.schema.retrieval_head import RetrievalHeadSection, matched_heads
 from semkv.runtime.components import Cap, Note
-from semkv.runtime.quantization import Quantized, bytes_per_vector, dequantize, quantize
+from semkv.runtime.quantization import Quantized, bytes_per_vector, products, quantize
 from semkv.runtime.record import RowRecord
 from semkv.runtime.spans import FoldedSpans
 from semkv.runtime.step import Step
@@ -119,13 +120,13 @@ class Speculation:
         keyed = tokens + (len(ids) if not features else 1)
         bits = self._bits(notes)
         self._store(notes, k, bits, self._most(bits, tokens + len(ids), cap))
-        keys = self._keys(notes)
-        passing[RANKING] = self._ranking(q, keys, tokens, keyed - keys.shape[1])
+        passing[RANKING] = self._ranking(q, notes, tokens, keyed - notes[KEYS].shape[1])
 
-    def _ranking(self, q: Tensor, keys: Tensor, tokens: int, first: int) -> Ranking:
-        logits = q.unflatten(0, (keys.shape[0], -1)) @ keys[:, None].transpose(2, 3)  # [Hkv, G, T, m]
+    def _ranking(self, q: Tensor, notes: dict[str, Tensor], tokens: int, first: int) -> Ranking:
+        grouped = q.unflatten(0, (self.section.kv_heads, -1))  # [Hkv, G, T, D]
+        logits = self._products(grouped.flatten(1, 2), notes).unflatten(1, grouped.shape[1:3])  # [Hkv, G, T, m]
         asked = tokens + torch.arange(q.shape[1])
-        logits.masked_fill_(first + torch.arange(keys.shape[1]) > asked[:, None], float("-inf"))
+        logits = logits.masked_fill(first + torch.arange(logits.shape[3]) > asked[:, None], float("-inf"))
         weights = logits.softmax(-1).amax(1)
         return Ranking(weights.mean(0, keepdim=True) if self.batch else weights, first)
 
@@ -156,14 +157,15 @@ class Speculation:
         else:
             new = {KEYS: k.to(torch.float16)}
         for name, x in new.items():
-            held = torch.cat([notes[name], x], 1) if name in notes else x
-            notes[name] = held[:, max(0, held.shape[1] - most) :].clone()
+            x = x[:, max(0, x.shape[1] - most) :]
+            held = notes.get(name, x[:, :0])
+            notes[name] = torch.cat([held[:, max(0, held.shape[1] + x.shape[1] - most) :], x], 1)
 
-    def _keys(self, notes: dict[str, Tensor]) -> Tensor:
-        """Float32 [Hkv, m, D]."""
+    def _products(self, q: Tensor, notes: dict[str, Tensor]) -> Tensor:
+        """q [Hkv, R, D] times the keys that are kept: float32 [Hkv, R, m]."""
         if not self.strict:
-            return notes[KEYS].float()
-        return dequantize(Quantized(notes[KEYS], notes[SCALE], self._bits(notes), self.section.head_dim))
+            return scores(q, notes[KEYS])
+        return products(q, Quantized(notes[KEYS], notes[SCALE], self._bits(notes), self.section.head_dim))
 
 
 @dataclass(frozen=True)
@@ -174,7 +176,12 @@ class SpeculativeRouter(MeansSuffice):
         ranking = step.passing[RANKING]
         assert isinstance(ranking, Ranking)
         place = spans.positions[0].long() - ranking.first
-        weights = ranking.weights[:, :, place.clamp(min=0)].masked_fill(place < 0, 0.0).log()
+        if bool(
+            (place[:1] >= 0).all() and (place.diff() == 1).all()
+        ):  # a run of tokens, as long as none has been merged
+            weights = ranking.weights[:, :, place[0] : place[0] + len(place)].log()
+        else:
+            weights = ranking.weights[:, :, place.clamp(min=0)].masked_fill(place < 0, 0.0).log()
         last = site.first_head + site.kv_heads
         own = matched_heads(weights, step.site.kv_heads)[site.first_head : last]
         return own.repeat_interleave(site.group_size, 0)

@@ -80,7 +80,8 @@ class IndexPart:
 
     bits: quantised per vector (4 or 8, see `semkv.runtime.quantization`); None: plain numbers of `dtype`. merge: what becomes
     of it when units merge: the mean by size, the smaller, the larger; `rebuild`: the router computes it from the units'
-    means (`Router.rebuild`); `never`: such units do not merge.
+    means (`Router.rebuild`); `never`: such units do not merge. columns: each of the `dim` numbers of all units stands together in
+    memory, which a product with few numbers per unit reads several times faster.
     """
 
     rows: int
@@ -88,6 +89,7 @@ class IndexPart:
     bits: int | None = None
     dtype: torch.dtype = torch.float16
     merge: Literal["mean", "min", "max", "rebuild", "never"] = "mean"
+    columns: bool = False
 
     @property
     def unit_nbytes(self) -> int:

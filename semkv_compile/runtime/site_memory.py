@@ -10,6 +10,7 @@ from torch import Tensor
 from semkv.ir.memory import Entries
 from semkv.ir.site import AttentionSite
 from semkv.runtime.components import Components
+from semkv.runtime.largest import largest
 from semkv.runtime.quantization import dequantize
 from semkv.runtime.segments import Folding
 from semkv.runtime.spans import FoldedSpans
@@ -313,16 +314,17 @@ class SiteMemory:
             threshold = self.components.router.threshold(site).float().view(site.kv_heads, site.group_size, 1, 1)
             grouped = grouped.masked_fill(grouped <= threshold, NEG_INF)
         best = grouped.amax(dim=(1, 2))  # [Hkv, M]
-        costs, room = self.spans.unit_nbytes(), allowance / site.kv_heads
-        most = best.shape[1]
-        if room < float("inf"):
-            most = min(most, int(room // max(1, self.spans.least_unit_nbytes)))
-        highest, order = best.topk(most, dim=1)
-        fits = (costs.gather(1, order).cumsum(1) <= room) & (highest > NEG_INF)
-        chosen = torch.zeros_like(best, dtype=torch.bool).scatter_(1, order, fits)
-        wanted = grouped > NEG_INF
-        same = bool((wanted | ~chosen[:, None, None]).all())
-        return Zoom(chosen, site.group_size, score.shape[1], None if same else wanted & chosen[:, None, None])
+        room, (least, greatest) = allowance / site.kv_heads, self.spans.unit_nbytes_range
+        most = best.shape[1] if room == float("inf") else min(best.shape[1], int(room // max(1, least)))
+        if least == greatest:
+            chosen = largest(best, most) & (best > NEG_INF)
+        else:
+            highest, order = best.topk(most, dim=1)
+            fits = (self.spans.unit_nbytes().gather(1, order).cumsum(1) <= room) & (highest > NEG_INF)
+            chosen = torch.zeros_like(best, dtype=torch.bool).scatter_(1, order, fits)
+        if not bool((chosen & (grouped.amin(dim=(1, 2)) == NEG_INF)).any()):
+            return Zoom(chosen, site.group_size, score.shape[1])  # every head and token wants what any of them does
+        return Zoom(chosen, site.group_size, score.shape[1], (grouped > NEG_INF) & chosen[:, None, None])
 
     def _unfold(self, site: AttentionSite, q: Tensor, allowance: float, step: Step) -> tuple[Zoom, Workspace]:
         """The zooms of `_select` and the workspace that holds what they unfold, of at most `allowance` bytes."""

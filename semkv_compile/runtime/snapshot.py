@@ -222,7 +222,8 @@ def _fill_index(spans: FoldedSpans, own: dict[str, Tensor], units: int) -> None:
         if part.bits is not None:
             spans.index[name] = _quantized(own, f"index.{name}", part.rows, units, part.dim, part.bits)
         else:
-            spans.index[name] = _expect(own[f"index.{name}"], name, (part.rows, units, part.dim), part.dtype).clone()
+            given = _expect(own[f"index.{name}"], name, (part.rows, units, part.dim), part.dtype)
+            spans.index[name] = given.mT.clone().mT if part.columns else given.clone()
 
 
 def _fill_factors(spans: FoldedSpans, own: dict[str, Tensor], count: int) -> None:

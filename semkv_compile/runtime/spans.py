@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from semkv.ir.site import AttentionSite
+from semkv.kernels.mixed_attention.streaming import scores
 from semkv.runtime.components import Components, IndexPart
 from semkv.runtime.host_pool import GrowingTensor, HostFactors, HostTokens
 from semkv.runtime.host_tier import HostTier
-from semkv.runtime.quantization import Quantized, bytes_per_vector, concatenate, dequantize, quantize
+from semkv.runtime.quantization import Quantized, bytes_per_vector, concatenate, dequantize, products, quantize
 from semkv.runtime.segments import Folding
 from semkv.runtime.workspace import Segments, UnfoldedFactors, Workspace
 
@@ -73,7 +74,7 @@ class FoldedSpans:
         self.mean_v: Quantized | None = None
         self.index: dict[str, Quantized | Tensor] = {}
         self._costs: tuple[Tensor, Tensor] | None = None
-        self._least: tuple[Tensor, int] | None = None
+        self._range: tuple[Tensor, tuple[int, int]] | None = None
         self._held: tuple[Tensor, int] | None = None
         self._plain: tuple[Tensor, bool] | None = None
 
@@ -89,6 +90,11 @@ class FoldedSpans:
         """One tensor of the index in float32, [rows, M, dim]."""
         held = self.index[name]
         return dequantize(held) if isinstance(held, Quantized) else held.float()
+
+    def products(self, q: Tensor, name: str) -> Tensor:
+        """float32 q [H, R, dim] times one tensor of the index: [H, R, M]."""
+        held = self.index[name]
+        return products(q, held) if isinstance(held, Quantized) else scores(q, held)
 
     # -- sizes -------------------------------------------------------------------------------------------------------
 
@@ -158,12 +164,13 @@ class FoldedSpans:
         return self._costs[1]
 
     @property
-    def least_unit_nbytes(self) -> int:
-        """The smallest of `unit_nbytes`, 0 without units."""
-        if self._least is None or self._least[0] is not self.segment_unit:
+    def unit_nbytes_range(self) -> tuple[int, int]:
+        """The smallest and the largest of `unit_nbytes`, 0 without units."""
+        if self._range is None or self._range[0] is not self.segment_unit:
             costs = self.unit_nbytes()
-            self._least = (self.segment_unit, int(costs.min()) if costs.numel() else 0)
-        return self._least[1]
+            found = (int(costs.min()), int(costs.max())) if costs.numel() else (0, 0)
+            self._range = (self.segment_unit, found)
+        return self._range[1]
 
     def _unit_nbytes(self) -> Tensor:
         per_segment = (self.segment_length * self.token_nbytes()).expand(self.site.kv_heads, -1).clone()
@@ -204,10 +211,14 @@ class FoldedSpans:
         self.positions = _same_rows(self.positions, folding.mean(where)[..., 0].to(torch.int32), heads)
 
     def _append_index(self, name: str, part: IndexPart, x: Tensor) -> None:
-        new = quantize(x, part.bits) if part.bits is not None else x.to(part.dtype)
         old = self.index.get(name)
-        if isinstance(new, Quantized):
-            self.index[name] = _joined(old if isinstance(old, Quantized) else None, new)
+        if part.bits is not None:
+            self.index[name] = _joined(old if isinstance(old, Quantized) else None, quantize(x, part.bits))
+            return
+        new = x.to(part.dtype)
+        if part.columns:
+            new = new.mT
+            self.index[name] = (torch.cat([old.mT, new], 2) if isinstance(old, Tensor) else new.contiguous()).mT
         else:
             self.index[name] = torch.cat([old, new], 1) if isinstance(old, Tensor) else new
 
