@@ -32,9 +32,11 @@ def padded(size: int) -> int:
     return max(16, triton.next_power_of_2(size))
 
 
-def options(warps: int, stages: int) -> dict[str, int]:
-    """Triton's compile options, the same for a launch and for machine code made ahead of it."""
-    return {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
+def options(warps: int, stages: int, registers: int = 0) -> dict[str, int]:
+    """Triton's compile options, the same for a launch and for machine code made ahead of it; registers: the most per thread, 0:
+    the compiler's choice."""
+    limit = {"maxnreg": registers} if registers else {}
+    return {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True, **limit}
 
 
 @dataclass(frozen=True)
@@ -49,11 +51,13 @@ class Specialization:
     constants: tuple[tuple[str, int], ...]
     warps: int
     stages: int
+    registers: int = 0
 
     def identity(self, capability: int) -> str:
         """SHA-256 over the template's source and all that it calls, the compiler, the target and every field."""
         parts = (
-            triton.__version__, self.kernel.cache_key, capability, self.signature, self.constants, self.warps, self.stages
+            triton.__version__, self.kernel.cache_key, capability, self.signature, self.constants, self.warps, self.stages,
+            self.registers,
         )  # fmt: skip
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
@@ -68,7 +72,7 @@ class Specialization:
         compiled = triton.compile(
             ASTSource(self.kernel, signature, constants, attributes),
             target=GPUTarget("cuda", capability, 32),
-            options=options(self.warps, self.stages),
+            options=options(self.warps, self.stages, self.registers),
         )
         code = compiled.asm["cubin"]
         resources = read_resources(code, shared_bytes=compiled.metadata.shared, warps=compiled.metadata.num_warps)
@@ -85,7 +89,10 @@ class Binary:
 
 @dataclass(frozen=True)
 class Launch:
-    """One call of a kernel: arguments by name (tensors, integers, floats, None where absent) and constants."""
+    """One call of a kernel: arguments by name (tensors, integers, floats, None where absent) and constants.
+
+    registers: the most per thread, 0: the compiler's choice. held: tensors that it reads without their being arguments.
+    """
 
     kernel: Any
     grid: tuple[int, ...]
@@ -93,16 +100,22 @@ class Launch:
     constants: Mapping[str, int]
     warps: int
     stages: int
+    registers: int = 0
+    held: tuple[Tensor, ...] = ()
 
     def run(self) -> None:
-        """Enqueue it on the current stream; Triton compiles it the first time."""
-        self.kernel[self.grid](**self.arguments, **self.constants, **options(self.warps, self.stages))
+        """Enqueue it on the current stream of its tensors' device; Triton compiles it the first time."""
+        with torch.cuda.device_of(next(x for x in self.arguments.values() if isinstance(x, Tensor))):
+            self.kernel[self.grid](
+                **self.arguments, **self.constants, **options(self.warps, self.stages, self.registers)
+            )
 
     @property
     def specialization(self) -> Specialization:
         """What its machine code depends on; tensors may be on the `meta` device."""
         signature = tuple((name, _type(name, value)) for name, value in self.arguments.items())
-        return Specialization(self.kernel, signature, tuple(sorted(self.constants.items())), self.warps, self.stages)
+        constants = tuple(sorted(self.constants.items()))
+        return Specialization(self.kernel, signature, constants, self.warps, self.stages, self.registers)
 
 
 def _type(name: str, value: Tensor | float | None) -> str:

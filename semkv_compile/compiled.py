@@ -17,6 +17,9 @@ import semkv.kernels  # noqa: F401 - registers the operators
 from semkv.config import CompileConfig, check_budget
 from semkv.errors import BudgetError, ConfigError, InputError
 from semkv.ir.program import Program
+from semkv.kernel_layouts import site_layouts, tune_program
+from semkv.kernels.mixed_attention.dispatch import unusable
+from semkv.kernels.tuning import Tuning
 from semkv.methods import Method, find_method
 from semkv.offload import offload_thresholds
 from semkv.passes.base import PassOptions
@@ -76,8 +79,10 @@ class CompiledModel(GenerationMixin, nn.Module):
         model_config: Any = None,
         generation_config: GenerationConfig | None = None,
         lowered: bool = False,
+        tuning: Tuning | None = None,
     ) -> None:
-        """`source` is a program with its sites found, or, where `lowered`, one that was already lowered for `method`."""
+        """`source` is a program with its sites found, or, where `lowered`, one that was already lowered for `method`. `tuning`:
+        layouts of kernels that an artifact brought."""
         super().__init__()
         check_budget(budget)
         self.fingerprint = fingerprint
@@ -90,12 +95,19 @@ class CompiledModel(GenerationMixin, nn.Module):
             raise BudgetError(f"method {method.name!r} keeps everything: pass no budget with it (got {budget!r})")
         object.__setattr__(self, "_source", source)
         self.profile, self.method, self.budget, self.settings = profile, method, budget, settings
+        self.tuning = tuning
         dtype = settings.torch_kv_dtype(source.dtype)
         decided = method.for_budget(source, profile, Budget(budget, dtype))
         program = source if lowered else lower(source, _pass_options(source, decided, profile))
         plan = decided.plan(program, profile)
         limits = offload_thresholds(program, plan, profile, Budget(budget, dtype), settings)
-        program = place(program, PassOptions(thresholds=limits)) if limits and not lowered else program
+        program = place(
+            program,
+            PassOptions(
+                thresholds=limits if limits and not lowered else None, kernels=settings.kernels,
+                layouts=site_layouts(program, settings.kernels, self.device, tuning),
+            ),
+        )  # fmt: skip
         object.__setattr__(self, "program", program)
         self.config = PreTrainedConfig(vocab_size=program.vocab_size) if model_config is None else model_config
         self.generation_config = generation_config or GenerationConfig()
@@ -131,6 +143,12 @@ class CompiledModel(GenerationMixin, nn.Module):
     def dtype(self) -> torch.dtype:
         return self._source.dtype
 
+    @property
+    def kernels(self) -> str:
+        """What answers the attention of a step: `triton`, or `torch` and why."""
+        reason = unusable(self.settings.kernels, self.device)
+        return "triton" if reason is None else f"torch: {reason}"
+
     def can_generate(self) -> bool:
         return True
 
@@ -143,6 +161,20 @@ class CompiledModel(GenerationMixin, nn.Module):
         return CompiledModel(
             source, self.profile, find_method(method, options), budget, settings.model_copy(update={"method_options": options}),
             fingerprint=self.fingerprint, model_config=self.config, generation_config=self.generation_config,
+            tuning=self.tuning,
+        )  # fmt: skip
+
+    def tune_kernels(self) -> CompiledModel:
+        """This model with the layouts of kernels that are the fastest on its device, measured now: seconds to a minute.
+
+        They are kept in the cache's folder, where later compilations find them, and in artifacts. `ConfigError` where Triton's
+        kernels do not run.
+        """
+        tuning = tune_program(self.program, self.settings.kernels, self.device)
+        return CompiledModel(
+            self.program, self.profile, self.method, self.budget, self.settings,
+            fingerprint=self.fingerprint, model_config=self.config, generation_config=self.generation_config,
+            lowered=True, tuning=tuning if self.tuning is None else self.tuning.merged(tuning),
         )  # fmt: skip
 
     def get_experts_implementation(self) -> dict[str, str]:

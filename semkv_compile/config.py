@@ -53,6 +53,9 @@ class CompileConfig(BaseModel):
         `CapacityError`, for a prompt before it is read. Default: no limit; with host='disk', everything is in files.
         `progressive`: the lengths that fit follow from it.
     rows: `progressive` only: sequences that share the device.
+    kernels: which kernels answer the attention of a step. `auto`: Triton's on CUDA where it is installed, PyTorch's elsewhere;
+        `torch`: PyTorch's everywhere; `triton`: Triton's, which on a CPU runs in its interpreter (TRITON_INTERPRET=1, for tests).
+        Calls that Triton's are not made for (many queries, float64, gradients) are PyTorch's always.
     cache: keep the captured program on disk, and take it from there when the same model is compiled again with the same
         versions (`semkv.program_cache`).
     method_options: parameters of the method, by name; see each method's docstring.
@@ -71,6 +74,7 @@ class CompileConfig(BaseModel):
     device_memory: int | None = Field(default=None, ge=1)
     host_memory: int | None = Field(default=None, ge=1)
     rows: int = Field(default=1, ge=1)
+    kernels: Literal["auto", "torch", "triton"] = "auto"
     cache: bool = False
     method_options: dict[str, Any] = Field(default_factory=dict)
 

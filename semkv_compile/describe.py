@@ -27,6 +27,7 @@ def describe(compiled: CompiledModel, *, verbose: bool = False) -> str:
     facts = [
         f"KV in {str(compiled.placement.budget.dtype).removeprefix('torch.')}, "
         f"residency {compiled.settings.residency}, host {compiled.settings.host}",
+        f"attention of a step by {compiled.kernels}",
         f"rows {'run together' if program.batched else 'run one at a time'}; context {program.max_positions or 'not declared'}; "
         f"vocabulary {program.vocab_size}",
     ]  # fmt: skip

@@ -16,6 +16,7 @@ from semkv.ir import spec
 from semkv.ir.program import Program
 from semkv.passes.assign_budgets import AssignBudgets
 from semkv.passes.base import Pass, PassOptions
+from semkv.passes.bind_kernels import BindKernels
 from semkv.passes.canonicalise import Canonicalise
 from semkv.passes.find_attention import FindAttention
 from semkv.passes.group_heads import GroupHeads
@@ -46,8 +47,9 @@ LOWER: tuple[Pass, ...] = (
 
 PLACE: tuple[Pass, ...] = (
     PlaceMemory(),  # lowered: from which length on each site's folded tokens wait on the host
+    BindKernels(),  # lowered: which kernels answer the attention of a step, and their layout
 )
-"""What depends on the device's memory as well; it changes no graph."""
+"""What depends on the device as well; it changes nothing computed."""
 
 
 def captured_program(model: torch.nn.Module, *, dump: Path | None = None) -> Program:
@@ -74,7 +76,7 @@ def lower(program: Program, options: PassOptions, *, dump: Path | None = None) -
 
 
 def place(program: Program, options: PassOptions) -> Program:
-    """A lowered program whose sites say where their folded tokens wait, by `options.thresholds`."""
+    """A lowered program whose sites say where their folded tokens wait, by `options.thresholds`, and which kernels they call."""
     return run_passes(program, PLACE, options, ran=[p.name for p in (*UNDERSTAND, *LOWER)])
 
 

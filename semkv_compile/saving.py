@@ -16,12 +16,16 @@ from semkv.artifact.save import save_program
 from semkv.artifact.state_file import load_tensors, save_tensors
 from semkv.compiled import CompiledModel
 from semkv.errors import ArtifactError, SemkvError
+from semkv.kernels.tuning import Tuning
 from semkv.methods import find_method
 from semkv.profiles.schema import Profile
 from semkv.runtime.components import Components
 from semkv.runtime.row_memory import RowMemory
 from semkv.runtime.snapshot import row_from_tensors, row_to_tensors
 from semkv.runtime.state import State
+
+KERNELS = "kernels"
+"""Under which a manifest's `extra` keeps tuned layouts."""
 
 
 def save_compiled(compiled: CompiledModel, path: str | os.PathLike[str]) -> None:
@@ -33,6 +37,7 @@ def save_compiled(compiled: CompiledModel, path: str | os.PathLike[str]) -> None
         config=compiled.settings, profile=compiled.profile, model_fingerprint=compiled.fingerprint,
         model_config=None if config is None else _plain(config.to_dict()),
         generation_config=_plain(compiled.generation_config.to_dict()),
+        extra=None if compiled.tuning is None else {KERNELS: compiled.tuning.to_json()},
     )  # fmt: skip
 
 
@@ -49,6 +54,7 @@ def load_compiled(path: str | os.PathLike[str], *, device: str | torch.device = 
         method = find_method(facts.method, facts.method_options)
         config = None if model.config is None else PreTrainedConfig.from_dict(model.config)
         generation = None if model.generation_config is None else GenerationConfig.from_dict(model.generation_config)
+        layouts = manifest.extra.get(KERNELS)
         return CompiledModel(
             program,
             profile,
@@ -59,6 +65,7 @@ def load_compiled(path: str | os.PathLike[str], *, device: str | torch.device = 
             model_config=config,
             generation_config=generation,
             lowered=True,
+            tuning=None if layouts is None else Tuning.from_json(layouts, f"{path}: extra.{KERNELS}"),
         )
     except SemkvError:
         raise

@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from semkv.errors import InputError
 
@@ -109,41 +107,3 @@ def segments(blocks: Sequence[Block], places: int) -> list[tuple[int, int, list[
             )
         runs.append((first, last, own))
     return runs
-
-
-def one_block(
-    batch: int, q_heads: int, exact_k: Sequence[Tensor], exact_v: Sequence[Tensor], exact_positions: Sequence[Tensor],
-    exact_bias: Biases, exact_heads: Sequence[int] | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """The same entries as one block (k, v, positions, bias) of all rows and heads; the only one there is is given back.
-
-    What a place lacks of the longest is zero, at position 0, with bias -inf.
-    """
-    kv_heads = kv_heads_of(batch, q_heads, exact_k, exact_heads)
-    if len(exact_k) == 1 and exact_k[0].shape[:2] == (batch, kv_heads):
-        return exact_k[0], exact_v[0], exact_positions[0], None if exact_bias is None else exact_bias[0]
-    group = q_heads // kv_heads
-    blocks = flat_blocks(exact_k, exact_v, exact_positions, exact_bias, exact_heads, group)
-    runs = segments(blocks, batch * kv_heads)
-    longest = max(sum(block.k.shape[1] for block in own) for _, _, own in runs)
-    tokens = max((block.bias.shape[2] for block in blocks if block.bias is not None), default=1)
-    made: list[list[Tensor]] = []
-    for first, last, own in runs:
-        heads = last - first
-        bias = [
-            torch.zeros(heads, group, tokens, block.k.shape[1], device=block.k.device) if block.bias is None
-            else block.bias.expand(heads, group, tokens, -1)
-            for block in own
-        ]  # fmt: skip
-        lacking = longest - sum(block.k.shape[1] for block in own)
-        made.append([
-            pad(torch.cat([block.k for block in own], 1), (0, 0, 0, lacking)),
-            pad(torch.cat([block.v for block in own], 1), (0, 0, 0, lacking)),
-            pad(torch.cat([block.positions.expand(heads, -1) for block in own], 1), (0, lacking)),
-            pad(torch.cat(bias, -1), (0, lacking), value=float("-inf")),
-        ])  # fmt: skip
-    k, v, positions, bias_of_all = (torch.cat(parts).unflatten(0, (batch, kv_heads)) for parts in zip(*made))
-    plain = (
-        all(block.bias is None for block in blocks) and len({sum(b.k.shape[1] for b in own) for *_, own in runs}) == 1
-    )
-    return k, v, positions, None if plain else bias_of_all.flatten(1, 2)

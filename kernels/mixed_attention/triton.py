@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,27 +11,14 @@ from torch import Tensor
 
 from semkv.errors import InputError
 from semkv.kernels.generation import Launch, padded
-from semkv.kernels.mixed_attention.blocks import Biases, one_block
+from semkv.kernels.mixed_attention.block_table import FIELDS, PLACE_FIELDS, block_table
+from semkv.kernels.mixed_attention.blocks import Biases, Block, flat_blocks, kv_heads_of
+from semkv.kernels.mixed_attention.configuration import Configuration
+from semkv.kernels.mixed_attention.dispatch import DTYPES, MAX_ROWS
 from semkv.kernels.mixed_attention.paged import PagedTokens
 from semkv.kernels.mixed_attention.template import decode_partials, merge_partials
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-MAX_ROWS = 64
 MAX_SPLITS = 64
-
-
-@dataclass(frozen=True)
-class Configuration:
-    """How the work is laid out; the result depends on it through rounding alone.
-
-    block: entries per tile; 0: 64, or 32 beside factored entries, whose products need the registers. warps, stages: per program,
-    stages of the load pipeline. splits: programs that share the entries of one KV head; 0: as many as fill the GPU twice.
-    """
-
-    block: int = 0
-    warps: int = 4
-    stages: int = 2
-    splits: int = 0
 
 
 def splits_for(programs: int, tiles: int, processors: int) -> int:
@@ -74,8 +60,7 @@ def mixed_attention_launches(
     """The output [B, Hq, T, Dv] and the launches that write it; nothing runs yet, so tensors may be on `meta`.
 
     Arguments are those of `mixed_attention_reference`, or `paged` in place of exact_k, exact_v and exact_positions, with the one
-    bias on its tokens. The kernel reads one block: several are joined, which copies them, and padded where they are of different
-    rows or heads.
+    bias on its tokens. Blocks are read where they are, see `block_table`.
     """
     if q.dtype not in DTYPES:
         raise InputError(
@@ -83,34 +68,34 @@ def mixed_attention_launches(
         )
     configuration = configuration or Configuration()
     batch, q_heads, tokens, dim = q.shape
-    bias: Tensor | None
-    if paged is None:
-        if exact_k is None or exact_v is None or exact_positions is None:
-            raise InputError("exact_k, exact_v and exact_positions are missing: give them, or `paged`")
-        keys, values, places, bias = one_block(
-            batch, q_heads, exact_k, exact_v, exact_positions, exact_bias, exact_heads
-        )
-        kv_heads, exact, slots = keys.shape[1], keys.shape[2], 0
-        place_heads = places.shape[1]
-    else:
+    block = configuration.block or (64 if key_u is None else 32)
+    if paged is not None:
         if exact_k is not None:
             raise InputError("exact_k and `paged` are both given; expected one of them")
-        keys, values, places = paged.k, paged.v, paged.positions
-        bias = None if exact_bias is None else exact_bias[0]
-        kv_heads, slots, exact = paged.k.shape[0], paged.k.shape[1], paged.capacity
-        place_heads = paged.positions.shape[0]
+        kv_heads, value_dim = paged.k.shape[0], paged.v.shape[-1]
+    elif exact_k is None or exact_v is None or exact_positions is None:
+        raise InputError("exact_k, exact_v and exact_positions are missing: give them, or `paged`")
+    else:
+        kv_heads, value_dim = kv_heads_of(batch, q_heads, exact_k, exact_heads), exact_v[0].shape[-1]
     if q_heads % kv_heads:
         raise InputError(f"{q_heads} query heads for {kv_heads} KV heads; expected a multiple")
-    value_dim, group = values.shape[-1], q_heads // kv_heads
-    coarse = 0 if coarse_k is None else coarse_k.shape[2]
+    group = q_heads // kv_heads
+    blocks: list[Block] = []
+    if exact_k is not None and exact_v is not None and exact_positions is not None:
+        blocks += flat_blocks(exact_k, exact_v, exact_positions, exact_bias, exact_heads, group)
+    if coarse_k is not None and coarse_v is not None and coarse_positions is not None:
+        bias = None if coarse_bias is None else [coarse_bias]
+        blocks += flat_blocks([coarse_k], [coarse_v], [coarse_positions], bias, None, group)
+    table = block_table(blocks, batch * kv_heads, group, tokens, block, q.dtype) if blocks else None
+    paged_bias = exact_bias[0] if paged is not None and exact_bias is not None else None
     spans, length = (0, 1) if key_u is None else key_u.shape[2:4]
     key_rank, value_rank = (0, 0) if key_u is None else (key_u.shape[-1], value_u.shape[-1])
 
     rows = min(MAX_ROWS, padded(group * tokens))
-    block = configuration.block or (64 if key_u is None else 32)
     block_length = min(block, padded(length))
     programs = batch * kv_heads * -(-group * tokens // rows)
-    tiles = -(-exact // block) + -(-coarse // block) + spans * -(-length // block_length)
+    tiles = (0 if paged is None else -(-paged.capacity // block)) + spans * -(-length // block_length)
+    tiles += 0 if table is None else table.tiles
     splits = configuration.splits or splits_for(programs, tiles, _processors(q.device))
 
     out = q.new_empty((batch, q_heads, tokens, value_dim))
@@ -122,28 +107,34 @@ def mixed_attention_launches(
     def dense(x: Tensor | None) -> Tensor | None:
         return None if x is None else x.contiguous()
 
+    def of_kind(tensors: str, kind: int) -> Tensor | None:
+        return getattr(table, tensors)[kind] if table is not None and kind < table.kinds else None
+
     arguments: dict[str, Tensor | float | None] = {
-        "p_q": dense(q), "p_where": dense(q_positions),
-        "p_exact_k": dense(keys), "p_exact_v": dense(values), "p_exact_places": dense(places),
-        "p_exact_bias": dense(bias),
+        "p_q": dense(q), "p_where": dense(q_positions), "p_blocks": None if table is None else table.table,
+        "p_k": of_kind("k", 0), "p_v": of_kind("v", 0), "p_other_k": of_kind("k", 1), "p_other_v": of_kind("v", 1),
+        "p_places": None if table is None else table.positions, "p_bias": None if table is None else table.bias,
+        "p_paged_k": None if paged is None else dense(paged.k), "p_paged_v": None if paged is None else dense(paged.v),
+        "p_paged_places": None if paged is None else dense(paged.positions), "p_paged_bias": dense(paged_bias),
         "p_pages": None if paged is None else dense(paged.pages), "p_counts": None if paged is None else dense(paged.counts),
-        "p_coarse_k": dense(coarse_k), "p_coarse_v": dense(coarse_v), "p_coarse_places": dense(coarse_positions),
-        "p_coarse_bias": dense(coarse_bias),
         "p_key_u": dense(key_u), "p_key_s": dense(key_s), "p_key_v": dense(key_v),
         "p_value_u": dense(value_u), "p_value_s": dense(value_s), "p_value_v": dense(value_v),
         "p_factored_places": dense(factored_positions), "p_factored_bias": dense(factored_bias),
         "p_sinks": dense(sinks), "p_slopes": dense(bias_slopes), "p_table": dense(bias_table),
         "p_out": partial, "p_top": top, "p_mass": mass,
-        "tokens": tokens, "exact": exact, "slots": slots, "pages": 0 if paged is None else paged.pages.shape[-1],
-        "coarse": coarse, "spans": spans, "length": length, "scale": float(scale), "softcap": float(softcap), "window": window,
+        "tokens": tokens, "slots": 0 if paged is None else paged.k.shape[1],
+        "pages": 0 if paged is None else paged.pages.shape[-1], "spans": spans, "length": length,
+        "scale": float(scale), "softcap": float(softcap), "window": window,
     }  # fmt: skip
     constants = {
         "KV_HEADS": kv_heads, "GROUP": group, "DIM": dim, "VALUE_DIM": value_dim,
-        "EXACT_PLACES": place_heads, "COARSE_PLACES": 0 if coarse_positions is None else coarse_positions.shape[1],
-        "FACTORED_PLACES": 0 if factored_positions is None else factored_positions.shape[1],
-        "EXACT_BIAS": _rows_of(bias), "COARSE_BIAS": _rows_of(coarse_bias), "FACTORED_BIAS": _rows_of(factored_bias),
+        "KINDS": 0 if table is None else table.kinds, "PLACE_FIELDS": PLACE_FIELDS, "FIELDS": FIELDS,
+        "ALIGNMENT": 1 if table is None else table.alignment, "BIAS": int(table is not None and table.bias is not None),
         "PAGE_SIZE": 0 if paged is None else paged.page_size, "PAGE_HEADS": 0 if paged is None else paged.pages.shape[1],
-        "COARSE": int(coarse > 0), "KEY_RANK": key_rank, "VALUE_RANK": value_rank,
+        "PAGED_PLACES": 0 if paged is None else paged.positions.shape[0], "PAGED_BIAS": _rows_of(paged_bias),
+        "KEY_RANK": key_rank, "VALUE_RANK": value_rank,
+        "FACTORED_PLACES": 0 if factored_positions is None else factored_positions.shape[1],
+        "FACTORED_BIAS": _rows_of(factored_bias),
         "SINKS": int(sinks is not None), "SLOPES": int(bias_slopes is not None),
         "TABLE": 0 if bias_table is None else bias_table.shape[1],
         "SOFTCAP": int(softcap != 0), "WINDOW": int(window != 0),
@@ -152,7 +143,13 @@ def mixed_attention_launches(
         "BLOCK_KEY_RANK": padded(key_rank), "BLOCK_VALUE_RANK": padded(value_rank),
     }  # fmt: skip
     grid = (batch * kv_heads, -(-group * tokens // rows), splits)
-    launches = [Launch(decode_partials, grid, arguments, constants, configuration.warps, configuration.stages)]
+    registers = configuration.registers or (168 if constants["BIAS"] else 128)
+    held = () if table is None else table.held
+    launches = [
+        Launch(
+            decode_partials, grid, arguments, constants, configuration.warps, configuration.stages, registers, held,
+        )
+    ]  # fmt: skip
     if splits > 1:
         count = batch * q_heads * tokens
         merged: dict[str, Tensor | float | None] = {

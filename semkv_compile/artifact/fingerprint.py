@@ -19,6 +19,10 @@ from torch import Tensor, nn
 from semkv.artifact.graph_json import graph_tensors, graph_to_json
 from semkv.ir.program import Program
 
+MIXED_ATTENTION = "semkv::mixed_attention.default"
+BOUND = ("kernel", "layout")
+"""Arguments of it that belong to a device (`semkv.passes.bind_kernels`)."""
+
 SAMPLES = 4096
 PROGRAM_GRAPHS = ("body", "head", "prefill", "extend", "decode", "selector")
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: multiples spread evenly whatever the rows of the tensor
@@ -93,8 +97,15 @@ def _structure(graph: dict) -> bytes:
             return {key: renamed(item) for key, item in value.items()}
         return [renamed(item) for item in value] if isinstance(value, list) else value
 
+    def computed(node: dict) -> dict:
+        """The keyword arguments that change what is computed."""
+        given = node.get("kwargs", {})
+        if node.get("target") != MIXED_ATTENTION:
+            return given
+        return {name: value for name, value in given.items() if name not in BOUND}
+
     nodes = [
-        [node["op"], node.get("target"), renamed(node.get("args", [])), renamed(node.get("kwargs", {}))]
+        [node["op"], node.get("target"), renamed(node.get("args", [])), renamed(computed(node))]
         for node in graph["nodes"]
     ]
     return json.dumps(nodes, sort_keys=True).encode()

@@ -109,7 +109,7 @@ FORBIDDEN = _names(
 )
 """ATen operators that reach beyond their tensors: files, other storages, sizes of existing storages, streams."""
 
-STRINGS = _names("approximate assert_msg equation indexing mode norm ord p padding reduce rounding_mode side")
+STRINGS = _names("approximate assert_msg equation indexing kernel mode norm ord p padding reduce rounding_mode side")
 """Names of string arguments that only choose among an operator's behaviours."""
 
 _KINDS = re.compile(r"(Tensor|Scalar|int|bool|float|str|Device)\??(\[\d*\])?\??")

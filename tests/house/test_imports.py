@@ -25,7 +25,19 @@ ORDER: tuple[tuple[str, ...], ...] = (
 )
 """A part may import from itself and from the lines above its own."""
 
-COMPILE = ("", "api", "backend", "bundled", "compiled", "describe", "offload", "program_cache", "saving", "stopping")
+COMPILE = (
+    "",
+    "api",
+    "backend",
+    "bundled",
+    "compiled",
+    "describe",
+    "kernel_layouts",
+    "offload",
+    "program_cache",
+    "saving",
+    "stopping",
+)
 """Modules that together are the part `compile`: the public surface and what it is made of; "" is `semkv` itself."""
 
 EXCEPTIONS = {

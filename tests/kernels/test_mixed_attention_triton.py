@@ -7,16 +7,12 @@ import torch
 
 from semkv.errors import InputError
 from semkv.kernels.mixed_attention import mixed_attention_blocked, mixed_attention_reference
+from semkv.kernels.mixed_attention.configuration import Configuration
 from semkv.kernels.mixed_attention.paged import PagedTokens
 
 pytest.importorskip("triton", reason='kernels need triton: pip install -e ".[triton]"')
 
-from semkv.kernels.mixed_attention.triton import (
-    Configuration,
-    mixed_attention_launches,
-    mixed_attention_triton,
-    splits_for,
-)
+from semkv.kernels.mixed_attention.triton import mixed_attention_launches, mixed_attention_triton, splits_for
 
 SCALE = 0.3
 SMALL = {"batch": 1, "tokens": 1}
@@ -129,17 +125,45 @@ def test_the_kernel_equals_the_reference_in_every_combination(on_device, entries
     run_case(on_device, entries, case, root_mean_square)
 
 
-def test_blocks_are_joined_for_the_kernel(on_device, entries):
-    """Two blocks of all heads, one with a bias, and one that only the last head of the first row has."""
+def test_blocks_are_read_where_they_are(on_device, entries):
+    """Two blocks of all heads, one with a bias, and one that only the last head of the first row has; each is part of a buffer
+    that holds NaN beside it."""
     q, where, own = entries(batch=2, tokens=1, exact=20, coarse=3, biased=True, dtype=torch.float32)
     k, v, places, bias = own.exact_k[0], own.exact_v[0], own.exact_positions[0], own.exact_bias[0]
     ragged = own._replace(
-        exact_k=[k[:, :, :9], k[:, :, 9:], k[:1, 1:, :4]], exact_v=[v[:, :, :9], v[:, :, 9:], v[:1, 1:, :4]],
+        exact_k=[part_of_a_buffer(x) for x in (k[:, :, :9], k[:, :, 9:], k[:1, 1:, :4])],
+        exact_v=[part_of_a_buffer(x) for x in (v[:, :, :9], v[:, :, 9:], v[:1, 1:, :4])],
         exact_positions=[places[:, :, :9], places[:, :, 9:], places[:1, 1:, :4]],
         exact_bias=[None, bias[..., 9:], None], exact_heads=[0, 0, 1],
     )  # fmt: skip
-    got = on_device(mixed_attention_triton, q, where, *ragged, scale=SCALE, configuration=Configuration(block=16))
+    got = on_device(
+        mixed_attention_triton, q, where, *ragged, scale=SCALE, configuration=Configuration(block=16, splits=2)
+    )
     check(got, q, where, ragged, {"scale": SCALE}, torch.float32)
+
+
+def part_of_a_buffer(x: torch.Tensor) -> torch.Tensor:
+    """The same numbers as the front of longer rows whose ends are NaN."""
+    buffer = torch.full((*x.shape[:2], x.shape[2] + 5, x.shape[3]), float("nan"), dtype=x.dtype)
+    buffer[:, :, : x.shape[2]] = x
+    return buffer[:, :, : x.shape[2]]
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_two_dtypes_are_one_softmax(on_device, entries, splits):
+    """Keys in half precision under queries in single, beside means in single that only the second row's heads have."""
+    q, where, own = entries(batch=2, tokens=1, exact=20, coarse=3, dtype=torch.float32)
+    kv = [x.half() for x in own.exact_k], [x.half() for x in own.exact_v]
+    mixed = own._replace(
+        exact_k=[*kv[0], own.coarse_k[1:]], exact_v=[*kv[1], own.coarse_v[1:]],
+        exact_positions=[*own.exact_positions, own.coarse_positions[1:]], exact_bias=[None, own.coarse_bias[1:]],
+        exact_heads=[0, 2], coarse_k=None, coarse_v=None, coarse_positions=None, coarse_bias=None,
+    )  # fmt: skip
+    got = on_device(
+        mixed_attention_triton, q, where, *mixed, scale=SCALE, configuration=Configuration(block=16, splits=splits)
+    )
+    single = mixed._replace(exact_k=[x.float() for x in mixed.exact_k], exact_v=[x.float() for x in mixed.exact_v])
+    check(got, q, where, single, {"scale": SCALE}, torch.float32)
 
 
 def pool(page_size: int, heads: int, dtype: torch.dtype = torch.float32) -> PagedTokens:

@@ -1,0 +1,21 @@
+"""How the work of a Triton launch of mixed attention is laid out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """The layout of a launch; the result depends on it through rounding alone.
+
+    block: entries per tile; 0: 64, or 32 beside factored entries, whose products need the registers. warps, stages: per program,
+    stages of the load pipeline. splits: programs that share the entries of one KV head; 0: as many as fill the GPU twice.
+    registers: per thread at most; 0: 128, or 168 where blocks have a bias, whose addresses need them.
+    """
+
+    block: int = 0
+    warps: int = 4
+    stages: int = 2
+    splits: int = 0
+    registers: int = 0

@@ -1,0 +1,80 @@
+"""Which form answers a call, and why not the other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from semkv.errors import ConfigError
+from semkv.ir import ops
+from semkv.kernels.mixed_attention import mixed_attention, mixed_attention_blocked
+from semkv.kernels.mixed_attention.dispatch import refusal, unusable
+
+pytest.importorskip("triton", reason='kernels need triton: pip install -e ".[triton]"')
+
+CUDA = torch.device("cuda")
+SCALE = 0.3
+
+
+class OnCuda(torch.Tensor):
+    """A tensor that says it is on a GPU."""
+
+    device = CUDA
+
+
+def call(entries, **shape):
+    """Arguments of a decode step, queries on a pretended GPU."""
+    q, where, own = entries(**{"batch": 1, "tokens": 1, "dtype": torch.float32} | shape)
+    return q.as_subclass(OnCuda), where, *own
+
+
+def test_a_decode_step_on_cuda_is_tritons(entries):
+    assert refusal(*call(entries, coarse=3, spans=2, biased=True), scale=SCALE) is None
+    assert refusal(*call(entries, batch=3, tokens=4), scale=SCALE, window=9) is None
+
+
+@pytest.mark.parametrize(
+    ("shape", "keywords", "said"),
+    [
+        ({}, {"kernel": "torch"}, "PyTorch was asked for"),
+        ({}, {"fresh": True}, "a prompt attends to its own tokens"),
+        ({"tokens": 33}, {}, "33 queries for each of 2 heads of a group; the kernel takes 64 rows"),
+        ({"dtype": torch.float64}, {}, "queries are torch.float64"),
+        ({"dim": 257}, {}, "head dims are 257 and 257; the kernel takes up to 256"),
+    ],
+)
+def test_what_the_kernel_is_not_made_for(entries, shape, keywords, said):
+    assert refusal(*call(entries, **shape), scale=SCALE, **keywords).startswith(said)
+
+
+def test_gradients_are_pytorchs(entries):
+    arguments = call(entries)
+    arguments[2][0].requires_grad_()
+    assert refusal(*arguments, scale=SCALE) == "gradients flow through it"
+    with torch.no_grad():
+        assert refusal(*arguments, scale=SCALE) is None
+
+
+def test_a_cpu_is_pytorchs_unless_the_interpreter_is_asked_for(entries):
+    q, where, own = entries(dtype=torch.float32)
+    assert refusal(q, where, *own, scale=SCALE) == "the device is cpu"
+    wanted = mixed_attention_blocked(q, where, *own, scale=SCALE)
+    assert torch.equal(mixed_attention(q, where, *own, scale=SCALE), wanted)
+    with pytest.raises(ConfigError, match=r"kernels 'triton' on cpu: .* TRITON_INTERPRET=1"):
+        ops.mixed_attention(q, where, *own, scale=SCALE, kernel="triton")
+
+
+def test_the_operator_takes_the_kernel_and_its_layout(on_device, entries):
+    q, where, own = entries(batch=1, tokens=1, dtype=torch.float32)
+    got = on_device(mixed_attention, q, where, *own, scale=SCALE, kernel="triton", layout=[16, 4, 2, 2, 0])
+    assert not torch.isnan(got).any()
+    torch.testing.assert_close(got, mixed_attention_blocked(q, where, *own, scale=SCALE))
+
+
+def test_what_is_not_known_is_refused(monkeypatch):
+    with pytest.raises(ConfigError, match="kernels 'cuda': expected one of auto, torch, triton"):
+        unusable("cuda", CUDA)
+    monkeypatch.setattr("semkv.kernels.mixed_attention.dispatch.find_spec", lambda name: None)
+    assert unusable("auto", CUDA) == "the package triton is not installed"
+    with pytest.raises(ConfigError, match="the package triton is not installed; install it, or use 'auto'"):
+        unusable("triton", CUDA)

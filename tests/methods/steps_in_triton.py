@@ -1,0 +1,42 @@
+"""Run in a process of its own, with TRITON_INTERPRET=1: steps of a saved model with Triton's kernels beside PyTorch's.
+
+    python steps_in_triton.py ARTIFACT METHOD BUDGET OPTIONS STEPS KV_DTYPE
+
+Prints JSON: the logits' largest difference and size, and how many calls Triton's kernel answered.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+
+import semkv
+from semkv.kernels.mixed_attention import triton as launched
+
+
+def main(artifact: str, method: str, budget: str, options: str, steps: str, kv_dtype: str) -> None:
+    calls = 0
+    inner = launched.mixed_attention_triton
+
+    def counted(*arguments, **keywords):
+        nonlocal calls
+        calls += 1
+        return inner(*arguments, **keywords)
+
+    launched.mixed_attention_triton = counted
+    saved = semkv.load(artifact)
+    ids = torch.randint(1, 60, (2, 120), generator=torch.Generator().manual_seed(1))
+    turn = torch.randint(1, 60, (2, int(steps)), generator=torch.Generator().manual_seed(2))
+    found = {}
+    for kernels in ("torch", "triton"):
+        config = semkv.CompileConfig(kernels=kernels, kv_dtype=kv_dtype, extend_chunk=1)
+        compiled = saved.with_method(method, json.loads(budget), config=config, **json.loads(options))
+        assert compiled.kernels.startswith(kernels)
+        found[kernels] = compiled.extend(compiled.prefill(ids), turn, all_logits=True)
+    difference = (found["torch"] - found["triton"]).abs().max()
+    print(json.dumps({"difference": float(difference), "size": float(found["torch"].abs().max()), "calls": calls}))
+
+
+main(*sys.argv[1:])
