@@ -127,6 +127,7 @@ class CompiledModel(GenerationMixin, nn.Module):
             device=self.device,
             thresholds=limits,
             rows=settings.rows if limits else None,
+            prefetch=settings.prefetches(self.device),
         )
         self.eval()
 

@@ -56,6 +56,9 @@ class CompileConfig(BaseModel):
     kernels: which kernels answer the attention of a step. `auto`: Triton's on CUDA where it is installed, PyTorch's elsewhere;
         `torch`: PyTorch's everywhere; `triton`: Triton's, which on a CPU runs in its interpreter (TRITON_INTERPRET=1, for tests).
         Calls that Triton's are not made for (many queries, float64, gradients) are PyTorch's always.
+    prefetch: `elastic` only: a thread fetches what layers are likely to unfold in their next step while others are computed, into
+        buffers beside the budget (`State.nbytes["prefetch"]`). Tokens are the same. Default: with host='disk' or a CUDA device; in
+        memory of the same CPU it gains nothing.
     cache: keep the captured program on disk, and take it from there when the same model is compiled again with the same
         versions (`semkv.program_cache`).
     method_options: parameters of the method, by name; see each method's docstring.
@@ -75,6 +78,7 @@ class CompileConfig(BaseModel):
     host_memory: int | None = Field(default=None, ge=1)
     rows: int = Field(default=1, ge=1)
     kernels: Literal["auto", "torch", "triton"] = "auto"
+    prefetch: bool | None = None
     cache: bool = False
     method_options: dict[str, Any] = Field(default_factory=dict)
 
@@ -97,6 +101,14 @@ class CompileConfig(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _prefetch_with_elastic(self) -> CompileConfig:
+        if self.prefetch and self.residency != "elastic":
+            raise ValueError(
+                f"prefetch=True is for residency='elastic', where a step lacks few tokens; residency is {self.residency!r}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _memory_with_progressive(self) -> CompileConfig:
         if self.offload == "progressive" and self.device_memory is None:
             raise ValueError("offload='progressive' needs device_memory, such as '24GB'")
@@ -104,6 +116,12 @@ class CompileConfig(BaseModel):
             name = "rows" if self.device_memory is None else "device_memory"
             raise ValueError(f"{name} is for offload='progressive'; with 'budget' the budget is all there is")
         return self
+
+    def prefetches(self, device: torch.device) -> bool:
+        """Whether steps on `device` fetch ahead."""
+        if self.prefetch is None:
+            return self.residency == "elastic" and (self.host == "disk" or device.type == "cuda")
+        return self.prefetch
 
     def torch_kv_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
         """The dtype of exact entries for a model whose own dtype is `model_dtype`."""

@@ -186,5 +186,9 @@ class SpeculativeRouter(MeansSuffice):
         own = matched_heads(weights, step.site.kv_heads)[site.first_head : last]
         return own.repeat_interleave(site.group_size, 0)
 
+    def foresees(self, site: AttentionSite, step: Step) -> bool:
+        """See `semkv.runtime.components.Foresight`."""
+        return RANKING in step.passing
+
     def threshold(self, site: AttentionSite) -> Tensor:
         return torch.full((site.q_heads,), float("-inf"))

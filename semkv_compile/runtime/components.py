@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -116,6 +116,15 @@ class Router(Protocol):
 
     def threshold(self, site: AttentionSite) -> Tensor:
         """Logits [Hq] above which a unit is unfolded."""
+
+
+@runtime_checkable
+class Foresight(Protocol):
+    """What a router has whose scores follow from what earlier layers, or `Plan.before`, left in `Step.passing`: a step can fetch
+    what a layer will unfold before its turn."""
+
+    def foresees(self, site: AttentionSite, step: Step) -> bool:
+        """Whether `Router.score` can tell already; it reads no query then."""
 
 
 class FormChooser(Protocol):

@@ -6,6 +6,7 @@ import queue
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -23,17 +24,29 @@ class Source(Protocol):
         """Keys [n, D] and values [n, Dv] of places `index` int64 [n] in `heads` int64 [n]."""
 
 
+Wanted = Callable[[], tuple[Tensor, Tensor]]
+"""What says which tokens to fetch: heads and places, int64 [n] each. The thread calls it, so that asking costs the caller nothing."""
+
+
+def _none() -> Tensor:
+    return torch.zeros(0, dtype=torch.int64)
+
+
 @dataclass(eq=False)
 class Fetch:
-    """Tokens on their way: places int64 [n] in heads int64 [n] of a source.
+    """Tokens on their way: places int64 [n] in heads int64 [n] of a source, known once they have arrived.
 
-    From `Prefetcher.submit` to `Prefetcher.release` its buffer belongs to it alone.
+    From `Prefetcher.submit` to `Prefetcher.release` its buffer belongs to it alone. began, ended: when the thread was at it, seconds of
+    `time.perf_counter`.
     """
 
     source: Source
-    heads: Tensor
-    places: Tensor
+    wanted: Wanted
     buffer: Buffer
+    heads: Tensor = field(default_factory=_none)
+    places: Tensor = field(default_factory=_none)
+    began: float = 0.0
+    ended: float = 0.0
     error: BaseException | None = None
     arrived: threading.Event = field(default_factory=threading.Event)
     released: bool = False
@@ -98,17 +111,16 @@ class Prefetcher:
         """False once the worker has died or `close` was called: nothing is fetched ahead any more."""
         return not self._dead
 
-    def submit(self, source: Source, heads: Tensor, places: Tensor) -> Fetch | None:
-        """Begin to fetch places int64 [n] of heads int64 [n]; None where no buffer is free, or nothing is fetched ahead.
+    def submit(self, source: Source, wanted: Wanted) -> Fetch | None:
+        """Begin to fetch what `wanted` says; None where no buffer is free, or nothing is fetched ahead.
 
-        The two tensors and what `source` holds at these places must not change until the fetch has arrived.
+        What `wanted` reads, and what `source` holds at these places, must not change until the fetch has arrived. One of more
+        tokens than `capacity` fails.
         """
-        if len(places) > self.capacity:
-            raise ValueError(f"{len(places)} tokens for a buffer of {self.capacity}")
         with self._lock:
             if self._dead or not self._free:
                 return None
-            fetch = Fetch(source, heads, places, self._free.pop())
+            fetch = Fetch(source, wanted, self._free.pop())
             if self._worker is None:
                 # The thread holds no reference to the prefetcher while it waits, so that one that is forgotten ends it.
                 self._worker = threading.Thread(
@@ -156,7 +168,7 @@ class Prefetcher:
         with self._lock:
             if fetch.arrived.is_set():
                 return
-            fetch.error = error
+            fetch.error, fetch.ended = error, time.perf_counter()
             self.faults += error is not None
             fetch.arrived.set()
             if fetch.released:
@@ -175,6 +187,10 @@ class Prefetcher:
                 self._arrive(fetch, cause)
 
     def _fetch(self, fetch: Fetch) -> None:
+        fetch.began = time.perf_counter()
+        fetch.heads, fetch.places = fetch.wanted()
+        if fetch.count > self.capacity:
+            raise ValueError(f"{fetch.count} tokens for a buffer of {self.capacity}")
         got, buffer = fetch.source.gather(fetch.places, fetch.heads), fetch.buffer
         if self._copies is None:
             for room, x in zip(buffer.tensors, got):
@@ -200,7 +216,8 @@ def _work(tasks: queue.SimpleQueue[Fetch | None], owner: weakref.ref[Prefetcher]
             return
         error: BaseException | None = None
         try:
-            prefetcher._fetch(fetch)
+            with torch.inference_mode():  # the caller's mode is not the thread's, and buffers may be of any
+                prefetcher._fetch(fetch)
         except Exception as cause:
             error = cause
         except BaseException as cause:  # the thread was told to end
@@ -211,4 +228,4 @@ def _work(tasks: queue.SimpleQueue[Fetch | None], owner: weakref.ref[Prefetcher]
         del prefetcher, fetch
 
 
-__all__ = ["Buffer", "Fetch", "Prefetcher", "Source"]
+__all__ = ["Buffer", "Fetch", "Prefetcher", "Source", "Wanted"]

@@ -20,6 +20,7 @@ from semkv.runtime.budget import Budget, bounded_shares
 from semkv.runtime.components import Components, Evictor, Part, Plan
 from semkv.runtime.host_tier import HostTier
 from semkv.runtime.join import join_parts
+from semkv.runtime.lookahead import Lookahead
 from semkv.runtime.record import RowRecord
 from semkv.runtime.segments import Folding, Segmentation
 from semkv.runtime.site_memory import SiteMemory
@@ -49,6 +50,7 @@ class Placement:
     minimum_tokens: smallest budget, in tokens per KV head and layer, that the method can live in at this page size.
     thresholds: where layers leave the device progressively, the lengths of Alg. 1 (`semkv.profiles.schema.memory`), which the
         sites' `host_from` follow from. rows: sequences that these are for; None: any number.
+    prefetch: whether rows fetch ahead of their layers what those are likely to unfold.
     """
 
     program: Program
@@ -62,6 +64,7 @@ class Placement:
     device: torch.device
     thresholds: tuple[int, ...] = ()
     rows: int | None = None
+    prefetch: bool = False
 
     def where(self, site: AttentionSite, tokens: int) -> torch.device | None:
         """Where the folded tokens of a site wait when its sequence has `tokens` tokens: a device, or None for the host."""
@@ -87,8 +90,11 @@ class RowMemory:
     """Stores of one row, built from its prefill record.
 
     stores: per KV store the memories of its parts, in the order of their heads. shares: per budgeted store, its part of
-    the row's budget in bytes. notes: what components remember between steps.
+    the row's budget in bytes. notes: what components remember between steps. lookahead: what fetches ahead of the layers, made
+    by the first step.
     """
+
+    lookahead: Lookahead | None = None
 
     def __init__(self, placement: Placement, record: RowRecord) -> None:
         self.placement = placement
@@ -346,6 +352,10 @@ class RowMemory:
         self._offload(self.tokens + len(ids))
         if self.placement.plan.before is not None:
             self.placement.plan.before.begin(ids, self.tokens, self.notes, self.passing, self.whole_cap)
+        if self.placement.prefetch and self.lookahead is None:
+            self.lookahead = Lookahead.of(self, self.tokens + len(ids))
+        if self.lookahead is not None:
+            self.lookahead.begin(self, ids)
 
     def observe(self, site: int, hidden: Tensor) -> None:
         """Keep the hidden states [T, H] that enter a site's layer, where the method reads them in the next step."""
@@ -374,8 +384,7 @@ class RowMemory:
                 limit = self.cap_bytes(tokens) / 4 / store.kv_heads
                 allowance = self.fixed_allowance(store, part, tokens)
                 memory.append(k[heads], v[heads], positions, ids, surprisal, allowance, limit)
-        caps = tuple(self._part_cap(store, part, tokens) for part in parts) if store.treatment == "method" else ()
-        step = Step(ids, self.tokens, site, q, memories, caps, self.notes, self.passing)
+        step = self.step_of(site, ids, q)
         if site.index in self.placement.plan.at_site:
             self.placement.plan.at_site[site.index].stored(step)
         sites = [site.part(part.first, part.last, 1.0) for part in parts]
@@ -384,7 +393,16 @@ class RowMemory:
             for own, memory, room in zip(sites, memories, self.workspace_allowance(store, tokens))
         ]
         self._account(site, store, memories, tokens)
+        if self.lookahead is not None:
+            self.lookahead.advance(self, site, ids)
         return join_parts(made, sites, q.shape[1])
+
+    def step_of(self, site: AttentionSite, ids: Tensor, q: Tensor) -> Step:
+        """The turn of `site` in a step over ids [T], with all of its queries [Hq, T, D]."""
+        store, tokens = self.placement.stores[site.store], self.tokens + len(ids)
+        parts = self.placement.parts(store) if store.treatment == "method" else ()
+        caps = tuple(self._part_cap(store, part, tokens) for part in parts)
+        return Step(ids, self.tokens, site, q, self.stores[site.store], caps, self.notes, self.passing)
 
     def _account(
         self, site: AttentionSite, store: AttentionSite, memories: tuple[SiteMemory, ...], tokens: int
@@ -392,6 +410,7 @@ class RowMemory:
         traffic = self.traffic
         traffic.moved_bytes += sum(memory.moved_nbytes for memory in memories)
         traffic.held_bytes += sum(memory.held_nbytes for memory in memories)
+        traffic.supply(memories)
         if store.treatment == "method":
             resident = self.device_nbytes(running=memories) + self.charged_nbytes
             traffic.peak_bytes = max(traffic.peak_bytes, resident)

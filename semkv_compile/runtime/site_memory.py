@@ -9,12 +9,15 @@ from torch import Tensor
 
 from semkv.ir.memory import Entries
 from semkv.ir.site import AttentionSite
-from semkv.runtime.components import Components
+from semkv.runtime.components import Components, Foresight
 from semkv.runtime.largest import largest
+from semkv.runtime.prediction import Certain, Likely, Whereabouts
+from semkv.runtime.prefetch import Wanted
 from semkv.runtime.quantization import dequantize
 from semkv.runtime.segments import Folding
 from semkv.runtime.spans import FoldedSpans
 from semkv.runtime.step import Step
+from semkv.runtime.supply import Supplied, Supply
 from semkv.runtime.token_store import TokenStore
 from semkv.runtime.workspace import UnfoldedFactors, Workspace, slots_within
 
@@ -52,11 +55,33 @@ class Zoom:
         return torch.stack([read.float(), torch.full(read.shape, float(self.tokens * self.chosen.shape[1]))])
 
 
+MARGIN = 4
+"""Times the tokens that a step lacked are fetched ahead for the next one, as far as a buffer reaches; at least an eighth of it."""
+
+
+@dataclass(frozen=True)
+class Foreseen:
+    """A choice of `site` before its turn. It holds in the same step, while the units and the room in bytes are those it was made for."""
+
+    zoom: Zoom
+    site: int
+    units: Tensor
+    room: float
+    passing: dict[str, object]
+
+    def holds(self, site: AttentionSite, units: Tensor, room: float, step: Step) -> bool:
+        """Whether that turn would choose the same."""
+        return self.site == site.index and self.units is units and self.room == room and self.passing is step.passing
+
+
 class SiteMemory:
     """Tensors of the KV heads that `site` has, without a batch dimension.
 
     kept: exact tokens that stay; recent: the newest ones; spans: what is folded, None where the method folds nothing;
     recent_ids int64, recent_surprisal float32 in nats: one for each recent token.
+
+    ahead: tokens that are fetched before the layer's turn at most, 0 where nothing is; supply: what is under way; likely: what the
+    next turn may lack; supplied: what the last one took.
     """
 
     def __init__(
@@ -70,6 +95,11 @@ class SiteMemory:
         self.workspace_nbytes = 0
         self.moved_nbytes = self.held_nbytes = 0
         self.zoom: Zoom | None = None
+        self.ahead = 0
+        self.supply: Supply | None = None
+        self.supplied = Supplied()
+        self.likely: Wanted | None = None
+        self._foreseen: Foreseen | None = None
 
     # -- sizes -------------------------------------------------------------------------------------------------------
 
@@ -115,6 +145,16 @@ class SiteMemory:
     def unfolds(self) -> bool:
         """Whether its method may bring folded tokens back."""
         return self.components.unfold and self.components.router is not None
+
+    @property
+    def unfolds_ahead(self) -> bool:
+        """Whether what it unfolds stays between steps, so that fetching what the next one lacks pays."""
+        return self.elastic and self.unfolds and self.spans is not None
+
+    def unfolded_tokens(self, allowance: float) -> float:
+        """Tokens over all KV heads that `allowance` device bytes for unfolded units hold."""
+        most = self.components.most * self.site.kv_heads or float("inf")
+        return min(most, allowance / self.spans.token_nbytes())
 
     @property
     def zoomed(self) -> Tensor | None:
@@ -241,7 +281,7 @@ class SiteMemory:
         The result has no batch dimension; its keys and values are in the KV dtype.
         """
         self.workspace_nbytes = self.moved_nbytes = self.held_nbytes = 0
-        self.zoom = None
+        self.zoom, self.supplied = None, Supplied()
         if self.components.evictor is not None and site.index == self.site.index:
             self._score(site, q, step)
         stored = [part for part in (self.kept, self.recent) if part.length]
@@ -329,27 +369,33 @@ class SiteMemory:
     def _unfold(self, site: AttentionSite, q: Tensor, allowance: float, step: Step) -> tuple[Zoom, Workspace]:
         """The zooms of `_select` and the workspace that holds what they unfold, of at most `allowance` bytes."""
         spans = self.spans
-        score = self.components.router.score(site, q, spans, step).float().cpu()
-        slot_nbytes = site.kv_heads * spans.token_nbytes()
-        if self.components.most:
-            allowance = min(allowance, self.components.most * slot_nbytes)
-        slots = None
-        if self.elastic and not spans.has_factors:
-            slots = slots_within(allowance / slot_nbytes, spans.host_tokens.length)
-            allowance = min(allowance, slots * slot_nbytes)
+        slots, allowance = self._slots(site, allowance)
         workspace = self.workspace if self.workspace is not None else spans.workspace(self.device)
-        room = allowance
-        while True:
-            zoom = self._select(site, score, room)
+        supply = Supply(spans.host_tokens) if self.supply is None else self.supply
+        score, factors, known = None, None, self._foreseen
+        if known is not None and known.holds(site, spans.lengths, allowance, step):
+            zoom = known.zoom
             chosen = spans.segments_of(zoom.chosen)
-            factors = spans.unfold_factors(chosen, workspace.factors, self.device)
-            if factors is None:
-                break
-            needed = spans.unfolded_nbytes(chosen) + factors.nbytes
-            if needed <= allowance:
-                break
-            room *= 0.9 * allowance / needed  # factors of different ranks are padded to the largest
-        self.moved_nbytes, self.held_nbytes = spans.unfold(chosen, workspace, slots)
+        else:
+            score = self.components.router.score(site, q, spans, step).float().cpu()
+            room = allowance
+            while True:
+                zoom = self._select(site, score, room)
+                chosen = spans.segments_of(zoom.chosen)
+                if not spans.has_factors:
+                    break
+                with supply.told.stall():
+                    factors = spans.unfold_factors(chosen, workspace.factors, self.device)
+                if factors is None:
+                    break
+                needed = spans.unfolded_nbytes(chosen) + factors.nbytes
+                if needed <= allowance:
+                    break
+                room *= 0.9 * allowance / needed  # factors of different ranks are padded to the largest
+        self.moved_nbytes, self.held_nbytes = spans.unfold(chosen, workspace, slots, supply)
+        supply.release()
+        self.supplied, self.supply, self._foreseen = supply.told, None, None
+        self.likely = self._expect(score, zoom)
         workspace.factors = factors
         if factors is not None:
             self.moved_nbytes += factors.moved_nbytes
@@ -358,12 +404,46 @@ class SiteMemory:
         self.workspace = workspace if self.elastic else None
         return zoom, workspace
 
+    def _slots(self, site: AttentionSite, allowance: float) -> tuple[int | None, float]:
+        """Slots of the workspace, None for as many as are needed, and the device bytes that may be filled of `allowance`."""
+        spans, slot_nbytes = self.spans, site.kv_heads * self.spans.token_nbytes()
+        if self.components.most:
+            allowance = min(allowance, self.components.most * slot_nbytes)
+        if not self.elastic or spans.has_factors:
+            return None, allowance
+        slots = slots_within(allowance / slot_nbytes, spans.host_tokens.length)
+        return slots, min(allowance, slots * slot_nbytes)
+
+    # -- ahead of a turn ---------------------------------------------------------------------------------------------
+
+    def foresee(self, site: AttentionSite, allowance: float, step: Step) -> Wanted | None:
+        """Make the choice of the coming turn, whose router can tell already, and say what that turn will lack."""
+        spans = self.spans
+        if spans.has_factors:
+            return None
+        _, room = self._slots(site, allowance)
+        score = self.components.router.score(site, step.q, spans, step).float().cpu()
+        zoom = self._select(site, score, room)
+        self._foreseen = Foreseen(zoom, site.index, spans.lengths, room, step.passing)
+        held = torch.zeros(site.kv_heads, 0, dtype=torch.bool) if self.workspace is None else self.workspace.held
+        return Certain(Whereabouts.of(spans), zoom.chosen, held, self.ahead)
+
+    def _expect(self, score: Tensor | None, zoom: Zoom) -> Wanted | None:
+        """What the next turn may lack, after one that scored [Hq, T, M] and chose `zoom`."""
+        if not self.ahead or score is None or isinstance(self.components.router, Foresight):
+            return None
+        lacked = self.supplied.hits + self.supplied.missed
+        most = min(self.ahead, max(MARGIN * lacked, self.ahead // 8))
+        last = score[:, 0] if score.shape[1] == 1 else score[:, -1].clone()  # a part of a chunk's would keep all of it
+        return Likely(Whereabouts.of(self.spans), last, zoom.chosen, most)
+
     def clone(self) -> SiteMemory:
         copy = object.__new__(SiteMemory)
         copy.__dict__.update(self.__dict__)
         copy.kept, copy.recent = self.kept.clone(), self.recent.clone()
         copy.spans = self.spans.clone() if self.spans is not None else None
         copy.workspace = self.workspace.clone() if self.workspace is not None else None
+        copy.ahead, copy.supply, copy._foreseen = 0, None, None  # a copy has buffers of its own once it runs
         return copy
 
 

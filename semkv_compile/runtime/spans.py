@@ -12,6 +12,7 @@ from semkv.kernels.mixed_attention.streaming import scores
 from semkv.runtime.components import Components, IndexPart
 from semkv.runtime.host_pool import GrowingTensor, HostFactors, HostTokens
 from semkv.runtime.host_tier import HostTier
+from semkv.runtime.prefetch import Source
 from semkv.runtime.quantization import Quantized, bytes_per_vector, concatenate, dequantize, products, quantize
 from semkv.runtime.segments import Folding
 from semkv.runtime.workspace import Segments, UnfoldedFactors, Workspace
@@ -362,14 +363,17 @@ class FoldedSpans:
         unit = self.segment_unit.expand(self.site.kv_heads, -1).gather(1, segment.clamp(min=0))
         return torch.where(segment >= 0, unit, -1)
 
-    def unfold(self, chosen: Tensor, workspace: Workspace, slots: int | None = None) -> tuple[int, int]:
+    def unfold(
+        self, chosen: Tensor, workspace: Workspace, slots: int | None = None, source: Source | None = None
+    ) -> tuple[int, int]:
         """Have `workspace` hold the tokens of the segments `chosen` bool [Hkv, S]; `slots` as in `Workspace.take`.
 
-        Returns the bytes that came from the host and those that were there. Factored segments: see `unfold_factors`.
+        source: gives what is missing; None: `host_tokens`. Returns the bytes that came from the host and those that were
+        there. Factored segments: see `unfold_factors`.
         """
         if self.has_factors:
             chosen = chosen & (self.segment_kind == TOKENS)
-        counts = workspace.take(chosen, self.segments, self.host_tokens, slots)
+        counts = workspace.take(chosen, self.segments, source or self.host_tokens, slots)
         moved, held = (count * self.host_tokens.token_nbytes for count in counts)
         return (0 if self.device is not None else moved), held  # on the device already, nothing crosses the link
 

@@ -22,6 +22,9 @@ class Stats:
     unfolded, the share of bytes that was there from the step before; 0 where nothing stays between steps. peak_bytes: the
     largest device residency of a row's budgeted stores in any step. peak_share: the same as a share of its budget. zoom_rate:
     per site, float32 [Hq], the share of its spans that each query head unfolded; empty where nothing was folded.
+    hit_rate: of the tokens that steps lacked, the share that had been fetched ahead. ahead_bytes_per_step: fetched ahead, lacked or
+    not, per row. stall_ms_per_step: milliseconds that a step stood still for folded tokens, all rows together; on CUDA without what
+    its stream waits for.
     """
 
     steps: int
@@ -30,6 +33,9 @@ class Stats:
     peak_share: float
     overlap: float
     zoom_rate: dict[int, Tensor]
+    hit_rate: float = 0.0
+    ahead_bytes_per_step: float = 0.0
+    stall_ms_per_step: float = 0.0
 
 
 class State:
@@ -87,10 +93,13 @@ class State:
         device: what the budget counts, between steps (all stores where there is no budget), with charged notes. peak: the sum over rows of
         the largest residency of a step so far. workspace: unfolded spans that stay between steps. window: sliding-window
         stores, which the budget does not count. resident: folded tokens of layers that have not left the device yet
-        (`CompileConfig(offload="progressive")`), beside what the budget counts. reserved: device memory allocated ahead.
+        (`CompileConfig(offload="progressive")`), beside what the budget counts. reserved: device memory allocated ahead. prefetch: device
+        buffers of what is fetched ahead, a constant beside the budget.
         host, disk: folded tokens that wait there, the tables of both in memory.
         """
-        out = dict.fromkeys(("device", "peak", "workspace", "window", "resident", "reserved", "host", "disk"), 0)
+        out = dict.fromkeys(
+            ("device", "peak", "workspace", "window", "resident", "reserved", "prefetch", "host", "disk"), 0
+        )
         for row in self.rows:
             for memory in row.memories():
                 where = "window" if memory.site.treatment == "window" else "device"
@@ -103,6 +112,7 @@ class State:
                 if memory.elastic:
                     out["workspace"] += memory.workspace_nbytes
             out["device"] += row.charged_nbytes
+            out["prefetch"] += 0 if row.lookahead is None else row.lookahead.nbytes
             out["peak"] += row.traffic.peak_bytes
         out["device"] += out["workspace"]
         out["peak"] = max(out["peak"], out["device"])
@@ -113,17 +123,22 @@ class State:
         traffic = [row.traffic for row in self.rows]
         steps = sum(t.steps for t in traffic)
         moved, held = sum(t.moved_bytes for t in traffic), sum(t.held_bytes for t in traffic)
+        hits, missed = sum(t.hit_tokens for t in traffic), sum(t.missed_tokens for t in traffic)
+        most = max((t.steps for t in traffic), default=0)
         zooms: dict[int, Tensor] = {}
         for site in sorted({site for t in traffic for site in t.zooms}):
             unfolded, taken = torch.stack([t.zooms[site] for t in traffic if site in t.zooms]).sum(0)
             zooms[site] = unfolded / taken.clamp(min=1)
         return Stats(
-            steps=max((t.steps for t in traffic), default=0),
+            steps=most,
             moved_bytes_per_step=moved / max(1, steps),
             peak_bytes=max((t.peak_bytes for t in traffic), default=0),
             peak_share=max((t.peak_share for t in traffic), default=0.0),
             overlap=held / max(1, moved + held),
             zoom_rate=zooms,
+            hit_rate=hits / max(1, hits + missed),
+            ahead_bytes_per_step=sum(t.ahead_bytes for t in traffic) / max(1, steps),
+            stall_ms_per_step=1000 * sum(t.stalled_seconds for t in traffic) / max(1, most),
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-SUMS = ("steps", "moved_bytes", "held_bytes", "peak_bytes", "peak_share", "offloaded_bytes")
+if TYPE_CHECKING:
+    from semkv.runtime.site_memory import SiteMemory
+
+SUMS = (
+    "steps", "moved_bytes", "held_bytes", "peak_bytes", "peak_share", "offloaded_bytes", "ahead_tokens", "ahead_bytes",
+    "hit_tokens", "missed_tokens", "stalled_seconds",
+)  # fmt: skip
 
 
 @dataclass
 class Traffic:
     """What decode steps did, summed over the steps of one row.
 
-    steps: forward calls; moved_bytes: from the host tier to the device; held_bytes: of what steps unfolded, what was there
-    from the step before and did not move; peak_bytes: largest device residency of budgeted
+    steps: forward calls; moved_bytes: what steps unfolded and lacked, from the host tier to the device; held_bytes: of what steps unfolded,
+    what was there from the step before and did not move; ahead_tokens, ahead_bytes: fetched before a layer's turn, lacked or not;
+    hit_tokens: lacked and fetched before; missed_tokens: lacked and fetched by the step itself; stalled_seconds: time that steps
+    stood still for folded tokens, waiting for a fetch under way or fetching themselves; peak_bytes: largest device residency of budgeted
     stores; peak_share: largest residency as a share of the budget at that step; offloaded_bytes: from the device to the host,
     when layers left it; zooms: per site float32 [2, Hq], units unfolded and decisions taken.
     """
@@ -25,7 +35,22 @@ class Traffic:
     peak_bytes: int = 0
     peak_share: float = 0.0
     offloaded_bytes: int = 0
+    ahead_tokens: int = 0
+    ahead_bytes: int = 0
+    hit_tokens: int = 0
+    missed_tokens: int = 0
+    stalled_seconds: float = 0.0
     zooms: dict[int, Tensor] = field(default_factory=dict)
+
+    def supply(self, memories: Iterable[SiteMemory]) -> None:
+        """Count what the turn of one layer took."""
+        for memory in memories:
+            took = memory.supplied
+            self.ahead_tokens += took.fetched
+            self.ahead_bytes += took.fetched * memory.spans.host_tokens.token_nbytes if memory.spans is not None else 0
+            self.hit_tokens += took.hits
+            self.missed_tokens += took.missed
+            self.stalled_seconds += took.stalled_seconds
 
     def clone(self) -> Traffic:
         copy = Traffic(**{name: getattr(self, name) for name in SUMS})

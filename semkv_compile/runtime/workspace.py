@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from semkv.runtime.host_pool import HostTokens
+from semkv.runtime.prefetch import Source
 
 EMPTY = torch.iinfo(torch.int32).max
 """Position of a slot that holds nothing: after every query, so that the causal rule hides it."""
@@ -88,7 +88,7 @@ class Workspace:
         """Device bytes, empty slots and padding included."""
         return sum(x.nbytes for x in self.tensors)
 
-    def take(self, wanted: Tensor, segments: Segments, host: HostTokens, slots: int | None = None) -> tuple[int, int]:
+    def take(self, wanted: Tensor, segments: Segments, host: Source, slots: int | None = None) -> tuple[int, int]:
         """Hold exactly the segments `wanted` bool [Hkv, S], each head its own: what is missing is fetched from `host` into slots
         whose tokens are not wanted any more.
 
@@ -118,7 +118,7 @@ class Workspace:
         self._fetch(at, heads, segments, host)
         return len(places), int(kept.sum())
 
-    def lay_out(self, tokens: Tensor, segment: Tensor, segments: Segments, host: HostTokens) -> None:
+    def lay_out(self, tokens: Tensor, segment: Tensor, segments: Segments, host: Source) -> None:
         """Hold, in an empty workspace, what `tokens` and `segment` of another say, in the same slots, from `host`."""
         self._resize(tokens.shape[1])
         self.tokens, self.segment = tokens.clone(), segment.clone()
@@ -127,7 +127,7 @@ class Workspace:
         self.held[heads, segment[heads, slots]] = True
         self._fetch(heads * self.slots + slots, heads, segments, host)
 
-    def _fetch(self, at: Tensor, heads: Tensor, segments: Segments, host: HostTokens) -> None:
+    def _fetch(self, at: Tensor, heads: Tensor, segments: Segments, host: Source) -> None:
         """Fill the places `at` int64 [n] of the slots of all heads, which are of `heads`, with the tokens that belong there."""
         places, segment = self.tokens.view(-1)[at], self.segment.view(-1)[at]
         positions = segments.position[segment] + places - segments.start[segment]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from semkv.runtime import prefetch
 from semkv.runtime.host_pool import HostTokens
-from semkv.runtime.prefetch import Fetch, Prefetcher
+from semkv.runtime.prefetch import Fetch, Prefetcher, Wanted
 
 HEADS, TOKENS, DIMS, CAPACITY = 2, 12, (3, 2), 6
 CPU = torch.device("cpu")
@@ -63,9 +63,12 @@ SCHEDULES = st.tuples(st.integers(1, 3), st.lists(ACTIONS, min_size=1, max_size=
 """Buffers and actions: drawn before anything runs, as threads make what happens depend on time."""
 
 
-def indices(rows: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+def indices(rows: list[tuple[int, int]]) -> Wanted:
     both = torch.tensor(rows, dtype=torch.int64).view(-1, 2)
-    return both[:, 0], both[:, 1]
+    return lambda: (both[:, 0], both[:, 1])
+
+
+ONE = indices([(0, 1)])
 
 
 def check(got: tuple[Tensor, Tensor] | None, fetch: Fetch, fails: bool) -> None:
@@ -99,7 +102,7 @@ def run_schedule(buffers: int, actions: list[tuple[str, Any, Any]]) -> None:
             gated = Gated(OSError("unplugged") if what else None)
             under_way = [f for f, _ in live if not f.arrived.is_set()]
             busy = {id(f.buffer) for f in (*under_way, *(f for f, _ in live if not f.released))}
-            fetch = prefetcher.submit(gated, *indices(rows))
+            fetch = prefetcher.submit(gated, indices(rows))
             if fetch is None:
                 assert len(busy) == buffers
                 continue
@@ -127,7 +130,7 @@ def run_schedule(buffers: int, actions: list[tuple[str, Any, Any]]) -> None:
         prefetcher.release(fetch)
     assert prefetcher.faults == sum(gated.error is not None for _, gated in live)
     # Every buffer is back, once.
-    last = [prefetcher.submit(STORED, *indices([(0, 1)])) for _ in range(buffers + 1)]
+    last = [prefetcher.submit(STORED, ONE) for _ in range(buffers + 1)]
     assert last[-1] is None
     assert len({id(fetch.buffer) for fetch in last[:-1] if fetch is not None}) == buffers
     prefetcher.close()
@@ -135,11 +138,10 @@ def run_schedule(buffers: int, actions: list[tuple[str, Any, Any]]) -> None:
 
 def test_a_failure_is_counted_and_the_next_fetch_works():
     prefetcher = make(1)
-    one = torch.tensor([1])
     for number, source in enumerate((Gated(OSError("unplugged")), STORED)):
         if isinstance(source, Gated):
             source.gate.set()
-        fetch = prefetcher.submit(source, one, one)
+        fetch = prefetcher.submit(source, ONE)
         check(prefetcher.wait(fetch), fetch, number == 0)
         prefetcher.release(fetch)
     assert prefetcher.faults == 1
@@ -148,29 +150,26 @@ def test_a_failure_is_counted_and_the_next_fetch_works():
 
 def test_a_worker_that_dies_leaves_nobody_waiting():
     prefetcher = make(3)
-    one = torch.tensor([0])
     deadly, behind = Gated(SystemExit()), Gated()
-    fetches = [prefetcher.submit(source, one, one) for source in (deadly, behind)]
+    fetches = [prefetcher.submit(source, ONE) for source in (deadly, behind)]
     deadly.gate.set()
     assert [prefetcher.wait(fetch) for fetch in fetches] == [None, None]
     assert not prefetcher.works
-    assert prefetcher.submit(STORED, one, one) is None
+    assert prefetcher.submit(STORED, ONE) is None
 
 
 def test_a_worker_that_vanishes_is_noticed(monkeypatch):
     monkeypatch.setattr(prefetch, "_work", lambda tasks, owner: None)  # ends at once, without a word
     prefetcher = make()
-    one = torch.tensor([0])
-    assert prefetcher.wait(prefetcher.submit(STORED, one, one)) is None
+    assert prefetcher.wait(prefetcher.submit(STORED, ONE)) is None
     assert not prefetcher.works
     assert prefetcher.faults == 1
 
 
 def test_closing_fails_what_is_queued():
     prefetcher = make(3)
-    one = torch.tensor([0])
     running, queued = Gated(), Gated()
-    fetches = [prefetcher.submit(source, one, one) for source in (running, queued)]
+    fetches = [prefetcher.submit(source, ONE) for source in (running, queued)]
     prefetcher.close()
     running.gate.set()
     assert prefetcher.wait(fetches[1]) is None
@@ -179,8 +178,7 @@ def test_closing_fails_what_is_queued():
 
 def test_a_forgotten_prefetcher_ends_its_thread():
     prefetcher = make()
-    one = torch.tensor([0])
-    prefetcher.wait(prefetcher.submit(STORED, one, one))
+    prefetcher.wait(prefetcher.submit(STORED, ONE))
     thread, gone = prefetcher._worker, weakref.ref(prefetcher)
     del prefetcher
     gc.collect()
@@ -189,14 +187,16 @@ def test_a_forgotten_prefetcher_ends_its_thread():
     assert not thread.is_alive()
 
 
-def test_waiting_is_timed_and_too_many_tokens_are_refused():
+def test_waiting_is_timed_and_too_many_tokens_fail():
     prefetcher = make()
     gated = Gated()
-    fetch = prefetcher.submit(gated, torch.tensor([0]), torch.tensor([3]))
+    fetch = prefetcher.submit(gated, indices([(0, 3)]))
     threading.Timer(0.05, gated.gate.set).start()
     check(prefetcher.wait(fetch), fetch, False)
     assert 0.02 < prefetcher.stalled_seconds < SECONDS
-    many = torch.zeros(CAPACITY + 1, dtype=torch.int64)
-    with pytest.raises(ValueError, match="7 tokens for a buffer of 6"):
-        prefetcher.submit(STORED, many, many)
+    assert fetch.began < fetch.ended
+    prefetcher.release(fetch)
+    many = prefetcher.submit(STORED, indices([(0, 1)] * (CAPACITY + 1)))
+    assert prefetcher.wait(many) is None
+    assert "7 tokens for a buffer of 6" in str(many.error)
     assert prefetcher.nbytes == 2 * CAPACITY * sum(DIMS) * 4

@@ -1,0 +1,102 @@
+"""What a layer lacks in a step: taken from what was fetched ahead for it, the rest fetched by the step itself."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from semkv.runtime.prefetch import Fetch, Prefetcher, Source
+
+HEAD_BITS = 32
+"""A token's head and place are one number, so that one search finds it."""
+
+
+@dataclass
+class Supplied:
+    """What one turn of one memory took. Tokens are counted over its KV heads.
+
+    fetched: tokens that were fetched ahead for it, 0 where that failed or came too late. hits: tokens that it lacked and found among
+    them. missed: tokens that it fetched itself. stalls: when it stood still for folded tokens or factors, from and to, in seconds
+    of `time.perf_counter`. fetch: when the thread was at what it fetched.
+    """
+
+    fetched: int = 0
+    hits: int = 0
+    missed: int = 0
+    stalls: list[tuple[float, float]] = field(default_factory=list)
+    fetch: tuple[float, float] | None = None
+
+    @property
+    def stalled_seconds(self) -> float:
+        """Time that the turn stood still."""
+        return sum(to - begun for begun, to in self.stalls)
+
+    @contextmanager
+    def stall(self) -> Iterator[None]:
+        """Time a part of the turn in which nothing else is done."""
+        begun = time.perf_counter()
+        yield
+        self.stalls.append((begun, time.perf_counter()))
+
+
+class Supply:
+    """A source for one turn: what `prefetcher` has fetched for it, and `host` for all else. Without them, the host alone."""
+
+    def __init__(self, host: Source, prefetcher: Prefetcher | None = None, fetch: Fetch | None = None) -> None:
+        self.told = Supplied()
+        self._host, self._prefetcher, self._fetch = host, prefetcher, fetch
+
+    def gather(self, index: Tensor, heads: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """See `semkv.runtime.prefetch.Source`; on the device where something was fetched ahead, else where the tokens wait."""
+        if self._prefetcher is None or self._fetch is None or heads is None or not len(index):
+            return self._missed(index, heads)
+        with self.told.stall():
+            there = self._prefetcher.wait(self._fetch)
+        if there is None:
+            return self._missed(index, heads)
+        row, found = _find(_keys(self._fetch.heads, self._fetch.places), _keys(heads, index))
+        missing = torch.nonzero(~found)[:, 0]
+        self.told.hits += len(index) - len(missing)
+        if len(missing) == len(index):
+            return self._missed(index, heads)
+        k, v = (x.index_select(0, row.to(x.device)) for x in there)
+        if len(missing):
+            for all_, rest in zip((k, v), self._missed(index[missing], heads[missing])):
+                all_.index_copy_(0, missing.to(all_.device), rest.to(all_.device))
+        return k, v
+
+    def _missed(self, index: Tensor, heads: Tensor | None) -> tuple[Tensor, Tensor]:
+        if not len(index):
+            return self._host.gather(index, heads)
+        self.told.missed += len(index)
+        with self.told.stall():
+            return self._host.gather(index, heads)
+
+    def release(self) -> None:
+        """The turn is done with what was fetched ahead."""
+        fetch = self._fetch
+        if self._prefetcher is None or fetch is None:
+            return
+        if fetch.arrived.is_set() and fetch.error is None:
+            self.told.fetched, self.told.fetch = fetch.count, (fetch.began, fetch.ended)
+        self._prefetcher.release(fetch)
+
+
+def _keys(heads: Tensor, places: Tensor) -> Tensor:
+    return heads << HEAD_BITS | places
+
+
+def _find(keys: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows int64 [n] of `wanted` [n] among the ascending `keys` [m], and which of them are there; rows of the others are any."""
+    if not len(keys):
+        return torch.zeros_like(wanted), torch.zeros(len(wanted), dtype=torch.bool)
+    row = torch.searchsorted(keys, wanted).clamp_(max=len(keys) - 1)
+    return row, keys[row] == wanted
+
+
+__all__ = ["Supplied", "Supply"]
