@@ -16,11 +16,13 @@ if TYPE_CHECKING:
     from semkv.evaluation.bench import Timing
     from semkv.planning.decoder import Decoder
     from semkv.planning.machine import Machine
+    from semkv.runtime.timeline import Timeline
 
 
 @dataclass(frozen=True)
 class BenchRequest:
-    """What the command was asked for. text: a file that the prompt is cut from; None: random tokens."""
+    """What the command was asked for. text: a file that the prompt is cut from; None: random tokens. timeline: a Chrome trace to
+    write, with a picture beside it."""
 
     model: str
     profile: Path | None
@@ -35,6 +37,7 @@ class BenchRequest:
     text: Path | None = None
     device: str | None = None
     json: Path | None = None
+    timeline: Path | None = None
 
 
 def run_bench(request: BenchRequest) -> None:
@@ -44,10 +47,12 @@ def run_bench(request: BenchRequest) -> None:
     machine = None if request.gpu is None else parse_machine(request.gpu)
     from semkv.api import compile as compile_model
     from semkv.cli.models import load_model
+    from semkv.errors import ConfigError
     from semkv.evaluation.bench import check_tokens, time_compiled
     from semkv.evaluation.environment import describe, now
     from semkv.methods import find_method
     from semkv.planning.decoder import decoder_of
+    from semkv.runtime.timeline import Timeline
 
     methods = [find_method(name) for name in request.methods]
     started = now()
@@ -58,11 +63,16 @@ def run_bench(request: BenchRequest) -> None:
     entries = [
         (method.name, budget) for method in methods for budget in (request.budgets if method.compresses else [None])
     ]
+    if request.timeline is not None and len(entries) != 1:
+        raise ConfigError(
+            f"--timeline shows one method at one budget, and {len(entries)} were asked for: name one of each"
+        )
+    timeline = None if request.timeline is None else Timeline()
     timings = []
     with progress_bar("bench") as progress:
         for place, (name, budget) in enumerate(entries, 1):
             compiled = full if name == "full" else full.with_method(name, budget)
-            timings.append(time_compiled(compiled, ids, warmup=request.warmup, steps=request.steps))
+            timings.append(time_compiled(compiled, ids, warmup=request.warmup, steps=request.steps, timeline=timeline))
             progress(place, len(entries), name)
     dtype = str(full.dtype).removeprefix("torch.")
     decoder = None if machine is None else decoder_of(loaded.model.config, dtype=dtype)
@@ -76,6 +86,21 @@ def run_bench(request: BenchRequest) -> None:
         request.json.parent.mkdir(parents=True, exist_ok=True)
         request.json.write_text(json_module.dumps(report, indent=1) + "\n")
         console.print(f"\nreport: {request.json}")
+    if request.timeline is not None and timeline is not None:
+        write_timeline(console, timeline, timings[0], request.timeline)
+
+
+def write_timeline(console: Console, timeline: Timeline, timing: Timing, path: Path) -> None:
+    """The trace, and the picture beside it."""
+    from semkv.evaluation.timeline import draw, events, write_trace
+
+    found = events(timeline)
+    budget = "" if timing.budget is None else f" at a budget of {timing.budget:g}"
+    subtitle = f"{timing.rows} row(s) of {timing.tokens:,} tokens; host clock"
+    picture = draw(
+        found, f"{len(timeline.steps)} decode steps of {timing.method}{budget}", subtitle, path.with_suffix(".png")
+    )
+    console.print(f"\ntimeline: {write_trace(found, path)} (for Perfetto or chrome://tracing), {picture}")
 
 
 def prompt_ids(loaded: Any, request: BenchRequest) -> Any:
@@ -125,7 +150,7 @@ def print_timings(console: Console, timings: list[Timing], floors: list[float | 
     ]
     first = timings[0]
     title = f"{first.rows} row(s) of {first.tokens:,} tokens, {len(first.step_ms)} steps; milliseconds"
-    table = simple_table(title, "method", *columns, "moved/step", "overlap")
+    table = simple_table(title, "method", *columns, "moved/step", "overlap", "hits", "stall", "stall %")
     table.columns[0].justify = "left"
     for timing, floor in zip(timings, floors):
         peak = timing.nbytes["peak"]
@@ -134,8 +159,12 @@ def print_timings(console: Console, timings: list[Timing], floors: list[float | 
             *(f"{timing.percentile(p):.2f}" for p in PERCENTILES), "-" if floor is None else f"{floor:.2f}",
             f"{timing.tokens_per_second:,.1f}", size(peak), f"{100 * peak / timing.full_bytes:.1f}",
             size(timing.nbytes["host"] + timing.nbytes["disk"]), size(timing.moved_bytes), f"{timing.overlap:.0%}",
+            f"{timing.hit_rate:.0%}", f"{timing.stall_ms:.2f}", f"{100 * timing.stall_share:.1f}",
         )  # fmt: skip
     console.print(table)
+    buffers = max(timing.nbytes["prefetch"] for timing in timings)
+    apart = f", and so are {size(buffers)} of prefetch buffers" if buffers else ""
     console.print(
-        "device: the largest residency of a step, weights apart. Transfers are synchronous, so steps contain them."
+        f"device: the largest residency of a step; weights are apart{apart}. stall: time that a step stood still for folded tokens; "
+        "hits: of those it lacked, what had been fetched ahead. Steps contain what they wait for."
     )

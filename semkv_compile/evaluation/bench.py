@@ -13,9 +13,12 @@ from torch import Tensor
 from semkv.compiled import CompiledModel
 from semkv.errors import InputError, SemkvError
 from semkv.runtime.state import State
+from semkv.runtime.timeline import Timeline
 
 PERCENTILES = (50, 90, 99)
 CHECKED_PROMPT, CHECKED_TOKENS = 64, 8
+DRAWN_STEPS = 2
+"""Steps of a timeline: what the first fetches ahead for the next one's first layers is shown in the second."""
 
 
 @dataclass(frozen=True)
@@ -23,9 +26,11 @@ class Timing:
     """One compiled model on one prompt.
 
     first_ms: from ids to the first token's logits, prefill and compression of all rows. step_ms: of each timed decode step, in
-    order; the device was awaited after each, and transfers are synchronous, so a step contains what it waited for them. nbytes:
-    `State.nbytes` after the last step. full_bytes: of the full KV then. moved_bytes: per step and row, host to device. overlap: of what
-    steps unfolded, the share that was there.
+    order; the device was awaited after each, so a step contains what it waited for transfers. nbytes: `State.nbytes` after the last
+    step. full_bytes: of the full KV then. moved_bytes: per step and row, host to device. overlap: of what
+    steps unfolded, the share that was there. stall_ms: milliseconds that a timed step stood still for folded tokens, on average.
+    hit_rate: of the tokens that timed steps lacked, the share that had been fetched ahead. ahead_bytes: fetched ahead, lacked or not,
+    per step and row.
     """
 
     method: str
@@ -38,11 +43,19 @@ class Timing:
     full_bytes: int
     moved_bytes: float
     overlap: float
+    stall_ms: float = 0.0
+    hit_rate: float = 0.0
+    ahead_bytes: float = 0.0
 
     def percentile(self, percent: int) -> float:
         """Milliseconds that so many of a hundred steps took at most (nearest rank)."""
         ordered = sorted(self.step_ms)
         return ordered[max(0, -(-percent * len(ordered) // 100) - 1)]
+
+    @property
+    def stall_share(self) -> float:
+        """Of the timed steps' time, the share that they stood still."""
+        return self.stall_ms * len(self.step_ms) / sum(self.step_ms)
 
     @property
     def tokens_per_second(self) -> float:
@@ -51,8 +64,10 @@ class Timing:
 
 
 @torch.no_grad()
-def time_compiled(compiled: CompiledModel, ids: Tensor, *, warmup: int, steps: int) -> Timing:
-    """Read the prompt ids [B, T], take `warmup` greedy steps, then `steps` timed ones.
+def time_compiled(
+    compiled: CompiledModel, ids: Tensor, *, warmup: int, steps: int, timeline: Timeline | None = None
+) -> Timing:
+    """Read the prompt ids [B, T], take `warmup` greedy steps, then `steps` timed ones. timeline: records `DRAWN_STEPS` more.
 
     Raises
     ------
@@ -61,17 +76,36 @@ def time_compiled(compiled: CompiledModel, ids: Tensor, *, warmup: int, steps: i
     if steps < 1 or warmup < 0:
         raise InputError(f"{steps} steps after {warmup} of warm-up: expected at least one step and no fewer than 0")
     limit = compiled.program.max_positions
-    if limit is not None and ids.shape[1] + warmup + steps > limit:
+    taken = warmup + steps + (0 if timeline is None else DRAWN_STEPS)
+    if limit is not None and ids.shape[1] + taken > limit:
         raise InputError(
-            f"{ids.shape[1]} tokens and {warmup + steps} steps do not fit the model's context of {limit}: take a shorter prompt"
+            f"{ids.shape[1]} tokens and {taken} steps do not fit the model's context of {limit}: take a shorter prompt"
         )
     first_ms, state = _milliseconds(lambda: compiled.prefill(ids), compiled.device)
-    times = [_milliseconds(lambda: _step(compiled, state), compiled.device)[0] for _ in range(warmup + steps)]
+    for _ in range(warmup):
+        _step(compiled, state)
+    before = _stood_still(state)
+    times = [_milliseconds(lambda: _step(compiled, state), compiled.device)[0] for _ in range(steps)]
+    stalled, hits, missed = (now - then for now, then in zip(_stood_still(state), before))
     stats = state.stats
-    return Timing(
+    timing = Timing(
         method=compiled.method.name, budget=compiled.budget, tokens=ids.shape[1], rows=ids.shape[0], first_ms=first_ms,
-        step_ms=tuple(times[warmup:]), nbytes=state.nbytes, full_bytes=state.full_bytes,
-        moved_bytes=stats.moved_bytes_per_step, overlap=stats.overlap,
+        step_ms=tuple(times), nbytes=state.nbytes, full_bytes=state.full_bytes,
+        moved_bytes=stats.moved_bytes_per_step, overlap=stats.overlap, stall_ms=1000 * stalled / steps,
+        hit_rate=hits / max(1, hits + missed), ahead_bytes=stats.ahead_bytes_per_step,
+    )  # fmt: skip
+    if timeline is not None:
+        state.timeline = timeline
+        for _ in range(DRAWN_STEPS):
+            _step(compiled, state)
+    return timing
+
+
+def _stood_still(state: State) -> tuple[float, ...]:
+    """Seconds so far, and tokens that were lacked and had been fetched ahead, and had not."""
+    traffic = [row.traffic for row in state.rows]
+    return (
+        sum(t.stalled_seconds for t in traffic), sum(t.hit_tokens for t in traffic), sum(t.missed_tokens for t in traffic),
     )  # fmt: skip
 
 

@@ -29,7 +29,8 @@ INK = "#333333"
 PANEL = 2.7  # inches
 
 
-def _figure(width: float, height: float, title: str, subtitle: str) -> Figure:
+def figure_of(width: float, height: float, title: str, subtitle: str) -> Figure:
+    """An empty figure of so many inches under a title."""
     figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     # The blank lines keep room for the subtitle, which the layout does not know of.
@@ -38,14 +39,16 @@ def _figure(width: float, height: float, title: str, subtitle: str) -> Figure:
     return figure
 
 
-def _plain(axes: Axes) -> None:
+def plain(axes: Axes) -> None:
+    """Axes without what is not data."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(labelsize=8, colors=INK, length=3)
     axes.grid(axis="y", color="#E5E5E5", linewidth=0.8)
     axes.set_axisbelow(True)
 
 
-def _save(figure: Figure, path: Path) -> Path:
+def save(figure: Figure, path: Path) -> Path:
+    """Write the figure as a PNG."""
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=DPI)
     return path
@@ -88,7 +91,7 @@ def accuracy_by_budget(report: Report, question: str, length: int, path: Path) -
         if cell.cell.question == question and cell.cell.length == length:
             points[cell.cell.family, cell.cell.variant.label, _fraction(cell.cell.variant)] = cell.accuracy
     panels = ["mean", *names]
-    figure = _figure(
+    figure = figure_of(
         max(PANEL * len(panels), 6.0),
         3.9,
         f"{what_is_scored(report)} against the KV budget, {length} tokens, question {question}",
@@ -97,7 +100,7 @@ def accuracy_by_budget(report: Report, question: str, length: int, path: Path) -
     all_axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     places = {budget: i for i, budget in enumerate(budgets)}
     for axes, panel in zip(all_axes, panels):
-        _plain(axes)
+        plain(axes)
         full = points.get((panel, "full", None))
         if full is not None:
             axes.axhline(100 * full.value, color="black", linestyle="--", linewidth=1.2, label="full")
@@ -126,7 +129,7 @@ def accuracy_by_budget(report: Report, question: str, length: int, path: Path) -
     all_axes[0].set_ylabel(f"{what_is_scored(report).lower()} (%)", fontsize=8, color=INK)
     handles, texts = all_axes[0].get_legend_handles_labels()
     figure.legend(handles, texts, loc="outside lower center", ncols=min(len(texts), 6), frameon=False, fontsize=8)
-    return _save(figure, path)
+    return save(figure, path)
 
 
 def _fraction(variant: Variant) -> float | None:
@@ -175,7 +178,7 @@ def needle_heatmap(
         return None
     samples = sum(c.accuracy.samples for c in chosen if c.cell.variant.label == labels[0])
     text = chosen[-1].cell.variant.budget_text if budget is not None else "-"
-    figure = _figure(
+    figure = figure_of(
         max(1.2 + (0.5 + 0.42 * len(lengths)) * len(labels) + 0.9 * len(labels), 6.6),
         4.3,
         f"{what_is_scored(report)} by context length and depth of the needle, budget {text}",
@@ -199,7 +202,7 @@ def needle_heatmap(
     bar.set_label(f"{what_is_scored(report).lower()} (%)", fontsize=8, color=INK)
     bar.ax.tick_params(labelsize=7)
     bar.outline.set_visible(False)
-    return _save(figure, path)
+    return save(figure, path)
 
 
 def _at_depth(cells: Sequence[CellResult], depth: float) -> float:
@@ -234,7 +237,7 @@ def zoom_heatmap(report: Report, question: str, length: int, path: Path, method:
     for budget in budgets:
         maps.append(_zoom_map([c.zoom for c in found if c.zoom and c.cell.variant.budget_text == budget]))
     layers, heads = (max(m.shape[axis] for m in maps) for axis in (0, 1))
-    figure = _figure(
+    figure = figure_of(
         max(1.6 + len(maps) * (0.6 + 0.36 * min(heads, 20)), 6.0),
         max(3.0, 1.8 + 0.32 * min(layers, 24)),
         f"How often {method} unfolds a span, by layer and query head",
@@ -254,7 +257,7 @@ def zoom_heatmap(report: Report, question: str, length: int, path: Path, method:
     bar.set_label("spans unfolded (%)", fontsize=8, color=INK)
     bar.ax.tick_params(labelsize=7)
     bar.outline.set_visible(False)
-    return _save(figure, path)
+    return save(figure, path)
 
 
 def _zoom_map(zooms: Sequence[Zoom]) -> np.ndarray:

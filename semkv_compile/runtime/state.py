@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,7 @@ from semkv.errors import BudgetError
 from semkv.ir.memory import Entries
 from semkv.runtime.join import stack_rows
 from semkv.runtime.row_memory import Placement, RowMemory
+from semkv.runtime.timeline import Timeline
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,8 @@ class State:
 
     `logits` [B, vocab] are those after the last token of each row. `ids_seen` counts the columns of the running `generate`
     call's ids that were read, `finished` bool [B] its rows that ended; `pending` int64 [B, 1] is the last token that it
-    generated, read at the start of the next turn. A state belongs to the model, method and budget that made it.
+    generated, read at the start of the next turn. `timeline`: records its steps where it is set. A state belongs to the model, method
+    and budget that made it.
     """
 
     is_compileable = False  # what `generate` asks of a cache
@@ -59,6 +62,7 @@ class State:
         self.logits = logits
         self.ids_seen = 0
         self.pending: Tensor | None = None
+        self.timeline: Timeline | None = None
         self.finished: Tensor | None = None
         self._ids: Tensor | None = None
         self._surprisal: Tensor | None = None
@@ -175,6 +179,8 @@ class State:
     def begin_step(self, ids: Tensor) -> None:
         """Note the tokens `ids` [B, T] about to run and their surprisal: the first follows from `logits`, the rest come later."""
         self._ids = ids
+        if self.timeline is not None:
+            self.timeline.begin_step()
         for index, row in enumerate(self.rows):
             row.begin_step(ids[index])
         if not self.placement.plan.reads_surprisal:
@@ -198,6 +204,8 @@ class State:
             row.traffic.steps += 1
             if known is not None:
                 row.patch_surprisal(known[index])
+        if self.timeline is not None:
+            self.timeline.end_step()
 
     def record(
         self, site: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor
@@ -212,13 +220,16 @@ class State:
     def entries(self, site: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Entries:
         """See `semkv.ir.memory.Memory.entries`."""
         place = self.placement.program.sites[site]
-        owner = site in self._owners
+        owner, begun = site in self._owners, time.perf_counter()
         rows = [
             row.entries(
                 place, owner, q[index], k[index], v[index], positions[index], self._ids[index], self._surprisal[index]
             )
             for index, row in enumerate(self.rows)
         ]
+        if self.timeline is not None:
+            took = tuple(memory.supplied for row in self.rows for memory in row.stores[place.store])
+            self.timeline.turn(site, begun, took)
         return stack_rows(rows, place, q.shape[2])
 
     def __repr__(self) -> str:
