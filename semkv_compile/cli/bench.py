@@ -133,38 +133,39 @@ def floor_ms(timing: Timing, decoder: Decoder, machine: Machine) -> float:
 
 
 def print_timings(console: Console, timings: list[Timing], floors: list[float | None]) -> None:
-    """A line per method and budget."""
+    """Two tables with a line per method and budget: times and sizes, and what steps moved and waited for."""
     from semkv.cli.profile_tables import simple_table
     from semkv.evaluation.bench import PERCENTILES
     from semkv.evaluation.tables import size
 
-    columns = [
-        "budget",
-        "first token",
-        *(f"p{p}" for p in PERCENTILES),
-        "floor",
-        "tokens/s",
-        "device",
-        "% of full",
-        "host",
-    ]
+    percentiles = [f"p{p}" for p in PERCENTILES]
     first = timings[0]
     title = f"{first.rows} row(s) of {first.tokens:,} tokens, {len(first.step_ms)} steps; milliseconds"
-    table = simple_table(title, "method", *columns, "moved/step", "overlap", "hits", "stall", "stall %")
-    table.columns[0].justify = "left"
+    times = simple_table(
+        title, "method", "budget", "first token", *percentiles, "floor", "tokens/s", "device", "% of full", "host"
+    )
+    moves = simple_table(
+        "Folded tokens, per step", "method", "budget", "overlap", "moved", "fetched ahead", "hits", "stall", "stall %"
+    )
     for timing, floor in zip(timings, floors):
         peak = timing.nbytes["peak"]
-        table.add_row(
-            timing.method, "-" if timing.budget is None else f"{timing.budget:g}", f"{timing.first_ms:.0f}",
-            *(f"{timing.percentile(p):.2f}" for p in PERCENTILES), "-" if floor is None else f"{floor:.2f}",
-            f"{timing.tokens_per_second:,.1f}", size(peak), f"{100 * peak / timing.full_bytes:.1f}",
-            size(timing.nbytes["host"] + timing.nbytes["disk"]), size(timing.moved_bytes), f"{timing.overlap:.0%}",
-            f"{timing.hit_rate:.0%}", f"{timing.stall_ms:.2f}", f"{100 * timing.stall_share:.1f}",
+        named = timing.method, "-" if timing.budget is None else f"{timing.budget:g}"
+        times.add_row(
+            *named, f"{timing.first_ms:.0f}", *(f"{timing.percentile(p):.2f}" for p in PERCENTILES),
+            "-" if floor is None else f"{floor:.2f}", f"{timing.tokens_per_second:,.1f}", size(peak),
+            f"{100 * peak / timing.full_bytes:.1f}", size(timing.nbytes["host"] + timing.nbytes["disk"]),
         )  # fmt: skip
-    console.print(table)
-    buffers = max(timing.nbytes["prefetch"] for timing in timings)
-    apart = f", and so are {size(buffers)} of prefetch buffers" if buffers else ""
+        moves.add_row(
+            *named, f"{timing.overlap:.0%}", size(timing.moved_bytes), size(timing.ahead_bytes), f"{timing.hit_rate:.0%}",
+            f"{timing.stall_ms:.2f}", f"{100 * timing.stall_share:.1f}",
+        )  # fmt: skip
+    for table in (times, moves):
+        table.columns[0].justify = "left"
+        console.print(table)
     console.print(
-        f"device: the largest residency of a step; weights are apart{apart}. stall: time that a step stood still for folded tokens; "
-        "hits: of those it lacked, what had been fetched ahead. Steps contain what they wait for."
+        "device: the largest residency of a step, weights apart. hits: of what steps lacked, what had been fetched ahead. "
+        "stall: time in which a step stood still for the rest; steps contain it."
     )
+    buffers = max(timing.nbytes["prefetch"] for timing in timings)
+    if buffers:
+        console.print(f"Beside that, prefetch buffers of {size(buffers)}, a constant.")

@@ -24,7 +24,7 @@ SHARE = 1 / 4
 just below the cut, this holds 96 % of those."""
 
 LEAST = 64
-"""Tokens that a buffer holds at least."""
+"""Tokens of each KV head that a buffer holds at least."""
 
 
 class Lookahead:
@@ -52,7 +52,7 @@ class Lookahead:
         first = next(iter(rooms)).site
         dims = (first.key_dim, first.value_dim)
         same = {m: room for m, room in rooms.items() if (m.site.key_dim, m.site.value_dim) == dims}
-        capacity = max(LEAST, int(SHARE * max(same.values())))
+        capacity = max(LEAST * first.kv_heads, int(SHARE * max(same.values())))
         for memory in same:
             memory.ahead = capacity
         turns = tuple(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from semkv.runtime.largest import largest
 from semkv.runtime.spans import TOKENS, FoldedSpans
 from semkv.runtime.workspace import ranges
 
@@ -64,7 +65,11 @@ class Likely:
         heads = len(self.chosen)
         best = self.score.unflatten(0, (heads, -1)).amax(1).masked_fill(self.chosen, NEG_INF)
         sizes, each = self.where.sizes.expand(heads, -1), self.most // heads
-        highest, order = best.topk(min(best.shape[1], each // max(1, int(sizes.min()))), dim=1)
+        least, most = int(sizes.min()), int(sizes.max())
+        count = min(best.shape[1], each // max(1, least))
+        if least == most:
+            return self.where.tokens(largest(best, count) & (best > NEG_INF), self.most)
+        highest, order = best.topk(count, dim=1)
         fits = (sizes.gather(1, order).cumsum(1) <= each) & (highest > NEG_INF)
         return self.where.tokens(torch.zeros_like(self.chosen).scatter_(1, order, fits), self.most)
 
