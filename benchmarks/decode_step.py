@@ -1,13 +1,18 @@
-"""Time and memory of a decode step: semkv's methods beside Hugging Face's DynamicCache and StaticCache, in one process.
+"""Time and memory of decode steps at long contexts: semkv's methods beside Hugging Face's DynamicCache and StaticCache.
 
-    python benchmarks/decode_step.py                                # on CUDA: a Llama of 8 layers with 8 KV heads of 128
-    python benchmarks/decode_step.py --lengths 8192,32768 --rows 4
-    python benchmarks/decode_step.py --dry-run                      # seconds on a CPU: that everything runs, no figures
+    python benchmarks/decode_step.py                                # on CUDA: the shapes of Llama-3.1-8B in bfloat16, eight minutes at most
+    python benchmarks/decode_step.py --deadline 180 --lengths 32768,131072 --layers 8
+    python benchmarks/decode_step.py --dry-run                      # tiny sizes on a CPU: that everything runs, no figures
 
-Weights are random: what is measured does not depend on them, so `sekv` routes without training (`router=coarse`). Before
-anything is timed, `full` must give the tokens of the model's own `generate`; otherwise nothing is reported. Each entry
-reads the same prompt, takes --warmup steps and then --steps timed ones, a token each, the device awaited after every step. Memory is
-the allocator's peak over the timed steps, less weights (CUDA), and the bytes that the caches' tensors hold. Writes JSON.
+Weights are random, and states are not prefilled but made of random keys and values of a length, one pair of tensors for all layers:
+what a step costs depends on neither. Every step reads the same token, so that what it unfolds overlaps with the step before, as in
+text. Before anything is timed, `full` must give the model's own logits on such a state. Cells come in order of importance; what the
+deadline leaves no time for is said to be missing, and so is what fails, with its reason. Contenders share a process, and the
+allocator's cache is emptied between them.
+
+Of a cell: step times (the device is awaited after each), the bytes that the cache has on the device, what waits on the host, what
+moves per step, the allocator's peak over the timed steps less the weights, and the floor: the larger of the bytes that a step must
+read over the measured device bandwidth and the bytes that it moves over the measured bandwidth of the link.
 """
 
 from __future__ import annotations
@@ -15,228 +20,325 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import semkv
 from semkv.evaluation.environment import describe, now
+from semkv.runtime.record import RowRecord
 
 ROOT = Path(__file__).resolve().parent.parent
-BUDGETS = (0.05, 0.1, 0.2)
-VOCAB = 1024
+SHAPE = {
+    "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256,
+}  # fmt: skip
+TINY = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 16, "vocab_size": 1024,
+}  # fmt: skip
+OPTIONS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "sekv": {"router": "coarse", "forms": "int8"},
+    "compresskv": {"recoverable": True, "selection": "all", "allocation": "uniform"},
+    "sentencekv": {"buckets": "chunks", "query": "token"},
+}
+"""Of each method, what does without a profile."""
+THEIRS = ("DynamicCache", "StaticCache")
+LONG_RUN = 1000
+"""Steps of the cell whose 99th percentile is asked for."""
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One line of the result. Times in milliseconds, sizes in bytes; None where it could not be measured here.
-
-    cache_bytes: keys and values that the cache's tensors hold on the device (for semkv: the peak that the budget counts).
-    allocated_bytes: the allocator's peak during the timed steps, weights taken off. host_bytes: folded tokens.
-    """
+class Cell:
+    """What one line is of. budget: a fraction or tokens, None for all; steps: timed ones."""
 
     name: str
-    budget: float | None
-    length: int
+    tokens: int
+    budget: float | int | None
     rows: int
-    step_ms: float
-    step_p95_ms: float
-    cache_bytes: int
-    host_bytes: int
-    moved_bytes_per_step: float
-    allocated_bytes: int | None
+    steps: int
 
 
-def build(small: bool, device: torch.device, dtype: torch.dtype, longest: int) -> LlamaForCausalLM:
-    """A Llama with random weights; Hugging Face's SDPA attention."""
-    sizes = {
-        "hidden_size": 2048,
-        "intermediate_size": 5632,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-    }
-    if small:
-        sizes = {
-            "hidden_size": 64,
-            "intermediate_size": 96,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-        }
-    head_dim = 16 if small else 128
+@dataclass(frozen=True)
+class Result:
+    """Times in milliseconds, sizes in bytes; None where it could not be measured here. missing: why there are no figures."""
+
+    cell: Cell
+    median_ms: float | None = None
+    p95_ms: float | None = None
+    p99_ms: float | None = None
+    floor_ms: float | None = None
+    device_bytes: int | None = None
+    host_bytes: int | None = None
+    moved_bytes: float | None = None
+    overlap: float | None = None
+    allocated_bytes: int | None = None
+    first_ms: float | None = None
+    missing: str | None = None
+
+
+def build(shape: dict[str, int], device: torch.device, dtype: torch.dtype, longest: int) -> LlamaForCausalLM:
+    """A Llama with random weights, made where it runs; Hugging Face's SDPA attention."""
+    config = LlamaConfig(max_position_embeddings=longest, rope_theta=5e5, dtype=dtype, **shape)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    model = model.to(dtype).to_empty(device=device).requires_grad_(False)
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=VOCAB, head_dim=head_dim, max_position_embeddings=longest, rope_theta=5e5, **sizes)
-    return LlamaForCausalLM(config).to(device, dtype).eval()
+    for name, weight in model.named_parameters():
+        weight.fill_(1.0) if "norm" in name else weight.normal_(std=0.02)
+    model.model.rotary_emb = LlamaRotaryEmbedding(config).to(device)  # its buffers are no parameters
+    return model.eval()
 
 
-def timed(step: Callable[[], None], device: torch.device, warmup: int, steps: int) -> list[float]:
-    """Milliseconds of each of `steps` calls after `warmup` calls."""
-    found = []
-    for number in range(warmup + steps):
-        if number == warmup and device.type == "cuda":
-            torch.cuda.synchronize(device)
-            torch.cuda.reset_peak_memory_stats(device)
-        started = time.perf_counter()
-        step()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        if number >= warmup:
-            found.append(1000 * (time.perf_counter() - started))
-    return found
+def synthetic_record(model: LlamaForCausalLM, tokens: int) -> RowRecord:
+    """What a prefill of `tokens` tokens leaves, of random numbers; all layers have the same keys and values."""
+    config, device = model.config, model.device
+    generator = torch.Generator(device).manual_seed(tokens)
 
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device=device).to(model.dtype).cpu()
 
-@torch.no_grad()
-def hugging_face(name: str, model: Any, ids: Tensor, warmup: int, steps: int) -> tuple[list[float], int]:
-    """Times of decode steps with a cache of Hugging Face's, and the bytes of its tensors."""
-    total = ids.shape[1] + warmup + steps + 1
-    cache = DynamicCache() if name == "DynamicCache" else StaticCache(config=model.config, max_cache_len=total)
-    at = ids.shape[1]
-    last = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1].argmax(-1, keepdim=True)
-
-    def step() -> None:
-        nonlocal last, at
-        positions = torch.full((ids.shape[0], 1), at, device=ids.device)
-        last = (
-            model(last, past_key_values=cache, position_ids=positions, use_cache=True)
-            .logits[:, -1]
-            .argmax(-1, keepdim=True)
-        )
-        at += 1
-
-    times = timed(step, ids.device, warmup, steps)
-    return times, sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-
-
-@torch.no_grad()
-def compiled_steps(compiled: Any, ids: Tensor, warmup: int, steps: int) -> tuple[list[float], Any]:
-    """Times of decode steps of a compiled model, and the state at the end."""
-    state = compiled.prefill(ids)
-    last = state.logits.argmax(-1, keepdim=True)
-
-    def step() -> None:
-        nonlocal last
-        last = compiled.extend(state, last)[:, -1].argmax(-1, keepdim=True)
-
-    return timed(step, ids.device, warmup, steps), state
-
-
-def entry(name: str, budget: float | None, ids: Tensor, times: list[float], base: int, **sizes: Any) -> Entry:
-    """The result of one entry; `base`: bytes allocated before its cache was made."""
-    peak = torch.cuda.max_memory_allocated(ids.device) - base if ids.is_cuda else None
-    ordered = sorted(times)
-    return Entry(
-        name=name, budget=budget, length=ids.shape[1], rows=ids.shape[0], step_ms=statistics.median(ordered),
-        step_p95_ms=ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))], allocated_bytes=peak, **sizes,
+    layers = range(config.num_hidden_layers)
+    k, v = (draw(config.num_key_value_heads, tokens, config.head_dim) for _ in range(2))
+    q = draw(config.num_attention_heads, 64, config.head_dim)
+    return RowRecord(
+        ids=torch.randint(1, config.vocab_size, (tokens,), generator=torch.Generator().manual_seed(tokens)),
+        keys=dict.fromkeys(layers, k), values=dict.fromkeys(layers, v), queries=dict.fromkeys(layers, q),
+        surprisal=draw(tokens).float().abs(), logits=draw(config.vocab_size).to(device),
     )  # fmt: skip
 
 
-def measure(model: Any, base: Any, ids: Tensor, warmup: int, steps: int) -> list[Entry]:
-    """All entries for one prompt."""
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def timed(step: Callable[[], object], device: torch.device, warmup: int, steps: int) -> list[float]:
+    """Milliseconds of each of `steps` calls after `warmup` calls, ascending."""
+    for _ in range(warmup):
+        step()
+    wait(device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
     found = []
-    weights = torch.cuda.memory_allocated(ids.device) if ids.is_cuda else 0
-    for name in ("DynamicCache", "StaticCache"):
-        times, nbytes = hugging_face(name, model, ids, warmup, steps)
-        found.append(entry(name, None, ids, times, weights, cache_bytes=nbytes, host_bytes=0, moved_bytes_per_step=0.0))
-        gc.collect()
-    variants = [("full", None, {}, "shared")]
-    for budget in BUDGETS:
-        variants += [("streaming_llm", budget, {}, "shared"), ("snapkv", budget, {}, "shared")]
-        variants += [("sekv", budget, {"router": "coarse"}, residency) for residency in ("shared", "elastic")]
-    for method, budget, options, residency in variants:
-        compiled = base.with_method(method, budget, config=semkv.CompileConfig(residency=residency), **options)
-        times, state = compiled_steps(compiled, ids, warmup, steps)
-        nbytes, name = state.nbytes, f"semkv {method}" + (f", {residency}" if method == "sekv" else "")
-        moved = state.stats.moved_bytes_per_step * ids.shape[0]
-        host = nbytes["host"] + nbytes["disk"]
-        found.append(
-            entry(
-                name,
-                budget,
-                ids,
-                times,
-                weights,
-                cache_bytes=nbytes["peak"],
-                host_bytes=host,
-                moved_bytes_per_step=moved,
-            )
-        )
-        del state
-        gc.collect()
-    return found
+    for _ in range(steps):
+        started = time.perf_counter()
+        step()
+        wait(device)
+        found.append(1000 * (time.perf_counter() - started))
+    return sorted(found)
 
 
-@torch.no_grad()
-def check(model: Any, base: Any, device: torch.device) -> None:
-    """Refuse to report anything where `full` and the model itself do not generate the same tokens."""
-    ids = torch.randint(1, VOCAB, (2, 96), generator=torch.Generator().manual_seed(1)).to(device)
-    wanted = model.generate(ids, max_new_tokens=16, do_sample=False, pad_token_id=0)
-    found = base.generate(ids, max_new_tokens=16, do_sample=False, pad_token_id=0)
-    same = (wanted == found).float().mean()
-    if model.dtype in (torch.float32, torch.float64) and same < 1:
-        raise SystemExit("correctness check failed: `full` does not give the model's own tokens; nothing is reported")
-    if not (model(ids).logits[:, -1] - base.prefill(ids).logits).abs().max() < 0.1 * model(ids).logits.abs().max():
-        raise SystemExit("correctness check failed: logits differ by a tenth of the largest; nothing is reported")
-
-
-def show(entries: list[Entry]) -> None:
-    """A short table."""
-    print(
-        f"{'':28}{'budget':>8}{'tokens':>8}{'step, ms':>10}{'p95':>9}{'KV, MiB':>10}{'host':>9}{'moved':>9}{'allocated':>11}"
+def bandwidths(device: torch.device, nbytes: int) -> dict[str, float]:
+    """Bytes per second: read and written by a copy on the device, and from pinned host memory to it."""
+    here, there = (torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
+    host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    copy, link = (
+        min(timed(run, device, 2, 5)) / 1000 for run in (lambda: there.copy_(here), lambda: there.copy_(host))
     )
-    for e in entries:
-        budget = "-" if e.budget is None else f"{100 * e.budget:g} %"
-        mib = [e.cache_bytes / 2**20, e.host_bytes / 2**20, e.moved_bytes_per_step / 2**20]
-        allocated = "-" if e.allocated_bytes is None else f"{e.allocated_bytes / 2**20:.1f}"
-        print(
-            f"{e.name:28}{budget:>8}{e.length:>8}{e.step_ms:>10.2f}{e.step_p95_ms:>9.2f}{mib[0]:>10.2f}{mib[1]:>9.2f}{mib[2]:>9.2f}{allocated:>11}"
+    return {"device": 2 * nbytes / copy, "link": nbytes / link}
+
+
+class Bench:
+    """Contenders on one model."""
+
+    def __init__(self, model: LlamaForCausalLM, warmup: int, bandwidth: dict[str, float], kernels: str) -> None:
+        self.model, self.warmup, self.bandwidth, self.device = model, warmup, bandwidth, model.device
+        self.read = sum(x.nbytes for x in model.parameters()) - model.model.embed_tokens.weight.nbytes
+        self.full = semkv.compile(model, config=semkv.CompileConfig(residency="elastic", kernels=kernels))
+        self.weights = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
+        self._record: RowRecord | None = None
+
+    def record(self, tokens: int) -> RowRecord:
+        """The synthetic record of a length; one is held at a time."""
+        if self._record is None or self._record.tokens != tokens:
+            self._record = None
+            self._record = synthetic_record(self.model, tokens)
+        return self._record
+
+    def cache(self, name: str, record: RowRecord, rows: int, more: int) -> Any:
+        """A cache of Hugging Face's that holds the record."""
+        cache = DynamicCache() if name == "DynamicCache" else StaticCache(self.model.config, record.tokens + more)
+        for layer in record.keys:
+            k, v = (x[layer].to(self.device)[None].expand(rows, -1, -1, -1) for x in (record.keys, record.values))
+            cache.update(k, v, layer)
+        return cache
+
+    def check(self) -> None:
+        """Refuse to report anything where `full` does not give the model's own logits on the same synthetic state."""
+        record = self.record(300)
+        ids = torch.full((1, 1), 7, device=self.device)
+        at = torch.full((1, 1), 300, device=self.device)
+        wanted = (
+            self.model(ids, past_key_values=self.cache("DynamicCache", record, 1, 8), position_ids=at)
+            .logits[:, -1]
+            .float()
         )
+        got = self.full.extend(self.full.compress(record), ids)[:, -1].float()
+        allowed = (1e-4 if self.model.dtype == torch.float32 else 0.05) * float(wanted.abs().max())
+        if not float((got - wanted).abs().max()) <= allowed:
+            raise SystemExit(
+                "correctness check failed: `full` does not give the model's own logits; nothing is reported"
+            )
+
+    def measure(self, cell: Cell) -> Result:
+        """One line."""
+        if cell.name.startswith("first token"):
+            return self.first_token(cell)
+        record, ids = self.record(cell.tokens), torch.ones(cell.rows, 1, dtype=torch.int64, device=self.device)
+        if cell.name in THEIRS:
+            cache, at = self.cache(cell.name, record, cell.rows, self.warmup + cell.steps + 1), cell.tokens
+
+            def step() -> None:
+                nonlocal at
+                positions = torch.full((cell.rows, 1), at, device=self.device)
+                self.model(ids, past_key_values=cache, position_ids=positions, use_cache=True)
+                at += 1
+
+            times = timed(step, self.device, self.warmup, cell.steps)
+            held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+            return self.result(cell, times, held)
+        compiled = (
+            self.full if cell.budget is None else self.full.with_method(cell.name, cell.budget, **OPTIONS[cell.name])
+        )
+        state = compiled.compress([record] * cell.rows)
+        times = timed(lambda: compiled.extend(state, ids), self.device, self.warmup, cell.steps)
+        nbytes, stats = state.nbytes, state.stats
+        found = self.result(cell, times, nbytes["device"], stats.moved_bytes_per_step * cell.rows)
+        return replace(found, host_bytes=nbytes["host"] + nbytes["disk"], overlap=stats.overlap)
+
+    def first_token(self, cell: Cell) -> Result:
+        """A real prompt of random ids, read and, where there is a budget, compressed."""
+        ids = self.record(cell.tokens).ids[None].to(self.device)
+        compiled = None if cell.budget is None else self.full.with_method("sekv", cell.budget, **OPTIONS["sekv"])
+
+        def read() -> None:
+            if compiled is None:
+                self.model(ids, past_key_values=DynamicCache(), use_cache=True, logits_to_keep=1)
+            else:
+                compiled.prefill(ids)
+
+        return Result(cell, first_ms=timed(read, self.device, 0, 1)[0])
+
+    def result(self, cell: Cell, times: list[float], held: int, moved: float = 0.0) -> Result:
+        """`times` ascending; held: bytes that the cache has on the device."""
+
+        def percentile(share: float) -> float:
+            return times[min(len(times) - 1, math.ceil(share * len(times)) - 1)]
+
+        floor = max((self.read + held) / self.bandwidth["device"], moved / self.bandwidth["link"])
+        cuda = self.device.type == "cuda"
+        return Result(
+            cell, statistics.median(times), percentile(0.95), percentile(0.99), 1000 * floor, held, 0, moved, None,
+            torch.cuda.max_memory_allocated(self.device) - self.weights if cuda else None,
+        )  # fmt: skip
+
+
+def cells(lengths: list[int], share: float, fixed: int, steps: int, long_run: int, rows: int) -> list[Cell]:
+    """All lines, the most telling first. share: of the KV, a budget; fixed: tokens of one that does not grow."""
+    middle, ours = lengths[min(1, len(lengths) - 1)], ("sekv", "compresskv")
+    out = [Cell(name, middle, None, 1, steps) for name in ("DynamicCache", "full")]
+    out += [Cell(name, middle, share, 1, steps) for name in ours]
+    out += [Cell("sekv", length, fixed, 1, steps) for length in lengths]
+    out += [Cell("StaticCache", middle, None, 1, steps)]
+    out += [Cell("first token, full cache", lengths[0], None, 1, 1), Cell("first token, sekv", lengths[0], share, 1, 1)]
+    out += [Cell("DynamicCache", lengths[min(2, len(lengths) - 1)], None, 1, steps)]
+    out += [Cell(name, lengths[0], budget, rows, steps) for name, budget in (("DynamicCache", None), ("sekv", share))]
+    out += [Cell("sekv", lengths[0], share, 1, long_run)]
+    out += [Cell(name, length, fixed, 1, steps) for name in ("compresskv", "sentencekv") for length in lengths]
+    return list(dict.fromkeys(out))
+
+
+HEADER = (
+    f"{'':24}{'tokens':>8}{'rows':>5}{'budget':>8}{'step, ms':>10}{'p99':>9}{'floor':>9}{'KV, MiB':>10}{'moved':>9}{'there':>7}"
+    f"{'allocated':>10}"
+)
+
+
+def show(result: Result) -> None:
+    """One line of the table."""
+    cell = result.cell
+    budget = "-" if cell.budget is None else f"{100 * cell.budget:g} %" if cell.budget < 1 else f"{cell.budget}"
+    start = f"{cell.name:24}{cell.tokens:>8}{cell.rows:>5}{budget:>8}"
+    if result.missing is not None:
+        print(f"{start}  missing: {result.missing[:120]}", flush=True)
+    elif result.first_ms is not None:
+        print(f"{start}{result.first_ms:>10.1f} ms to the first token", flush=True)
+    else:
+        allocated = "-" if result.allocated_bytes is None else f"{result.allocated_bytes / 2**20:.0f}"
+        overlap = "-" if result.overlap is None else f"{100 * result.overlap:.0f} %"
+        print(
+            f"{start}{result.median_ms:>10.2f}{result.p99_ms:>9.2f}{result.floor_ms:>9.2f}{result.device_bytes / 2**20:>10.1f}"
+            f"{result.moved_bytes / 2**20:>9.1f}{overlap:>7}{allocated:>10}", flush=True,
+        )  # fmt: skip
 
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--lengths", default="4096,8192,32768", help="prompt tokens")
-    options.add_argument("--rows", type=int, default=1, help="sequences in a batch")
-    options.add_argument("--steps", type=int, default=32)
+    options.add_argument("--lengths", default="32768,131072,262144,524288", help="tokens of the states, ascending")
+    options.add_argument("--fixed", type=int, default=4096, help="tokens of the budget that does not grow")
+    options.add_argument("--rows", type=int, default=8, help="sequences of the batch")
+    options.add_argument("--layers", type=int, default=SHAPE["num_hidden_layers"])
+    options.add_argument("--steps", type=int, default=24)
     options.add_argument("--warmup", type=int, default=4)
-    options.add_argument("--dtype", default=None, choices=("float32", "float16", "bfloat16"))
-    options.add_argument("--device", default=None)
-    options.add_argument("--dry-run", action="store_true", help="a tiny model and a short prompt")
+    options.add_argument("--deadline", type=float, default=480.0, help="seconds after which no further cell begins")
+    options.add_argument("--kernels", default="auto", choices=("auto", "torch", "triton"))
+    options.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    options.add_argument("--dry-run", action="store_true", help="a tiny model in float32 on a CPU")
     options.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "decode_step.json")
-    arguments = options.parse_args()
-    device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    dtype = getattr(torch, arguments.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
-    lengths = [900] if arguments.dry_run else [int(length) for length in arguments.lengths.split(",")]
-    warmup, steps = (1, 3) if arguments.dry_run else (arguments.warmup, arguments.steps)
-    started = now()
-    model = build(arguments.dry_run, device, dtype, max(lengths) + warmup + steps + 1)
-    base = semkv.compile(model)
-    check(model, base, device)
-    entries: list[Entry] = []
-    for length in lengths:
-        ids = torch.randint(1, VOCAB, (arguments.rows, length), generator=torch.Generator().manual_seed(length)).to(
-            device
-        )
-        entries += measure(model, base, ids, warmup, steps)
+    given = options.parse_args()
+    started, begun = now(), time.monotonic()
+    device = torch.device("cpu" if given.dry_run else given.device)
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    lengths = [320] if given.dry_run else sorted(map(int, given.lengths.split(",")))
+    warmup, steps, long_run = (1, 1, 2) if given.dry_run else (given.warmup, given.steps, LONG_RUN)
+    share, fixed, rows = (0.3, 96, 2) if given.dry_run else (0.1, given.fixed, given.rows)
+    shape = TINY if given.dry_run else SHAPE | {"num_hidden_layers": given.layers}
+    torch.set_grad_enabled(False)
+    model = build(shape, device, dtype, max(lengths) + warmup + long_run + 8)
+    bandwidth = bandwidths(device, 1 << (22 if given.dry_run else 30))
+    bench = Bench(model, warmup, bandwidth, given.kernels)
+    bench.check()
+    prepared = time.monotonic() - begun
+    print(f"attention of a step by {bench.full.kernels}; ready after {prepared:.0f} s", flush=True)
+    print(HEADER, flush=True)
+    found: list[Result] = []
+    for cell in cells(lengths, share, fixed, steps, long_run, rows):
+        if time.monotonic() - begun > given.deadline:
+            found.append(Result(cell, missing="the deadline had passed"))
+        else:
+            try:
+                found.append(bench.measure(cell))
+            except Exception as error:  # one contender that fails must not lose the others
+                found.append(Result(cell, missing=f"{type(error).__name__}: {error}"))
+        show(found[-1])
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        write(given.out, model, bench, found, started, given.dry_run, prepared)
+
+
+def write(
+    path: Path, model: LlamaForCausalLM, bench: Bench, found: list[Result], started: str, dry: bool, prepared: float
+) -> None:
+    """The results so far, so that a run that is stopped keeps them."""
     report = {
-        "dry_run": arguments.dry_run,
-        "model": model.config.to_diff_dict(),
-        "dtype": str(dtype).removeprefix("torch."),
-        "environment": describe(started, str(device)).model_dump(mode="json"),
-        "entries": [asdict(e) for e in entries],
-    }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(report, indent=1, default=str) + "\n", encoding="utf-8")
-    show(entries)
-    print(f"wrote {arguments.out}", file=sys.stderr)
+        "dry_run": dry, "model": model.config.to_diff_dict(), "dtype": str(model.dtype).removeprefix("torch."),
+        "kernels": bench.full.kernels, "bandwidth": bench.bandwidth, "prepared_s": prepared,
+        "environment": describe(started, str(bench.device)).model_dump(mode="json"), "results": [asdict(one) for one in found],
+    }  # fmt: skip
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report, indent=1, default=str) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in one call: install the tree, run the tests marked `gpu`, check the kernels, measure.
+# Everything that needs a GPU, in one call of under nine minutes: install the tree, run the tests marked `gpu`, check the
+# kernels, tune and measure them, measure decode steps, and print a short table last.
 #
 #   bash benchmarks/gpu_suite.sh              on a CUDA machine; needs a Python with torch and the packages of setup.cfg
-#   bash benchmarks/gpu_suite.sh --dry-run    on a CPU: that every step runs, with tiny sizes; no figures
+#   bash benchmarks/gpu_suite.sh --dry-run    on a CPU: that every step runs, with tiny sizes, kernels in Triton's interpreter; no figures
 #
-# The tree is installed into a folder of its own (no index is asked), so it may be read-only. Results go to $OUT, or to
-# benchmarks/results/: gpu_suite.json (each step, its exit status and time) and the benchmarks' own files. PYTHON names the
-# interpreter. A step that fails does not stop the others; the exit status is 1 if any failed. A short table comes last.
+# Nothing is fetched. The tree, and the wheels in the folder WHEELS where it is set, are installed into a folder of their own, so
+# that the tree may be read-only. Results go to $OUT, or to benchmarks/results/: gpu_suite.json (each step, its exit status and time) and
+# the benchmarks' own files. PYTHON names the interpreter. Each step has a time limit; one that fails or exceeds it does not stop the
+# others, and the exit status is 1 if any did.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -18,53 +20,53 @@ mkdir -p "$RESULTS"
 WORK=$(mktemp -d)
 trap 'rm -rf "$WORK"' EXIT
 LOG="$WORK/steps.jsonl"
-export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
+export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 SEMKV_CACHE="$WORK/cache"
+BEGAN=$(date +%s)
 
 if [ "$DRY" = 0 ] && ! "$PYTHON" -c 'import torch, sys; sys.exit(not torch.cuda.is_available())'; then
     echo "gpu_suite: $PYTHON sees no CUDA device; pass --dry-run to try the steps on a CPU" >&2
     exit 2
 fi
 
-# step NAME COMMAND...: run, note exit status and seconds, keep going
+# step NAME SECONDS COMMAND...: run for at most SECONDS, note exit status and seconds, keep going
 step() {
-    local name=$1 began status
-    shift
+    local name=$1 limit=$2 began status
+    shift 2
     echo "== $name: $*"
     began=$(date +%s)
-    "$@"
+    timeout --kill-after=10 "$limit" "$@"
     status=$?
-    echo "{\"step\": \"$name\", \"status\": $status, \"seconds\": $(($(date +%s) - began))}" >>"$LOG"
+    echo "{\"step\": \"$name\", \"status\": $status, \"seconds\": $(($(date +%s) - began)), \"limit\": $limit}" >>"$LOG"
 }
 
-install() {
-    mkdir -p "$WORK/tree" && cp -R setup.cfg pyproject.toml README.md LICENSE semkv_compile passes kernels profiles "$WORK/tree/" &&
-        "$PYTHON" -m pip install --quiet --no-deps --no-build-isolation --no-index --target "$WORK/site" "$WORK/tree"
+# left UNTIL: seconds from now until UNTIL seconds after the start, at least 10
+left() {
+    local rest=$(($1 - ($(date +%s) - BEGAN)))
+    echo $((rest > 10 ? rest : 10))
 }
 
-step install install
+mkdir -p "$WORK/tree" && cp -R setup.cfg pyproject.toml README.md LICENSE semkv_compile passes kernels profiles "$WORK/tree/"
+PIP=("$PYTHON" -m pip install --quiet --no-deps --no-build-isolation --no-index --target "$WORK/site")
+[ -n "${WHEELS:-}" ] && step wheels 60 "${PIP[@]}" "$WHEELS"/*.whl
+step install 60 "${PIP[@]}" --upgrade "$WORK/tree"
 export PYTHONPATH="$WORK/site${PYTHONPATH:+:$PYTHONPATH}"
+TESTS=("$PYTHON" -m pytest --import-mode=importlib -q -p no:cacheprovider)
 
 if [ "$DRY" = 1 ]; then
-    step tests "$PYTHON" -m pytest --import-mode=importlib -q -p no:cacheprovider tests/gpu
-    step decode_step "$PYTHON" benchmarks/decode_step.py --dry-run --out "$RESULTS/decode_step.json"
+    export OMP_NUM_THREADS=1
+    step tests 60 "${TESTS[@]}" -m gpu tests/gpu
+    step kernels 90 "${TESTS[@]}" tests/kernels/test_dispatch.py
+    export TRITON_INTERPRET=1
+    step mixed_attention 60 "$PYTHON" benchmarks/mixed_attention.py --dry-run --tune --out "$RESULTS/mixed_attention.json"
+    step decode_step 150 "$PYTHON" benchmarks/decode_step.py --dry-run --kernels triton --out "$RESULTS/decode_step.json"
 else
-    step tests "$PYTHON" -m pytest --import-mode=importlib -q -p no:cacheprovider -m gpu tests
-    step kernels "$PYTHON" -m pytest --import-mode=importlib -q -p no:cacheprovider tests/kernels
-    step decode_step "$PYTHON" benchmarks/decode_step.py --out "$RESULTS/decode_step.json"
-    step decode_step_rows "$PYTHON" benchmarks/decode_step.py --rows 8 --lengths 4096 --out "$RESULTS/decode_step_rows.json"
+    # Several processes compile kernels at once where pytest can have them.
+    "$PYTHON" -c 'import xdist' 2>/dev/null && TESTS+=(-n 6)
+    step tests 100 "${TESTS[@]}" -m gpu tests/gpu tests/kernels
+    step kernels 110 "${TESTS[@]}" -m "not slow" tests/kernels
+    step mixed_attention 90 "$PYTHON" benchmarks/mixed_attention.py --tune --out "$RESULTS/mixed_attention.json"
+    REST=$(left 525)
+    step decode_step "$REST" "$PYTHON" benchmarks/decode_step.py --deadline $((REST > 60 ? REST - 40 : 20)) --out "$RESULTS/decode_step.json"
 fi
 
-"$PYTHON" - "$LOG" "$RESULTS/gpu_suite.json" "$DRY" <<'END'
-import json, pathlib, platform, sys
-
-import torch
-
-steps = [json.loads(line) for line in pathlib.Path(sys.argv[1]).read_text().splitlines()]
-device = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-result = {"dry_run": sys.argv[3] == "1", "device": device, "torch": torch.__version__, "python": platform.python_version(), "steps": steps}
-pathlib.Path(sys.argv[2]).write_text(json.dumps(result, indent=1) + "\n")
-print(f"\n{device or 'CPU, dry run'}, torch {torch.__version__}")
-for step in steps:
-    print(f"{step['step']:20}{'ok' if step['status'] == 0 else 'FAILED ' + str(step['status']):12}{step['seconds']:6} s")
-sys.exit(any(step["status"] for step in steps))
-END
+"$PYTHON" benchmarks/gpu_table.py "$LOG" "$RESULTS" "$DRY"

@@ -12,6 +12,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import semkv
 from semkv.ir.ops import mixed_attention
 from semkv.kernels.mixed_attention import mixed_attention_reference
+from semkv.kernels.tuning import Tuning
+from semkv.runtime.host_pool import HostTokens
+from semkv.runtime.prefetch import Prefetcher
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -66,7 +69,7 @@ def test_half_precision_runs_within_the_budget(
     state = compiled.prefill(prompts.cuda())
     compiled.generate(prompts[:, :1].cuda(), state=state, max_new_tokens=40, do_sample=False)
     assert state.stats.peak_share <= 1.0
-    assert all(memory.recent.k.is_cuda for row in state.rows for memory in row.stores.values())
+    assert all(memory.recent.k.is_cuda for row in state.rows for memory in row.memories())
 
 
 def test_states_and_artifacts_move_between_devices(model: Any, prompts: torch.Tensor, tmp_path: Path) -> None:
@@ -94,3 +97,78 @@ def test_the_operator_is_as_exact_as_plain_pytorch(dtype: torch.dtype) -> None:
     on_gpu = mixed_attention(q.cuda(), at.cuda(), [k.cuda()], [v.cuda()], [positions.cuda()], scale=0.1).cpu()
     allowed = 2 * (plain.double() - exact).abs().max() + 1e-6
     assert (on_gpu.double() - exact).abs().max() <= allowed
+
+
+@pytest.fixture(scope="module")
+def single(model: Any) -> Any:
+    """The model in float32 on the GPU, as `full`."""
+    there = LlamaForCausalLM(model.config).eval().to("cuda", torch.float32)
+    there.load_state_dict({name: x.float() for name, x in model.state_dict().items()})
+    return semkv.compile(there)
+
+
+@pytest.mark.parametrize(
+    ("method", "budget", "options"),
+    [*METHODS, ("sekv", 0.5, {"router": "untrained", "forms": "factored"})],
+    ids=[*(m for m, _, _ in METHODS), "sekv, factored"],
+)
+@pytest.mark.parametrize("residency", ["shared", "elastic"])
+def test_steps_of_tritons_kernel_are_those_of_pytorch(
+    single: Any, prompts: torch.Tensor, method: str, budget: float | None, options: dict, residency: str
+) -> None:
+    """Two rows of one length, token by token."""
+    logits = {}
+    for kernels in ("torch", "auto"):
+        config = semkv.CompileConfig(kernels=kernels, residency=residency, extend_chunk=1)
+        compiled = single.with_method(method, budget, config=config, **options)
+        assert compiled.kernels.split(":")[0] == ("triton" if kernels == "auto" else "torch")
+        state = compiled.prefill(prompts.cuda())
+        logits[kernels] = compiled.extend(state, prompts[:, :8].cuda(), all_logits=True)
+    torch.testing.assert_close(logits["auto"], logits["torch"], rtol=1e-4, atol=1e-5)
+    assert not torch.equal(logits["auto"], logits["torch"]), "the same form answered both"
+
+
+def test_a_tuned_layout_gives_the_same_tokens(
+    single: Any, prompts: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SEMKV_CACHE", str(tmp_path / "cache"))
+    compiled = single.with_method("sekv", 0.5, router="coarse")
+    tuned = compiled.tune_kernels()
+    kept = Tuning.load(tmp_path / "cache" / "kernels.json")
+    assert list(kept.layouts) == [torch.cuda.get_device_name()]
+    assert kept == tuned.tuning
+    wanted = compiled.generate(prompts.cuda(), max_new_tokens=8, do_sample=False)
+    assert tuned.generate(prompts.cuda(), max_new_tokens=8, do_sample=False).tolist() == wanted.tolist()
+    tuned.save(tmp_path / "model")
+    assert semkv.load(tmp_path / "model", device="cuda").tuning == tuned.tuning
+
+
+def test_a_prompt_in_chunks_gives_the_tokens_of_one_piece(model: Any, prompts: torch.Tensor) -> None:
+    found = []
+    for chunk in (64, 4096):
+        config = semkv.CompileConfig(prefill_chunk=chunk, method_options={"router": "coarse"})
+        compiled = semkv.compile(model, method="sekv", budget=0.5, config=config, device="cuda")
+        found.append(compiled.generate(prompts.cuda(), max_new_tokens=24, do_sample=False).tolist())
+    assert found[0] == found[1]
+
+
+def test_tokens_are_fetched_ahead_to_the_device() -> None:
+    """Many fetches through two buffers, whose copies run on their own stream: every one brings its own tokens."""
+    heads, tokens, dims = 2, 4096, (64, 32)
+    stored = HostTokens(heads, *dims, torch.float32, "raw")
+    stored.append(*(torch.arange(heads * tokens * dim, dtype=torch.float32).view(heads, tokens, dim) for dim in dims))
+    prefetcher = Prefetcher(512, dims, torch.float32, torch.device("cuda"))
+    generator = torch.Generator().manual_seed(0)
+    sums, wanted = [], []
+    for _ in range(200):
+        own, places = (torch.randint(0, high, (512,), generator=generator) for high in (heads, tokens))
+        fetch = prefetcher.submit(stored, own, places)
+        assert fetch is not None
+        got = prefetcher.wait(fetch)
+        assert got is not None
+        sums.append(torch.stack([x.double().sum() for x in got]))  # read on the device, before the buffer is free
+        prefetcher.release(fetch)
+        wanted.append(torch.stack([x.double().sum() for x in stored.gather(places, own)]))
+    assert torch.equal(torch.stack(sums).cpu(), torch.stack(wanted))
+    assert prefetcher.faults == 0
+    prefetcher.close()
