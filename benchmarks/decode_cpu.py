@@ -236,7 +236,6 @@ class Bench:
         compiled = self.full if budget is None else self.full.with_method(method, budget, **OPTIONS[method])
         state = compiled.compress(record)
         clock, traffic, ids = watch(state), state.rows[0].traffic, torch.ones(1, 1, dtype=torch.int64)
-        read = self.weights + state.nbytes["device"]
         for asked in (None,) if budget is None else (None, overlap):
             if asked is not None:
                 overlapping(state, asked)
@@ -247,6 +246,7 @@ class Bench:
                 times += timed(lambda: compiled.extend(state, ids), 0, 1)
                 choosing.append(1000 * clock.read())
             moved, held = traffic.moved_bytes - moved, traffic.held_bytes - held
+            read = self.weights + state.nbytes["device"]
             self._add(
                 method, record.tokens, budget, sorted(times), read, moved / self.steps, held / max(1, moved + held), asked,
                 statistics.median(choosing),

@@ -359,12 +359,23 @@ class SiteMemory:
         if least == greatest:
             chosen = largest(best, most) & (best > NEG_INF)
         else:
-            highest, order = best.topk(most, dim=1)
-            fits = (self.spans.unit_nbytes().gather(1, order).cumsum(1) <= room) & (highest > NEG_INF)
-            chosen = torch.zeros_like(best, dtype=torch.bool).scatter_(1, order, fits)
+            chosen = self._in_order(best, room, most)
         if not bool((chosen & (grouped.amin(dim=(1, 2)) == NEG_INF)).any()):
             return Zoom(chosen, site.group_size, score.shape[1])  # every head and token wants what any of them does
         return Zoom(chosen, site.group_size, score.shape[1], (grouped > NEG_INF) & chosen[:, None, None])
+
+    def _in_order(self, best: Tensor, room: float, most: int) -> Tensor:
+        """bool [Hkv, M]: the units in order of `best` [Hkv, M] until the first that does not fit into `room` bytes per head, of which
+        at most `most` are taken."""
+        costs = self.spans.unit_nbytes()
+        likely = int(min(most, 2 * room * costs.numel() / max(1, int(costs.sum())) + 16))
+        for count in dict.fromkeys((likely, most)):  # sorting all units to take a few of them is slow
+            highest, order = best.topk(count, dim=1)
+            together = costs.gather(1, order).cumsum(1)
+            if count == most or bool((together[:, -1] > room).all()):
+                break
+        fits = (together <= room) & (highest > NEG_INF)
+        return torch.zeros_like(best, dtype=torch.bool).scatter_(1, order, fits)
 
     def _unfold(self, site: AttentionSite, q: Tensor, allowance: float, step: Step) -> tuple[Zoom, Workspace]:
         """The zooms of `_select` and the workspace that holds what they unfold, of at most `allowance` bytes."""
