@@ -98,11 +98,11 @@ class Reading:
     matmul: float
 
 
-def build() -> LlamaForCausalLM:
+def build(layers: int = LAYERS) -> LlamaForCausalLM:
     """The decoder, with Hugging Face's SDPA attention."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=1024, intermediate_size=2816, num_hidden_layers=LAYERS, num_attention_heads=Q_HEADS,
+        vocab_size=VOCAB, hidden_size=1024, intermediate_size=2816, num_hidden_layers=layers, num_attention_heads=Q_HEADS,
         num_key_value_heads=KV_HEADS, head_dim=DIM, max_position_embeddings=POSITIONS, rope_theta=5e5,
     )  # fmt: skip
     return LlamaForCausalLM(config).eval().requires_grad_(False)
@@ -133,7 +133,7 @@ def random_profile(model: LlamaForCausalLM) -> Profile:
     return Profile(info, tensors)
 
 
-def synthetic_record(tokens: int) -> RowRecord:
+def synthetic_record(tokens: int, layers: int = LAYERS) -> RowRecord:
     """What a prefill of `tokens` tokens leaves, of random numbers."""
     generator = torch.Generator().manual_seed(tokens)
 
@@ -142,9 +142,9 @@ def synthetic_record(tokens: int) -> RowRecord:
 
     return RowRecord(
         ids=torch.randint(1, VOCAB, (tokens,), generator=generator),
-        keys={layer: draw(KV_HEADS, tokens, DIM) for layer in range(LAYERS)},
-        values={layer: draw(KV_HEADS, tokens, DIM) for layer in range(LAYERS)},
-        queries={layer: draw(Q_HEADS, 64, DIM) for layer in range(LAYERS)},
+        keys={layer: draw(KV_HEADS, tokens, DIM) for layer in range(layers)},
+        values={layer: draw(KV_HEADS, tokens, DIM) for layer in range(layers)},
+        queries={layer: draw(Q_HEADS, 64, DIM) for layer in range(layers)},
         surprisal=draw(tokens).abs(),
         logits=draw(VOCAB),
     )

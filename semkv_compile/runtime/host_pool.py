@@ -61,7 +61,7 @@ class GrowingTensor:
         if self.device is not None:
             fresh = torch.empty(shape, dtype=dtype, device=self.device)
         else:
-            fresh = self.tier.empty(shape, dtype)
+            fresh = self.tier.empty(shape, dtype, scattered=True)
         fresh[:, : self.length] = self.data
         self._data = fresh
 

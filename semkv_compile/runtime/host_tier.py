@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 import tempfile
 import threading
@@ -37,8 +39,11 @@ class HostTier:
         self._used = 0
         self._lock = threading.Lock()
 
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, *, pinned: bool = False) -> Tensor:
-        """An uninitialised tensor; `pinned`: in page-locked memory, where it is not in a file.
+    def empty(
+        self, shape: tuple[int, ...], dtype: torch.dtype, *, pinned: bool = False, scattered: bool = False
+    ) -> Tensor:
+        """An uninitialised tensor; `pinned`: in page-locked memory, where it is not in a file; `scattered`: it will be read in small pieces
+        here and there, so that nothing around them is to be read from a disk.
 
         Raises
         ------
@@ -49,7 +54,10 @@ class HostTier:
         if count and not self._take(nbytes):
             if not self.disk:
                 self.check(nbytes, f"a tensor {dtype} {tuple(shape)}")
-            return self._mapped(count, dtype).view(shape)
+            mapped = self._mapped(count, dtype)
+            if scattered:
+                _read_pieces_alone(mapped)
+            return mapped.view(shape)
         made = torch.empty(shape, dtype=dtype, pin_memory=pinned)
         if count and self.limit is not None:
             weakref.finalize(made.untyped_storage(), self._release, nbytes).atexit = False
@@ -95,6 +103,11 @@ class HostTier:
                 f"a file of {nbytes} bytes for folded tokens cannot be made in {self.folder} ({error.strerror}; {free} bytes are "
                 "free): free some, or choose another disk_folder"
             ) from error
+
+
+def _read_pieces_alone(x: Tensor) -> None:
+    """Advise the kernel not to read ahead in the file behind `x`, which takes megabytes around each token on some machines."""
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(x.data_ptr()), ctypes.c_size_t(x.nbytes), mmap.MADV_RANDOM)
 
 
 def on_disk(x: Tensor) -> bool:

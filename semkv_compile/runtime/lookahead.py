@@ -90,9 +90,12 @@ class Lookahead:
                 continue
             own, wanted = site.part(part.first, part.last, 1.0), memory.likely
             router = memory.components.router
-            if foresee and isinstance(router, Foresight) and router.foresees(own, step):
-                room = row.workspace_allowance(store, row.tokens + len(ids))[number]
-                wanted = memory.foresee(own, room, step)
+            if isinstance(router, Foresight):
+                if foresee and router.foresees(own, step):
+                    room = row.workspace_allowance(store, row.tokens + len(ids))[number]
+                    wanted = memory.foresee(own, room, step)
+                elif site is not self.turns[0]:
+                    wanted = None  # it will be known in time; for the first layer nothing is
             self._fetch(memory, wanted)
 
     def _fetch(self, memory: SiteMemory, wanted: Wanted | None) -> None:

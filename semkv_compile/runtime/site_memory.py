@@ -9,7 +9,7 @@ from torch import Tensor
 
 from semkv.ir.memory import Entries
 from semkv.ir.site import AttentionSite
-from semkv.runtime.components import Components, Foresight
+from semkv.runtime.components import Components
 from semkv.runtime.largest import largest
 from semkv.runtime.prediction import Certain, Likely, Whereabouts
 from semkv.runtime.prefetch import Wanted
@@ -64,6 +64,7 @@ class Foreseen:
     """A choice of `site` before its turn. It holds in the same step, while the units and the room in bytes are those it was made for."""
 
     zoom: Zoom
+    score: Tensor
     site: int
     units: Tensor
     room: float
@@ -383,9 +384,9 @@ class SiteMemory:
         slots, allowance = self._slots(site, allowance)
         workspace = self.workspace if self.workspace is not None else spans.workspace(self.device)
         supply = Supply(spans.host_tokens) if self.supply is None else self.supply
-        score, factors, known = None, None, self._foreseen
+        factors, known = None, self._foreseen
         if known is not None and known.holds(site, spans.lengths, allowance, step):
-            zoom = known.zoom
+            zoom, score = known.zoom, known.score
             chosen = spans.segments_of(zoom.chosen)
         else:
             score = self.components.router.score(site, q, spans, step).float().cpu()
@@ -435,13 +436,13 @@ class SiteMemory:
         _, room = self._slots(site, allowance)
         score = self.components.router.score(site, step.q, spans, step).float().cpu()
         zoom = self._select(site, score, room)
-        self._foreseen = Foreseen(zoom, site.index, spans.lengths, room, step.passing)
+        self._foreseen = Foreseen(zoom, score, site.index, spans.lengths, room, step.passing)
         held = torch.zeros(site.kv_heads, 0, dtype=torch.bool) if self.workspace is None else self.workspace.held
         return Certain(Whereabouts.of(spans), zoom.chosen, held, self.ahead)
 
-    def _expect(self, score: Tensor | None, zoom: Zoom) -> Wanted | None:
+    def _expect(self, score: Tensor, zoom: Zoom) -> Wanted | None:
         """What the next turn may lack, after one that scored [Hq, T, M] and chose `zoom`."""
-        if not self.ahead or score is None or isinstance(self.components.router, Foresight):
+        if not self.ahead:
             return None
         lacked = self.supplied.hits + self.supplied.missed
         most = min(self.ahead, max(MARGIN * lacked, self.ahead // 8))

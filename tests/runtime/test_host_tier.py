@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +23,29 @@ def test_files_have_no_name_and_hold_what_is_written(tmp_path):
     assert on_disk(x[1, 2:])
     assert x.flatten().tolist() == list(range(30))
     assert list(tmp_path.iterdir()) == []
+
+
+def flags_of(x: torch.Tensor) -> list[str]:
+    """What the kernel knows of the mapping that holds `x`."""
+    smaps = Path("/proc/self/smaps")
+    if not smaps.is_file():
+        pytest.skip("mappings are not listed here")
+    inside = False
+    for line in smaps.read_text().splitlines():
+        first = line.split()[0]
+        if not first.endswith(":"):
+            low, high = (int(end, 16) for end in first.split("-"))
+            inside = low <= x.data_ptr() < high
+        elif inside and first == "VmFlags:":
+            return line.split()[1:]
+    raise AssertionError("no mapping holds the tensor")
+
+
+def test_nothing_is_read_around_scattered_pieces(tmp_path):
+    tier = HostTier(disk=True, folder=str(tmp_path))
+    whole, pieces = (tier.empty((64, 1024), torch.float32, scattered=scattered) for scattered in (False, True))
+    assert "rr" in flags_of(pieces)  # read at random
+    assert "rr" not in flags_of(whole)
 
 
 @pytest.mark.parametrize("disk", [False, True])
