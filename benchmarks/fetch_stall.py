@@ -25,7 +25,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
-import math
 import statistics
 import tempfile
 import time
@@ -37,6 +36,7 @@ from typing import Any, ClassVar
 import torch
 from decode_cpu import build, synthetic_record
 from grids import table, write_document
+from replay import drift_for, walk
 from torch import Tensor
 
 import semkv
@@ -128,29 +128,6 @@ class Replayed(Method):
         )  # fmt: skip
 
 
-def walk(steps: int, heads: int, pages: int, kept: float, generator: torch.Generator) -> Iterator[Tensor]:
-    """Scores [heads, pages] of each step, of which each keeps the share `kept` of the last one's variance."""
-    score = torch.randn(heads, pages, generator=generator)
-    for _ in range(steps):
-        yield score
-        score = kept * score + math.sqrt(1 - kept * kept) * torch.randn(heads, pages, generator=generator)
-
-
-def drift_for(overlap: float, pages: int, chosen: int) -> float:
-    """What a walk keeps from step to step where the share `overlap` of the `chosen` highest pages stays."""
-    low, high = 0.0, 6.0  # of -log10(1 - kept)
-    for _ in range(18):
-        middle = (low + high) / 2
-        generator = torch.Generator().manual_seed(0)
-        first, second = walk(2, 64, pages, 1 - 10**-middle, generator)
-        sets = [
-            torch.zeros_like(x, dtype=torch.bool).scatter_(1, x.topk(chosen).indices, True) for x in (first, second)
-        ]
-        stayed = float((sets[0] & sets[1]).sum()) / (64 * chosen)
-        low, high = (middle, high) if stayed < overlap else (low, middle)
-    return 1 - 10 ** -((low + high) / 2)
-
-
 class Bench:
     """One decoder; a state per tier, which the three ways go on with in turn."""
 
@@ -182,7 +159,7 @@ class Bench:
         return out
 
     def run(self, compiled: CompiledModel, state: State, scores: list[dict[int, Tensor]], way: str) -> list[Tensor]:
-        """Prepare the state for one way."""
+        """The logits of as many steps as scores were drawn for, by one way."""
         switch(compiled, state, scores, way)
         ids = torch.ones(1, 1, dtype=torch.int64)
         out = []
