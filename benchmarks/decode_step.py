@@ -11,8 +11,9 @@ deadline leaves no time for is said to be missing, and so is what fails, with it
 allocator's cache is emptied between them.
 
 Of a cell: step times (the device is awaited after each), the bytes that the cache has on the device, what waits on the host, what
-moves per step, the allocator's peak over the timed steps less the weights, and the floor: the larger of the bytes that a step must
-read over the measured device bandwidth and the bytes that it moves over the measured bandwidth of the link.
+moves per step and how long a step stood still for it, the allocator's peak over the timed steps less the weights, and the floor: the
+larger of the bytes that a step must read over the measured device bandwidth and the bytes that it moves over the measured bandwidth
+of the link.
 """
 
 from __future__ import annotations
@@ -54,6 +55,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 """Of each method, what does without a profile."""
 THEIRS = ("DynamicCache", "StaticCache")
+LATE = ", fetched late"
+"""Behind a method's name: without fetching ahead."""
 LONG_RUN = 1000
 """Steps of the cell whose 99th percentile is asked for."""
 
@@ -82,6 +85,7 @@ class Result:
     host_bytes: int | None = None
     moved_bytes: float | None = None
     overlap: float | None = None
+    stall_ms: float | None = None
     allocated_bytes: int | None = None
     first_ms: float | None = None
     missing: str | None = None
@@ -208,14 +212,18 @@ class Bench:
             times = timed(step, self.device, self.warmup, cell.steps)
             held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
             return self.result(cell, times, held)
-        compiled = (
-            self.full if cell.budget is None else self.full.with_method(cell.name, cell.budget, **OPTIONS[cell.name])
-        )
+        method, late, _ = cell.name.partition(LATE)
+        config = self.full.settings.model_copy(update={"prefetch": False}) if late else None
+        compiled = self.full
+        if cell.budget is not None:
+            compiled = self.full.with_method(method, cell.budget, config=config, **OPTIONS[method])
         state = compiled.compress([record] * cell.rows)
         times = timed(lambda: compiled.extend(state, ids), self.device, self.warmup, cell.steps)
         nbytes, stats = state.nbytes, state.stats
         found = self.result(cell, times, nbytes["device"], stats.moved_bytes_per_step * cell.rows)
-        return replace(found, host_bytes=nbytes["host"] + nbytes["disk"], overlap=stats.overlap)
+        return replace(
+            found, host_bytes=nbytes["host"] + nbytes["disk"], overlap=stats.overlap, stall_ms=stats.stall_ms_per_step
+        )
 
     def first_token(self, cell: Cell) -> Result:
         """A real prompt of random ids, read and, where there is a budget, compressed."""
@@ -239,7 +247,7 @@ class Bench:
         floor = max((self.read + held) / self.bandwidth["device"], moved / self.bandwidth["link"])
         cuda = self.device.type == "cuda"
         return Result(
-            cell, statistics.median(times), percentile(0.95), percentile(0.99), 1000 * floor, held, 0, moved, None,
+            cell, statistics.median(times), percentile(0.95), percentile(0.99), 1000 * floor, held, 0, moved, None, None,
             torch.cuda.max_memory_allocated(self.device) - self.weights if cuda else None,
         )  # fmt: skip
 
@@ -249,6 +257,7 @@ def cells(lengths: list[int], share: float, fixed: int, steps: int, long_run: in
     middle, ours = lengths[min(1, len(lengths) - 1)], ("sekv", "compresskv")
     out = [Cell(name, middle, None, 1, steps) for name in ("DynamicCache", "full")]
     out += [Cell(name, middle, share, 1, steps) for name in ours]
+    out += [Cell("sekv" + LATE, middle, share, 1, steps)]
     out += [Cell("sekv", length, fixed, 1, steps) for length in lengths]
     out += [Cell("StaticCache", middle, None, 1, steps)]
     out += [Cell("first token, full cache", lengths[0], None, 1, 1), Cell("first token, sekv", lengths[0], share, 1, 1)]
@@ -261,7 +270,7 @@ def cells(lengths: list[int], share: float, fixed: int, steps: int, long_run: in
 
 HEADER = (
     f"{'':24}{'tokens':>8}{'rows':>5}{'budget':>8}{'step, ms':>10}{'p99':>9}{'floor':>9}{'KV, MiB':>10}{'moved':>9}{'there':>7}"
-    f"{'allocated':>10}"
+    f"{'stall':>8}{'allocated':>10}"
 )
 
 
@@ -277,9 +286,10 @@ def show(result: Result) -> None:
     else:
         allocated = "-" if result.allocated_bytes is None else f"{result.allocated_bytes / 2**20:.0f}"
         overlap = "-" if result.overlap is None else f"{100 * result.overlap:.0f} %"
+        stall = "-" if result.stall_ms is None else f"{result.stall_ms:.2f}"
         print(
             f"{start}{result.median_ms:>10.2f}{result.p99_ms:>9.2f}{result.floor_ms:>9.2f}{result.device_bytes / 2**20:>10.1f}"
-            f"{result.moved_bytes / 2**20:>9.1f}{overlap:>7}{allocated:>10}", flush=True,
+            f"{result.moved_bytes / 2**20:>9.1f}{overlap:>7}{stall:>8}{allocated:>10}", flush=True,
         )  # fmt: skip
 
 
@@ -301,7 +311,7 @@ def main() -> None:
     device = torch.device("cpu" if given.dry_run else given.device)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     lengths = [320] if given.dry_run else sorted(map(int, given.lengths.split(",")))
-    warmup, steps, long_run = (1, 1, 2) if given.dry_run else (given.warmup, given.steps, LONG_RUN)
+    warmup, steps, long_run = (0, 1, 1) if given.dry_run else (given.warmup, given.steps, LONG_RUN)
     share, fixed, rows = (0.3, 96, 2) if given.dry_run else (0.1, given.fixed, given.rows)
     shape = TINY if given.dry_run else SHAPE | {"num_hidden_layers": given.layers}
     torch.set_grad_enabled(False)

@@ -128,6 +128,7 @@ class CompiledModel(GenerationMixin, nn.Module):
             thresholds=limits,
             rows=settings.rows if limits else None,
             prefetch=settings.prefetches(self.device),
+            kernels=unusable(settings.kernels, self.device) is None,
         )
         self.eval()
 

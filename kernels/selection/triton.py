@@ -9,6 +9,7 @@ from semkv.errors import InputError
 from semkv.kernels.generation import Launch
 from semkv.kernels.selection.template import DIGITS, PASSES, digit_sums, mark_chosen, tie_costs, unit_keys
 
+MAX_ALLOWANCE = (1 << 31) - 1
 ROWS = 4
 CHUNK = 128
 
@@ -26,8 +27,8 @@ def select_launches(
         raise InputError(f"score is {score.dtype} and cost {cost.dtype}; expected torch.float32 and torch.int32")
     if q_heads % kv_heads:
         raise InputError(f"{q_heads} query heads for {kv_heads} KV heads; expected a multiple")
-    if not 0 <= allowance < 1 << 31:
-        raise InputError(f"allowance is {allowance}; expected 0 to {(1 << 31) - 1}: give costs in a larger unit")
+    if not 0 <= allowance <= MAX_ALLOWANCE:
+        raise InputError(f"allowance is {allowance}; expected 0 to {MAX_ALLOWANCE}: give costs in a larger unit")
     group, blocks = q_heads // kv_heads, -(-units // block)
     score, threshold, cost = score.contiguous(), threshold.contiguous(), cost.contiguous()
     key = torch.empty((kv_heads, units), dtype=torch.int64, device=score.device)

@@ -50,11 +50,11 @@ class MixedRouter(SketchRouter):
     def score(self, site: AttentionSite, q: Tensor, spans: FoldedSpans, step: Step) -> Tensor:
         mixed = super().score(site, q, spans, step) + math.log1p(-self.sentence - self.prior)
         if self.sentences is not None:
-            theirs = super().score(site, self._means(site, step), spans, step)
+            theirs = super().score(site, self._means(site, step).to(q.device), spans, step)
             mixed = torch.logaddexp(mixed, theirs + math.log(self.sentence))
         if self.prior:
             told = SpeculativeRouter().score(site, q, spans, step)
-            mixed = torch.logaddexp(mixed, told + math.log(self.prior))
+            mixed = torch.logaddexp(mixed, told.to(mixed.device) + math.log(self.prior))
         return mixed
 
     def _means(self, site: AttentionSite, step: Step) -> Tensor:

@@ -81,6 +81,8 @@ class GateRouter:
         return vectors.norm(dim=-1, keepdim=True).clamp(1e-4, 6e4)
 
     def score(self, site: AttentionSite, q: Tensor, spans: FoldedSpans, step: Step) -> Tensor:
+        if step.kernels and "norms" in spans.index:
+            return self._score_there(site, q, spans)
         w = self._weight(site)
         query = q.float().cpu() @ w.transpose(1, 2)  # [Hq, T, d']
         size = log_sizes(site, spans)
@@ -93,6 +95,22 @@ class GateRouter:
         scores = raw / w.shape[1] ** 0.5 + size - self.offsets[site.index][site.query_heads, None, None]
         # Heads of a group compete for the same room: what they compare is how far above its own threshold each is.
         return scores - self.thresholds[site.index][site.query_heads, None, None]
+
+    def _score_there(self, site: AttentionSite, q: Tensor, spans: FoldedSpans) -> Tensor:
+        """The same by the kernel, on the device of the queries."""
+        from semkv.kernels.gate_scores.triton import gate_scores_triton
+
+        there = spans.on(q.device)
+
+        def of_heads(name: str, held: dict[int, Tensor]) -> Tensor:
+            own = held[site.index][site.query_heads]
+            return there.constant(f"gate.{name}.{site.index}.{site.first_head}", own.float)
+
+        mean = there.mean_k
+        return gate_scores_triton(
+            q, of_heads("weight", self.weights), mean.codes, mean.scale, there.indexed("norms"), there.lengths,
+            of_heads("offset", self.offsets), of_heads("threshold", self.thresholds), bits=mean.bits,
+        )  # fmt: skip
 
     def threshold(self, site: AttentionSite) -> Tensor:
         """Zero: `score` is measured from the learned threshold."""

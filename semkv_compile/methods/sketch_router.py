@@ -14,6 +14,7 @@ from semkv.runtime.components import IndexPart, Summary
 from semkv.runtime.quantization import code_products
 from semkv.runtime.segments import Folding
 from semkv.runtime.spans import FoldedSpans
+from semkv.runtime.step import Step
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,19 @@ class SketchRouter(PageRouter):
         maps = self._maps(site)
         levels = encode(folding.k.float() @ maps.key, maps.mean, maps.std, maps.bits)
         return {"codes": pack_levels(levels, maps.bits)}
+
+    def score(self, site: AttentionSite, q: Tensor, spans: FoldedSpans, step: Step) -> Tensor:
+        if not step.kernels:
+            return super().score(site, q, spans, step)
+        from semkv.kernels.sketch_scores.triton import sketch_scores_triton
+
+        maps, there = self._maps(site), spans.on(q.device)
+        query, mean, std = (
+            there.constant(f"sketch.{name}.{site.store}.{site.first_head}", x.float)
+            for name, x in (("query", maps.query), ("mean", maps.mean), ("std", maps.std))
+        )
+        codes = there.indexed("codes")
+        return sketch_scores_triton(q, query, codes, mean, std, bits=maps.bits, scale=site.scale)
 
     def logits(self, site: AttentionSite, q: Tensor, spans: FoldedSpans) -> Tensor:
         maps = self._maps(site)

@@ -15,6 +15,7 @@ from semkv.errors import BudgetError
 from semkv.ir.memory import Entries
 from semkv.ir.program import Program
 from semkv.ir.site import AttentionSite
+from semkv.kernels.mixed_attention.dispatch import DTYPES
 from semkv.profiles.schema.memory import offloaded_stores
 from semkv.runtime.budget import Budget, bounded_shares
 from semkv.runtime.components import Components, Evictor, Part, Plan
@@ -50,7 +51,8 @@ class Placement:
     minimum_tokens: smallest budget, in tokens per KV head and layer, that the method can live in at this page size.
     thresholds: where layers leave the device progressively, the lengths of Alg. 1 (`semkv.profiles.schema.memory`), which the
         sites' `host_from` follow from. rows: sequences that these are for; None: any number.
-    prefetch: whether rows fetch ahead of their layers what those are likely to unfold.
+    prefetch: whether rows fetch ahead of their layers what those are likely to unfold. kernels: whether Triton's kernels score and
+        select units where there are some, see `semkv.kernels.mixed_attention.dispatch`.
     """
 
     program: Program
@@ -65,6 +67,7 @@ class Placement:
     thresholds: tuple[int, ...] = ()
     rows: int | None = None
     prefetch: bool = False
+    kernels: bool = False
 
     def where(self, site: AttentionSite, tokens: int) -> torch.device | None:
         """Where the folded tokens of a site wait when its sequence has `tokens` tokens: a device, or None for the host."""
@@ -402,7 +405,8 @@ class RowMemory:
         store, tokens = self.placement.stores[site.store], self.tokens + len(ids)
         parts = self.placement.parts(store) if store.treatment == "method" else ()
         caps = tuple(self._part_cap(store, part, tokens) for part in parts)
-        return Step(ids, self.tokens, site, q, self.stores[site.store], caps, self.notes, self.passing)
+        kernels = self.placement.kernels and q.dtype in DTYPES
+        return Step(ids, self.tokens, site, q, self.stores[site.store], caps, self.notes, self.passing, kernels)
 
     def _account(
         self, site: AttentionSite, store: AttentionSite, memories: tuple[SiteMemory, ...], tokens: int

@@ -300,12 +300,12 @@ class SiteMemory:
         if workspace is not None and workspace.factors is not None:
             entries = self._with_factors(entries, site, workspace.factors)
         if components.summary is not None and components.summary.attend:
-            size = spans.lengths.float().log()  # [Hkv|1, M]
+            there, size = spans.on(self.device), spans.lengths.float().log()  # [Hkv|1, M]
             if size.shape[0] > 1:
                 size = size.repeat_interleave(site.group_size, 0)
             entries = entries._replace(
-                coarse_k=dequantize(spans.mean_k, torch.float32).to(self.device),
-                coarse_v=dequantize(spans.mean_v, torch.float32).to(self.device),
+                coarse_k=dequantize(there.mean_k, torch.float32),
+                coarse_v=dequantize(there.mean_v, torch.float32),
                 coarse_positions=spans.positions.to(self.device),
                 coarse_bias=size[:, None].masked_fill(self.zoom.seen, NEG_INF).to(self.device),
             )
@@ -347,9 +347,11 @@ class SiteMemory:
         self.kept.scores.add_(added[:, : self.kept.length])
         self.recent.scores.add_(added[:, self.kept.length :])
 
-    def _select(self, site: AttentionSite, score: Tensor, allowance: float) -> Zoom:
+    def _select(self, site: AttentionSite, score: Tensor, allowance: float, *, kernels: bool = False) -> Zoom:
         """Which units each query head unfolds by score [Hq, T, M]: those above its threshold, or all in order of score where the
-        method fills the cap; over the cap, per KV head, the highest-scored of the group's union."""
+        method fills the cap; over the cap, per KV head, the highest-scored of the group's union. The result is on the host."""
+        if kernels:
+            return self._select_there(site, score, allowance)
         grouped = score.unflatten(0, (site.kv_heads, site.group_size))
         if not self.components.fill:
             threshold = self.components.router.threshold(site).float().view(site.kv_heads, site.group_size, 1, 1)
@@ -378,6 +380,22 @@ class SiteMemory:
         fits = (together <= room) & (highest > NEG_INF)
         return torch.zeros_like(best, dtype=torch.bool).scatter_(1, order, fits)
 
+    def _select_there(self, site: AttentionSite, score: Tensor, allowance: float) -> Zoom:
+        """`_select` by the kernel, on the device of the scores; what was chosen comes to the host, the scores do not."""
+        from semkv.kernels.selection.triton import MAX_ALLOWANCE, select_triton
+
+        there, group = self.spans.on(score.device), site.group_size
+        if self.components.fill:
+            threshold = there.constant("lowest", lambda: torch.full((site.q_heads,), NEG_INF))
+        else:
+            name = f"threshold.{site.index}.{site.first_head}"
+            threshold = there.constant(name, lambda: self.components.router.threshold(site).float())
+        room = int(min(allowance / site.kv_heads, MAX_ALLOWANCE))
+        read, chosen = select_triton(score, threshold, there.costs(self.spans), room)
+        own = read.unflatten(0, (site.kv_heads, group))
+        same = bool((own | ~chosen[:, None, None]).all())
+        return Zoom(chosen.cpu(), group, score.shape[1], None if same else own.cpu())
+
     def _unfold(self, site: AttentionSite, q: Tensor, allowance: float, step: Step) -> tuple[Zoom, Workspace]:
         """The zooms of `_select` and the workspace that holds what they unfold, of at most `allowance` bytes."""
         spans = self.spans
@@ -389,10 +407,12 @@ class SiteMemory:
             zoom, score = known.zoom, known.score
             chosen = spans.segments_of(zoom.chosen)
         else:
-            score = self.components.router.score(site, q, spans, step).float().cpu()
+            score = self.components.router.score(site, q, spans, step).float()
+            there = step.kernels and score.device == q.device
+            score = score if there else score.cpu()
             room = allowance
             while True:
-                zoom = self._select(site, score, room)
+                zoom = self._select(site, score, room, kernels=there)
                 chosen = spans.segments_of(zoom.chosen)
                 if not spans.has_factors:
                     break
@@ -447,6 +467,7 @@ class SiteMemory:
         lacked = self.supplied.hits + self.supplied.missed
         most = min(self.ahead, max(MARGIN * lacked, self.ahead // 8))
         last = score[:, 0] if score.shape[1] == 1 else score[:, -1].clone()  # a part of a chunk's would keep all of it
+        last = last.cpu()
         return Likely(Whereabouts.of(self.spans), last, zoom.chosen, most)
 
     def clone(self) -> SiteMemory:

@@ -10,6 +10,7 @@ from torch import Tensor
 from semkv.ir.site import AttentionSite
 from semkv.kernels.mixed_attention.streaming import scores
 from semkv.runtime.components import Components, IndexPart
+from semkv.runtime.device_index import DeviceIndex
 from semkv.runtime.host_pool import GrowingTensor, HostFactors, HostTokens
 from semkv.runtime.host_tier import HostTier
 from semkv.runtime.prefetch import Source
@@ -78,6 +79,7 @@ class FoldedSpans:
         self._range: tuple[Tensor, tuple[int, int]] | None = None
         self._held: tuple[Tensor, int] | None = None
         self._plain: tuple[Tensor, bool] | None = None
+        self._there: DeviceIndex | None = None
 
     @property
     def index_parts(self) -> Mapping[str, IndexPart]:
@@ -91,6 +93,13 @@ class FoldedSpans:
         """One tensor of the index in float32, [rows, M, dim]."""
         held = self.index[name]
         return dequantize(held) if isinstance(held, Quantized) else held.float()
+
+    def on(self, device: torch.device) -> DeviceIndex:
+        """What the device keeps of the units, on `device`; copied at most once for each change of the units."""
+        if self._there is None or not self._there.serves(self, device):
+            known = {} if self._there is None or self._there.device != device else self._there.constants
+            self._there = DeviceIndex(self, device, known)
+        return self._there
 
     def products(self, q: Tensor, name: str) -> Tensor:
         """float32 q [H, R, dim] times one tensor of the index: [H, R, M]."""
@@ -427,7 +436,7 @@ class FoldedSpans:
         copy = object.__new__(FoldedSpans)
         copy.__dict__.update(self.__dict__)
         copy.host_tokens, copy.host_factors = self.host_tokens.clone(), self.host_factors.clone()
-        copy.index = dict(self.index)
+        copy.index, copy._there = dict(self.index), None
         return copy  # every other tensor is replaced, never written in place
 
 

@@ -25,6 +25,7 @@ class Step:
     parts: the memories of its store, in the order of their heads. caps: device bytes that each of them may hold in all.
     notes: what the row remembers between steps, by name; tensors are replaced, never written in place.
     passing: what earlier layers, or `Plan.before`, left for later ones in this step.
+    kernels: whether Triton's kernels score and select, on the device of `q`, where there are some.
     """
 
     ids: Tensor
@@ -35,6 +36,7 @@ class Step:
     caps: tuple[float, ...] = ()
     notes: dict[str, Tensor] = field(default_factory=dict)
     passing: dict[str, object] = field(default_factory=dict)
+    kernels: bool = False
 
     @classmethod
     def alone(cls, site: AttentionSite, q: Tensor) -> Step:

@@ -15,6 +15,8 @@ from semkv.capture.device import moved
 from semkv.offload import offload_demand
 
 VOCAB, PROMPT, NEW = 61, 120, 12
+REAL: dict[str, Any] = {"prefetch": False, "kernels": "torch"}
+"""A GPU's streams and kernels cannot be pretended."""
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +79,7 @@ def test_a_conversation_stays_on_its_device(
 ) -> None:
     if residency == "elastic" and method != "sekv":
         pytest.skip("only methods that unfold spans have a residency")
-    settings = semkv.CompileConfig(residency=residency, method_options=options)
+    settings = semkv.CompileConfig(residency=residency, method_options=options, **REAL)
     ids = torch.randint(1, VOCAB, (2, PROMPT), generator=torch.Generator().manual_seed(1))
     wanted = base.with_method(method, budget, config=settings, **options).generate(
         ids, max_new_tokens=NEW, do_sample=False
@@ -99,7 +101,7 @@ def test_a_conversation_stays_on_its_device(
 @pytest.mark.parametrize("options", [{"forms": "int8"}, {"forms": "factored"}], ids=["tokens", "factors"])
 def test_layers_leave_the_device_for_the_host(base: Any, pretended_cuda: Any, options: dict[str, Any]) -> None:
     options = {"router": "untrained"} | options
-    there = {"offload": "progressive", "method_options": options, "kv_dtype": "float16"}
+    there = {"offload": "progressive", "method_options": options, "kv_dtype": "float16", **REAL}
     probe = base.with_method("sekv", 0.5, config=semkv.CompileConfig(**there, device_memory="1TB"), **options)
     demand = offload_demand(probe.program, probe.placement.plan, None, probe.placement.budget, probe.settings)
     settings = semkv.CompileConfig(**there, device_memory=int(demand.device_bytes(PROMPT, 0)))

@@ -11,6 +11,7 @@ from semkv.errors import InputError
 from semkv.kernels.gate_scores import gate_scores_reference
 from semkv.methods.routers import GateRouter
 from semkv.runtime.quantization import quantize
+from semkv.runtime.step import Step
 
 CASES = [
     # bits, width, kv heads, group, tokens, dim, units, own lengths, dtype
@@ -50,7 +51,7 @@ def test_the_reference_is_what_the_router_scores(case):
     held = type(means)(codes, scale, case[0], case[5])
     spans = SimpleNamespace(mean_k=held, index={}, lengths=lengths, indexed=lambda name: norms.float())
     got = gate_scores_reference(q, weight, codes, scale, norms, lengths, offset, threshold, bits=case[0])
-    torch.testing.assert_close(got, router.score(site, q, spans, None), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(got, router.score(site, q, spans, Step.alone(site, q)), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

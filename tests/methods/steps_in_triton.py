@@ -2,30 +2,39 @@
 
     python steps_in_triton.py ARTIFACT METHOD BUDGET OPTIONS STEPS KV_DTYPE
 
-Prints JSON: the logits' largest difference and size, and how many calls Triton's kernel answered.
+Prints JSON: the logits' largest difference and size, and how many calls each of Triton's kernels answered.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 
 import torch
 
 import semkv
-from semkv.kernels.mixed_attention import triton as launched
+from semkv.kernels.gate_scores import triton as gate
+from semkv.kernels.mixed_attention import triton as attention
+from semkv.kernels.selection import triton as selection
+from semkv.kernels.sketch_scores import triton as sketch
+
+KERNELS = {
+    "attention": (attention, "mixed_attention_triton"), "gate": (gate, "gate_scores_triton"),
+    "sketch": (sketch, "sketch_scores_triton"), "selection": (selection, "select_triton"),
+}  # fmt: skip
 
 
 def main(artifact: str, method: str, budget: str, options: str, steps: str, kv_dtype: str) -> None:
-    calls = 0
-    inner = launched.mixed_attention_triton
+    calls: Counter[str] = Counter()
+    for name, (module, function) in KERNELS.items():
+        inner = getattr(module, function)
 
-    def counted(*arguments, **keywords):
-        nonlocal calls
-        calls += 1
-        return inner(*arguments, **keywords)
+        def counted(*arguments, name=name, inner=inner, **keywords):
+            calls[name] += 1
+            return inner(*arguments, **keywords)
 
-    launched.mixed_attention_triton = counted
+        setattr(module, function, counted)
     saved = semkv.load(artifact)
     ids = torch.randint(1, 60, (2, 120), generator=torch.Generator().manual_seed(1))
     turn = torch.randint(1, 60, (2, int(steps)), generator=torch.Generator().manual_seed(2))
