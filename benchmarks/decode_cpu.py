@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from grids import table, write_document
+from grids import measured_on, table, write_document
 from replay import overlapping, watch
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
@@ -349,7 +349,6 @@ def page(report: dict[str, Any]) -> Path:
          f"{100 * one['share']:.0f}"]
         for one in report["readings"]
     ]  # fmt: skip
-    told = report["environment"]
     return write_document(
         "decode_cpu",
         "# A decode step on two CPU cores",
@@ -381,9 +380,7 @@ def page(report: dict[str, Any]) -> Path:
         "heads; 6,554 of them fit partly into the processor's cache.",
         table(["entries", "stored as", "threads", "plain", "operator", "SDPA", "matmul", "share, %"], read),
         "## Provenance",
-        f"{told['machine']}, {told['threads']} threads of {told['cpus']} cores; "
-        + ", ".join(f"{k} {v}" for k, v in told["versions"].items())
-        + f"; commit {told['commit']}; {told['started']}.",
+        measured_on(report["environment"]),
     )
 
 

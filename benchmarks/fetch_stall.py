@@ -35,7 +35,7 @@ from typing import Any, ClassVar
 
 import torch
 from decode_cpu import build, synthetic_record
-from grids import table, write_document
+from grids import measured_on, table, write_document
 from replay import drift_for, walk
 from torch import Tensor
 
@@ -290,7 +290,6 @@ def show(stall: Stall) -> None:
 
 def page(report: dict[str, Any]) -> Path:
     """docs/results/fetch_stall.md from the results."""
-    told = report["environment"]
     off = {(x["tier"], x["asked"]): x["stall_ms"] for x in report["stalls"] if x["way"] == "off"}
     lines = [
         [
@@ -322,9 +321,7 @@ def page(report: dict[str, Any]) -> Path:
         "fetched ahead. One token is a whole word here, so that its queries turn faster than the drawn ones.",
         table(["method", "there before, %", "hits, %"], own),
         "## Provenance",
-        f"{told['machine']}, {told['threads']} threads of {told['cpus']} cores; "
-        + ", ".join(f"{k} {v}" for k, v in told["versions"].items())
-        + f"; commit {told['commit']}; {told['started']}.",
+        measured_on(report["environment"]),
     )
 
 

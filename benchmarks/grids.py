@@ -144,6 +144,15 @@ def write_document(name: str, *parts: str) -> Path:
     return path
 
 
+def measured_on(environment: dict[str, Any]) -> str:
+    """One paragraph: machine, threads, versions, commit and date of a `semkv.evaluation.environment.describe` in JSON."""
+    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
+    return (
+        f"{environment['machine']}, {environment['threads']} threads of {environment['cpus']} cores; {versions}; "
+        f"commit {environment['commit']}; {environment['started']}."
+    )
+
+
 def table(columns: list[str], lines: list[list[str]]) -> str:
     """A Markdown table, its first column left-aligned."""
     rule = "|" + "|".join([" --- ", *[" ---: "] * (len(columns) - 1)]) + "|"
