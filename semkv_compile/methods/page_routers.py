@@ -112,7 +112,7 @@ class RepresentativeRouter(PageRouter):
     def build(self, site: AttentionSite, folding: Folding, mean_k: Tensor | None) -> dict[str, Tensor]:
         k = folding.k.float()
         if folding.record is not None:
-            scores = representative_scores(site, folding.record, self.local)[:, folding.positions]
+            scores = self._prompt_scores(site, folding.record)[:, folding.positions]
         else:
             scores = (k * k.mean(1, keepdim=True)).sum(-1)
         lengths = folding.lengths
@@ -126,6 +126,13 @@ class RepresentativeRouter(PageRouter):
         token = best + (lengths.cumsum(0) - lengths)[None, :, None]
         heads = torch.arange(k.shape[0])[:, None]
         return {f"key{place}": k[heads, token[..., place]] for place in range(self.count)}
+
+    def _prompt_scores(self, site: AttentionSite, record: RowRecord) -> Tensor:
+        """`representative_scores` of the whole prompt, which the record keeps."""
+        name = f"representative.{site.index}.{site.first_head}.{site.kv_heads}.{self.local}"
+        if name not in record.known:
+            record.known[name] = representative_scores(site, record, self.local)
+        return record.known[name]
 
     def logits(self, site: AttentionSite, q: Tensor, spans: FoldedSpans) -> Tensor:
         return torch.stack([spans.products(q, f"key{place}") for place in range(self.count)]).sum(0)

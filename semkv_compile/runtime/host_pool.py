@@ -19,14 +19,15 @@ AHEAD = 256
 class GrowingTensor:
     """A tensor [H, n, ...] that grows along its second dimension, in memory or in a file mapped into it.
 
-    tier: what makes it; None: memory of the host. device: where it is instead; None: in the tier.
+    tier: what makes it; None: memory of the host. device: where it is instead; None: in the tier. expected: the length that the
+    first tokens are given room for.
     """
 
     def __init__(
         self, heads: int, tail: tuple[int, ...], dtype: torch.dtype, *, tier: HostTier | None = None,
         device: torch.device | None = None,
     ) -> None:  # fmt: skip
-        self.length = 0
+        self.length = self.expected = 0
         self.tier, self.device = HostTier() if tier is None else tier, device
         self._tail = tail
         self._data = torch.empty((heads, 0, *tail), dtype=dtype, device=device)
@@ -72,7 +73,7 @@ class GrowingTensor:
             ahead = self._data.shape[1] * 5 // 4
             if self.device is not None:
                 ahead = min(ahead, self.length + AHEAD)
-            self._allocate(end if self.length == 0 else max(end, ahead))
+            self._allocate(max(end, self.expected if self.length == 0 else ahead))
         self._data[:, self.length : end] = x
         self.length = end
 
@@ -116,6 +117,11 @@ class HostTokens:
     def token_nbytes(self) -> int:
         """Bytes that one token of one KV head takes here, and on the way to the device."""
         return sum(part.data[:1, :0].element_size() * part._tail[0] for part in self.parts.values())
+
+    def expect(self, tokens: int) -> None:
+        """`tokens` tokens are on their way, in several parts: the first makes room for all."""
+        for part in self.parts.values():
+            part.expected = tokens
 
     def append(self, k: Tensor, v: Tensor) -> None:
         """Add k [Hkv, t, D] and v [Hkv, t, Dv]."""

@@ -34,6 +34,8 @@ from semkv.runtime.whole_heads import part_shares, unclaimed
 PAGE = 8
 """Tokens in a page at which methods declare their smallest sizes."""
 
+FOLD_BLOCK, FOLD_BLOCKS = 1024, 16
+"""A prompt is folded in at most `FOLD_BLOCKS` blocks of at least `FOLD_BLOCK` tokens: what is computed of one is freed before the next."""
 
 Division = tuple[int, int, int, float, float]
 """What decides how a prompt is divided: segmenter, store and first head (-1 where they do not matter), room, cost of a unit."""
@@ -298,12 +300,15 @@ class RowMemory:
         if key not in divided:
             divided[key] = components.segmenter.segment(record, site, room, cost, placement.page_size)
         parts = divided[key]
-        spans, folded = self._spans(made), parts.folded
+        spans = self._spans(made)
         memory = self._site(made, parts.kept, made.everything[parts.recent :], spans)
-        spans.fold(
-            Folding(made.k[:, folded], made.v[:, folded], folded, made.surprisal[folded], parts.lengths, parts.units,
-                    record.ids[folded], record)
-        )  # fmt: skip
+        spans.host_tokens.expect(int(parts.lengths.sum()))
+        for block in parts.blocks(max(FOLD_BLOCK, -(-n // FOLD_BLOCKS))):
+            at = block.folded
+            spans.fold(
+                Folding(made.k[:, at], made.v[:, at], at, made.surprisal[at], block.lengths, block.units, record.ids[at],
+                        record)
+            )  # fmt: skip
         return memory
 
     def _scored(self, made: _Prompt, evictor: Evictor, room: int) -> SiteMemory:

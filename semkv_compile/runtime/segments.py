@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -48,6 +49,22 @@ class Segmentation:
         ends = self.lengths.cumsum(0)
         inside = torch.arange(int(ends[-1])) - (ends - self.lengths).repeat_interleave(self.lengths)
         return self.starts.repeat_interleave(self.lengths) + inside
+
+    def blocks(self, tokens: int) -> Iterator[Segmentation]:
+        """The segments in runs of about `tokens` tokens, of whole units that are numbered from 0 in each run; one run where units do
+        not follow each other, in all heads alike."""
+        if not len(self.starts):
+            return
+        begins = torch.ones(len(self.starts), dtype=torch.bool)  # no earlier unit goes on from there
+        if self.units is not None:
+            highest, lowest = self.units.cummax(1).values, self.units.flip(1).cummin(1).values.flip(1)
+            begins[1:] = ((highest[:, :-1] < lowest[:, 1:]) & (highest[:, :-1] == highest[:1, :-1])).all(0)
+        at = torch.nonzero(begins)[:, 0]
+        block = (self.lengths.cumsum(0) - self.lengths)[at] // tokens
+        edges = at[torch.diff(block, prepend=block.new_full((1,), -1)) > 0].tolist()
+        for first, last in zip(edges, [*edges[1:], len(self.starts)]):
+            units = None if self.units is None else self.units[:, first:last] - lowest[0, first]
+            yield replace(self, starts=self.starts[first:last], lengths=self.lengths[first:last], units=units)
 
 
 @dataclass(frozen=True)

@@ -119,3 +119,48 @@ def test_a_division_of_leaving_tokens_folds_them_all():
     assert division.folded.tolist() == list(range(8))
     assert division.recent == 8
     assert not len(division.kept)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=40),
+    tokens=st.integers(1, 60),
+    own=st.sampled_from(["none", "runs", "heads alike", "mixed"]),
+    seed=st.integers(0, 9),
+)
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_blocks_are_whole_units_in_order(lengths, tokens, own, seed):
+    generator = torch.Generator().manual_seed(seed)
+    units = None
+    if own != "none":
+        steps = torch.randint(0, 2, (len(lengths),), generator=generator)
+        steps[0] = 0
+        units = steps.cumsum(0)[None]
+    if own == "heads alike":
+        units = units.expand(2, -1)
+    if own == "mixed":
+        units = torch.cat([units, units[:, torch.randperm(len(lengths), generator=generator)]])
+    division = replace(Segmentation.of_lengths(torch.tensor(lengths)), units=units)
+    blocks = list(division.blocks(tokens))
+    assert torch.cat([block.folded for block in blocks]).tolist() == division.folded.tolist()
+    if units is None:
+        assert all(block.units is None for block in blocks)
+    else:
+        base, got = 0, []
+        for block in blocks:
+            assert [row.unique().tolist() for row in block.units] == [list(range(int(block.units.max()) + 1))] * len(
+                units
+            )
+            got.append(block.units + base)
+            base += int(block.units.max()) + 1
+        assert torch.equal(torch.cat(got, 1), units)
+    if own in ("none", "runs", "heads alike"):
+        longest = (
+            max(lengths)
+            if units is None
+            else int(torch.zeros(int(units.max()) + 1).long().scatter_add_(0, units[0], torch.tensor(lengths)).max())
+        )
+        assert max(int(block.lengths.sum()) for block in blocks) < tokens + 2 * longest
+
+
+def test_without_segments_there_is_no_block():
+    assert list(Segmentation.of_lengths(torch.tensor([], dtype=torch.int64)).blocks(8)) == []

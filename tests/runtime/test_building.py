@@ -1,0 +1,56 @@
+"""A memory that is built block by block is the one that is built at once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from semkv.runtime import row_memory
+from semkv.runtime.snapshot import row_to_tensors
+
+CASES = {
+    "sekv": {}, "quest": {}, "infllm": {}, "clusterkv": {}, "shadowkv": {},
+    "compresskv": {"recoverable": True}, "sentencekv": {"buckets": "chunks", "query": "token"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("method", list(CASES))
+def test_blocks_give_the_same_memory(compile_as, wide_program, prompt, monkeypatch, method):
+    compiled = compile_as(wide_program, method, 0.25, options=CASES[method])
+    record = compiled.prefill_record(prompt(700))
+    monkeypatch.setattr(row_memory, "FOLD_BLOCKS", 1)
+    whole = compiled.compress(record)
+    record.known.clear()
+    monkeypatch.setattr(row_memory, "FOLD_BLOCK", 64)
+    monkeypatch.setattr(row_memory, "FOLD_BLOCKS", 64)
+    blocks = compiled.compress(record)
+    facts, tensors = row_to_tensors(whole.rows[0])
+    got_facts, got = row_to_tensors(blocks.rows[0])
+    assert got_facts == facts
+    assert got.keys() == tensors.keys()
+    for name, x in tensors.items():
+        assert got[name].dtype == x.dtype, name
+        torch.testing.assert_close(got[name], x, rtol=0, atol=0, msg=name)
+
+
+def test_one_block_of_a_prompt_is_in_work_at_a_time(compile_as, wide_program, prompt, monkeypatch):
+    seen = []
+    monkeypatch.setattr(row_memory, "FOLD_BLOCK", 64)
+    monkeypatch.setattr(row_memory, "FOLD_BLOCKS", 64)
+    fold = row_memory.FoldedSpans.fold
+    monkeypatch.setattr(
+        row_memory.FoldedSpans,
+        "fold",
+        lambda spans, folding: (seen.append(folding.k.shape[1]), fold(spans, folding))[1],
+    )
+    state = compile_as(wide_program, "sekv", 0.25).prefill(prompt(700))
+    folded = sum(memory.spans.host_tokens.length for memory in state.rows[0].budgeted())
+    assert sum(seen) == folded
+    assert max(seen) <= 64 + 16  # a span is not cut
+
+
+def test_room_for_all_tokens_is_made_at_once(compile_as, wide_program, prompt, monkeypatch):
+    monkeypatch.setattr(row_memory, "FOLD_BLOCK", 64)
+    state = compile_as(wide_program, "quest", 0.25).prefill(prompt(700))
+    for memory in state.rows[0].budgeted():
+        assert memory.spans.reserved_nbytes == 0
