@@ -44,6 +44,7 @@ from semkv.ir.ops import mixed_attention
 from semkv.profiles.calibration.calibrate import annotated_program, model_facts
 from semkv.profiles.schema import Profile, ProfileInfo, SketchSection
 from semkv.profiles.schema.retrieval_head import RetrievalHeadSection
+from semkv.runtime.host_tier import HostTier
 from semkv.runtime.record import RowRecord
 
 RESULTS = Path(__file__).resolve().parent / "results" / "decode_cpu.json"
@@ -99,7 +100,7 @@ class Reading:
 
 
 def build(layers: int = LAYERS) -> LlamaForCausalLM:
-    """The decoder, with Hugging Face's SDPA attention."""
+    """The decoder, or its first layers, with Hugging Face's SDPA attention."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCAB, hidden_size=1024, intermediate_size=2816, num_hidden_layers=layers, num_attention_heads=Q_HEADS,
@@ -113,9 +114,10 @@ def random_profile(model: LlamaForCausalLM) -> Profile:
     head = RetrievalHeadSection(
         hidden=1024, q_heads=KV_HEADS, kv_heads=KV_HEADS, head_dim=32, parameters=1024 * 32 * 2 * KV_HEADS, whole=10_000_000
     )  # fmt: skip
-    rows = ((1.0,) * KV_HEADS,) * LAYERS
+    layers = model.config.num_hidden_layers
+    rows = ((1.0,) * KV_HEADS,) * layers
     sketch = SketchSection(
-        rank=16, candidates=((16, 4),), ranks=((16,) * KV_HEADS,) * LAYERS, bits=((4,) * KV_HEADS,) * LAYERS, energy=rows,
+        rank=16, candidates=((16, 4),), ranks=((16,) * KV_HEADS,) * layers, bits=((4,) * KV_HEADS,) * layers, energy=rows,
         caught=rows,
     )  # fmt: skip
     facts = model_facts(annotated_program(model), "random")
@@ -133,12 +135,13 @@ def random_profile(model: LlamaForCausalLM) -> Profile:
     return Profile(info, tensors)
 
 
-def synthetic_record(tokens: int, layers: int = LAYERS) -> RowRecord:
-    """What a prefill of `tokens` tokens leaves, of random numbers."""
+def synthetic_record(tokens: int, layers: int = LAYERS, tier: HostTier | None = None) -> RowRecord:
+    """What a prefill of `tokens` tokens leaves in `tier` (None: memory), of random numbers."""
     generator = torch.Generator().manual_seed(tokens)
+    tier = HostTier() if tier is None else tier
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator)
+        return tier.empty(shape, torch.float32).normal_(generator=generator)
 
     return RowRecord(
         ids=torch.randint(1, VOCAB, (tokens,), generator=generator),

@@ -271,7 +271,10 @@ class CompiledModel(GenerationMixin, nn.Module):
     @torch.no_grad()
     def compress(self, record: RowRecord | list[RowRecord]) -> State:
         """A state of this model's method and budget from records, a row each; records serve any number of states."""
-        records = [record] if isinstance(record, RowRecord) else record
+        return self._state([record] if isinstance(record, RowRecord) else record)
+
+    def _state(self, records: list[RowRecord], *, release: bool = False) -> State:
+        """`compress`; with `release` each record lets go of what a memory was built of, so that both are never held in full."""
         for one in records:
             if self.placement.plan.reads_surprisal and one.surprisal is None:
                 raise InputError(
@@ -285,7 +288,7 @@ class CompiledModel(GenerationMixin, nn.Module):
                 # The record was made for another method, whose program does not keep hidden states.
                 again = self._read(one.ids.to(self.device), surprisal=False)
                 one.features.update(again.features)
-        rows = [RowMemory(self.placement, one.ordered_for(self.program)) for one in records]
+        rows = [RowMemory(self.placement, one.ordered_for(self.program), release=release) for one in records]
         return State(self.placement, rows, torch.stack([one.logits for one in records]))
 
     @torch.no_grad()
@@ -296,7 +299,7 @@ class CompiledModel(GenerationMixin, nn.Module):
         """
         ids = self._check_ids(input_ids)
         states = [
-            self.compress(self.prefill_record(row)) for row in self._rows(ids, attention_mask)
+            self._state([self.prefill_record(row)], release=True) for row in self._rows(ids, attention_mask)
         ]  # a record at a time
         return State(self.placement, [one.rows[0] for one in states], torch.cat([one.logits for one in states]))
 

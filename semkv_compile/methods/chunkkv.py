@@ -69,4 +69,5 @@ class ChunkKV(Method):
     def components(self, program: Program, profile: Profile | None) -> Components:
         stores = [store for store in program.stores if store.treatment == "method"]
         leaders = {store.store: stores[place - place % self.reuse] for place, store in enumerate(stores)}
-        return Components(keeper=ChunkVotes(self.window, 1, "max", self.recent, self.chunk, leaders))
+        votes = ChunkVotes(self.window, 1, "max", self.recent, self.chunk, leaders)
+        return Components(keeper=votes, reads_others=self.reuse > 1)

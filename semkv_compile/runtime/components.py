@@ -176,6 +176,7 @@ class Components:
     window: tokens that stay exact behind the newest, before the budget shrinks it to `window_share` of the fixed parts.
     fold_chunk: tokens that leave the window at once.
     reads_queries: whether the record of a prompt must hold all of its queries, not the last ones only.
+    reads_others: whether a store's memory is made of other stores' keys too, so that a record keeps them until all are made.
     whole: every token stays exact on the device, whatever it takes; the row's other parts share what is left of its budget.
     resident: what is unfolded stays between steps, within the part's own share of the budget, whatever the residency.
     """
@@ -197,6 +198,7 @@ class Components:
     window_share: float = 1 / 3
     fold_chunk: int = 8
     reads_queries: bool = False
+    reads_others: bool = False
     whole: bool = False
     resident: bool = False
 
@@ -298,6 +300,11 @@ class Plan:
     def reads_queries(self) -> bool:
         """Whether prefill has to keep every query of the prompt."""
         return any(components.reads_queries for components in self.all_components())
+
+    @property
+    def reads_others(self) -> bool:
+        """Whether some memories are made of other stores' keys too."""
+        return any(components.reads_others for components in self.all_components())
 
     @property
     def keeps_whole_heads(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -31,8 +31,8 @@ class RowRecord:
     """
 
     ids: Tensor
-    keys: Mapping[int, Tensor] = field(default_factory=dict)
-    values: Mapping[int, Tensor] = field(default_factory=dict)
+    keys: MutableMapping[int, Tensor] = field(default_factory=dict)
+    values: MutableMapping[int, Tensor] = field(default_factory=dict)
     queries: dict[int, Tensor] = field(default_factory=dict)
     surprisal: Tensor | None = None
     logits: Tensor | None = None
@@ -44,6 +44,11 @@ class RowRecord:
     @property
     def tokens(self) -> int:
         return len(self.ids)
+
+    def release(self, store: int) -> None:
+        """Let go of the keys and values of one store, here and wherever else they were in this order or another."""
+        self.keys.pop(store)
+        self.values.pop(store)
 
     def ordered_for(self, program: Program) -> RowRecord:
         """This record with the heads of every store in the order that `program` has them; itself where they are."""
@@ -63,10 +68,10 @@ class RowRecord:
         return replace(self, keys=keys, values=values, queries=queries, head_orders=orders, known={})
 
 
-class _Reordered(Mapping[int, Tensor]):
+class _Reordered(MutableMapping[int, Tensor]):
     """The stores of a record with heads in other places. Only the last one that was read is held in memory as a copy."""
 
-    def __init__(self, stores: Mapping[int, Tensor], places: Mapping[int, list[int]]) -> None:
+    def __init__(self, stores: MutableMapping[int, Tensor], places: Mapping[int, list[int]]) -> None:
         self._stores, self._places = stores, places
         self._last: tuple[int, Tensor] | None = None
 
@@ -77,6 +82,15 @@ class _Reordered(Mapping[int, Tensor]):
             self._last = None  # freed before the next is copied
             self._last = (store, self._stores[store][self._places[store]])
         return self._last[1]
+
+    def __setitem__(self, store: int, x: Tensor) -> None:
+        raise TypeError(
+            f"store {store} of a reordered record cannot be replaced: change the record that it was made of"
+        )
+
+    def __delitem__(self, store: int) -> None:
+        self._last = None
+        del self._stores[store]
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._stores)

@@ -92,7 +92,8 @@ class Placement:
 
 
 class RowMemory:
-    """Stores of one row, built from its prefill record.
+    """Stores of one row, built from its prefill record; with `release` the record lets go of each store that is built, where no
+    other one is made of it.
 
     stores: per KV store the memories of its parts, in the order of their heads. shares: per budgeted store, its part of
     the row's budget in bytes. notes: what components remember between steps. lookahead: what fetches ahead of the layers, made
@@ -101,7 +102,7 @@ class RowMemory:
 
     lookahead: Lookahead | None = None
 
-    def __init__(self, placement: Placement, record: RowRecord) -> None:
+    def __init__(self, placement: Placement, record: RowRecord, *, release: bool = False) -> None:
         self.placement = placement
         self.tokens = record.tokens
         self._check_length(self.tokens)
@@ -114,10 +115,11 @@ class RowMemory:
         self.part_shares = part_shares(placement, self.shares, self.tokens)
         self._check_budget()
         divided: dict[Division, Segmentation] = {}
-        self.stores = {
-            store.store: tuple(self._build(store, part, record, divided) for part in placement.parts(store))
-            for store in placement.program.stores
-        }
+        self.stores: dict[int, tuple[SiteMemory, ...]] = {}
+        for number, store in placement.stores.items():
+            self.stores[number] = tuple(self._build(store, part, record, divided) for part in placement.parts(store))
+            if release and not placement.plan.reads_others:
+                record.release(number)
 
     # -- budget ------------------------------------------------------------------------------------------------------
 

@@ -54,3 +54,27 @@ def test_room_for_all_tokens_is_made_at_once(compile_as, wide_program, prompt, m
     state = compile_as(wide_program, "quest", 0.25).prefill(prompt(700))
     for memory in state.rows[0].budgeted():
         assert memory.spans.reserved_nbytes == 0
+
+
+@pytest.mark.parametrize("heads", [None, (1, 0)])
+def test_prefill_lets_go_of_what_a_memory_was_built_of(compile_as, wide_program, prompt, monkeypatch, heads):
+    compiled = compile_as(wide_program, "sekv", 0.25)
+    record = compiled.prefill_record(prompt(300))
+    if heads is not None:
+        record.head_orders = {0: heads, 2: heads}  # as a program that moved heads would have made it
+    kept = compiled.compress(record)
+    assert sorted(record.keys) == sorted(record.values) == [0, 1, 2]
+    alive = []
+    build = row_memory.RowMemory._build
+
+    def watched(row, store, part, given, divided):
+        alive.append(sorted(given.keys))
+        return build(row, store, part, given, divided)
+
+    monkeypatch.setattr(row_memory.RowMemory, "_build", watched)
+    state = compiled._state([record], release=True)
+    assert alive == [[0, 1, 2], [1, 2], [2]]
+    assert not record.keys
+    assert not record.values
+    for name, x in row_to_tensors(kept.rows[0])[1].items():
+        torch.testing.assert_close(row_to_tensors(state.rows[0])[1][name], x, rtol=0, atol=0, msg=name)

@@ -1,0 +1,253 @@
+"""200,000 generated tokens in one state: is the budget held, does a step stay as quick, and does anything grow that should not?
+
+    python benchmarks/long_generation.py                      # resumable, a state saved every 20,000 tokens; hours, 4 GB of memory
+    python benchmarks/long_generation.py --tokens 600 --every 200 --methods mixed --out small.json --folder runs/small
+    python benchmarks/long_generation.py --page               # the page alone, from the results that are there
+
+Two layers of the decoder of benchmarks/decode_cpu.py, a budget of 1,024 tokens per KV head and layer, elastic residency, host tier in
+memory. A prompt of 1,024 random tokens is read, then each token is drawn from the model's own distribution (a generator seeded by its
+place, so that a resumed run draws the same). Claims, per method:
+
+- the device holds at most the budget in every step, while a layer runs (`state.stats.peak_share`) and between steps, by the tensors
+  that exist;
+- the median of the last 10,000 steps is at most 1.3 times that of steps 10,000 to 20,000;
+- the host tier has the same bytes per folded token at the end as at the beginning: its form's and its tables';
+- no tensor and no thread is left behind: as many are alive at the end as after the first 20,000 tokens (but for a few that a step may
+  or may not have made), and their bytes grow by what the tiers grow by.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import threading
+import time
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from decode_cpu import OPTIONS, VOCAB, build, random_profile
+from grids import ROOT, table, write_document
+from resident_memory import anonymous
+from torch import Tensor
+
+import semkv
+from semkv.evaluation.environment import describe, now
+from semkv.runtime.spans import waiting_cost_bytes
+from semkv.runtime.state import State
+
+RESULTS = Path(__file__).resolve().parent / "results" / "long_generation.json"
+LAYERS, BUDGET, PROMPT = 2, 1024, 1024
+TOKENS, EVERY, WINDOW = 200_000, 20_000, 10_000
+BAR = 1.3
+"""Largest ratio of the median of the last WINDOW steps to that of the second WINDOW steps."""
+TABLE_BYTES, SLACK = 64, 1.25
+"""Bytes of tables that a waiting token may take, where each is a unit; what is allocated for the host tier over what is stored."""
+FEW = 16
+"""Tensors that one step has made and another has not. What leaks leaks once in every step, or in every eighth, when tokens fold."""
+
+
+def live_tensors() -> tuple[int, int]:
+    """(tensors that the collector knows, bytes of their distinct storages); a capture's tensors without data do not count."""
+    gc.collect()
+    found = [x for x in gc.get_objects() if type(x) in (Tensor, torch.nn.Parameter) and x.device.type == "cpu"]
+    return len(found), sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in found}.values())
+
+
+def folded_tokens(state: State) -> int:
+    """Tokens that wait in the host tier, over layers."""
+    return sum(memory.spans.host_tokens.length for row in state.rows for memory in row.budgeted() if memory.spans)
+
+
+class Run:
+    """One method's generation: its state, step times and rows, in a folder from which a later process goes on."""
+
+    def __init__(self, method: str, folder: Path, every: int) -> None:
+        self.method, self.every = method, every
+        self.folder = folder / method
+        self.folder.mkdir(parents=True, exist_ok=True)
+        model = build(LAYERS)
+        config = semkv.CompileConfig(residency="elastic")
+        full = semkv.compile(model, random_profile(model), method="full", config=config)
+        self.compiled = full.with_method(method, BUDGET, **OPTIONS[method])
+        self.times = array("d")
+        self.rows: list[dict[str, Any]] = []
+        self.state = self._resume()
+
+    @property
+    def done(self) -> int:
+        """Tokens generated so far."""
+        return len(self.times)
+
+    def _resume(self) -> State:
+        if (self.folder / "rows.json").is_file():
+            self.rows = json.loads((self.folder / "rows.json").read_text(encoding="utf-8"))
+            self.times.frombytes((self.folder / f"times.{self.rows[-1]['generated']}").read_bytes())
+            return self.compiled.load_state(self.folder / f"state.{self.done}")
+        ids = torch.randint(0, VOCAB, (1, PROMPT), generator=torch.Generator().manual_seed(0))
+        return self.compiled.prefill(ids)
+
+    def steps(self, tokens: int) -> Iterator[dict[str, Any]]:
+        """Generate until there are `tokens`; a row after every `every`, once it can be resumed from."""
+        started = self.done
+        while self.done < tokens:
+            self._step()
+            if self.done % self.every == 0 or self.done == tokens:
+                self.rows.append(self._row(self.done - started))
+                self._save()
+                yield self.rows[-1]
+
+    def _step(self) -> None:
+        generator = torch.Generator().manual_seed(self.done)
+        token = torch.multinomial(self.state.logits.softmax(-1), 1, generator=generator)
+        before = time.perf_counter()
+        self.compiled.extend(self.state, token)
+        self.times.append(1000 * (time.perf_counter() - before))
+
+    def _row(self, here: int) -> dict[str, Any]:
+        """Figures now; `here`: tokens that this process generated, as anonymous memory and live tensors are its own."""
+        nbytes, count = self.state.nbytes, folded_tokens(self.state)
+        tensors, tensor_bytes = live_tensors()
+        cap = sum(row.whole_cap(row.tokens) for row in self.state.rows)
+        return {
+            "method": self.method, "generated": self.done, "here": here,
+            "median_ms": statistics.median(self.times[-min(WINDOW, self.every) :]),
+            "peak_share": self.state.stats.peak_share, "device_share": nbytes["device"] / cap,
+            "host": nbytes["host"], "waiting": count, "host_per_token": nbytes["host"] / max(1, count),
+            "anonymous": anonymous(), "tensors": tensors, "tensor_bytes": tensor_bytes, "threads": threading.active_count(),
+        }  # fmt: skip
+
+    def _save(self) -> None:
+        """Write the state and all times under the number of tokens, then the rows that name them, then drop what was before."""
+        self.state.save(self.folder / f"state.{self.done}")
+        (self.folder / f"times.{self.done}").write_bytes(self.times.tobytes())
+        new = self.folder / "rows.json.new"
+        new.write_text(json.dumps(self.rows), encoding="utf-8")
+        new.replace(self.folder / "rows.json")
+        for old in self.folder.glob("*.[0-9]*"):
+            if old.suffix != f".{self.done}":
+                old.unlink()
+
+    def claims(self) -> dict[str, Any]:
+        """What the rows say about the goals; None where the run is too short to say."""
+        first, last = self.rows[0], self.rows[-1]
+        store = self.compiled.placement.budgeted[0]
+        parts = self.compiled.placement.parts(store)
+        form = sum(
+            waiting_cost_bytes(store.part(part.first, part.last, 1.0), part.components, torch.float32) for part in parts
+        )
+        long = self.done >= 2 * WINDOW
+        ratio = (
+            statistics.median(self.times[-WINDOW:]) / statistics.median(self.times[WINDOW : 2 * WINDOW])
+            if long
+            else None
+        )
+        same = [
+            row for row in self.rows if row["here"] >= self.every
+        ]  # a process's own first row has what it allocates once
+        return {
+            "method": self.method, "generated": self.done, "ratio": ratio,
+            "largest_peak_share": max(row["peak_share"] for row in self.rows),
+            "host_per_token": [first["host_per_token"], last["host_per_token"]], "form_per_token": form,
+            "tensors": [same[0]["tensors"], same[-1]["tensors"]],
+            "threads": [same[0]["threads"], same[-1]["threads"]],
+            "anonymous_growth": same[-1]["anonymous"] - same[0]["anonymous"] if len(same) > 1 else None,
+            "host_growth": same[-1]["host"] - same[0]["host"] if len(same) > 1 else None,
+            "held": {
+                "budget": max(max(row["peak_share"], row["device_share"]) for row in self.rows) <= 1,
+                "time": None if ratio is None else ratio <= BAR,
+                "host": all(form <= row["host_per_token"] <= form + TABLE_BYTES for row in self.rows if row["waiting"]),
+                "tensors": same[-1]["tensors"] <= same[0]["tensors"] + FEW,
+                "tensor_bytes": same[-1]["tensor_bytes"] - SLACK * same[-1]["host"]
+                <= same[0]["tensor_bytes"] - same[0]["host"],
+                "threads": same[-1]["threads"] <= same[0]["threads"],
+            },
+        }  # fmt: skip
+
+
+def show(row: dict[str, Any]) -> None:
+    """One line of the log."""
+    mib = {key: row[key] / 2**20 for key in ("host", "anonymous", "tensor_bytes")}
+    print(
+        f"{now()} {row['method']:7}{row['generated']:>8} tokens, median {row['median_ms']:.2f} ms, peak {100 * row['peak_share']:.1f} % of "
+        f"the budget, host {mib['host']:.1f} MiB ({row['host_per_token']:.1f} bytes a token), anonymous {mib['anonymous']:.1f} MiB, "
+        f"{row['tensors']} tensors of {mib['tensor_bytes']:.1f} MiB, {row['threads']} threads",
+        flush=True,
+    )
+
+
+def page(report: dict[str, Any]) -> Path:
+    """docs/results/long_generation.md from the results."""
+    told = report["environment"]
+    lines = [
+        [f"`{row['method']}`", f"{row['generated']:,}", f"{row['median_ms']:.1f}", f"{100 * row['peak_share']:.1f}",
+         f"{row['host'] / 2**20:,.0f}", f"{row['host_per_token']:.1f}", f"{row['anonymous'] / 2**20:,.0f}", str(row["tensors"]),
+         str(row["threads"])]
+        for row in report["rows"]
+    ]  # fmt: skip
+    claims = [
+        [f"`{x['method']}`", f"{x['generated']:,}", "-" if x["ratio"] is None else f"{x['ratio']:.2f}",
+         f"{100 * x['largest_peak_share']:.1f}",
+         *["not said" if held is None else "yes" if held else "no" for held in x["held"].values()]]
+        for x in report["claims"]
+    ]  # fmt: skip
+    return write_document(
+        "long_generation",
+        "# Long generation in one state",
+        f"Made by `benchmarks/long_generation.py`: {LAYERS} layers with 8 KV heads of 128 and random float32 weights, a budget of "
+        f"{BUDGET:,} tokens per KV head and layer, {TOKENS:,} tokens drawn one by one. On a shared machine times of one row say "
+        "little against those of another.",
+        "## What has to hold",
+        f"`ratio`: median step of the last {WINDOW:,} over that of steps {WINDOW:,} to {2 * WINDOW:,}, at most {BAR}. `budget`: never "
+        "more on the device. `host`: bytes per waiting token are those of its form and tables throughout. `tensors`, `bytes`, `threads`: "
+        "nothing is left behind.",
+        table(["", "generated", "ratio", "largest share of the budget, %", "budget", "time", "host", "tensors", "bytes", "threads"],
+              claims),
+        "## As it went",
+        "Step: median of the last steps, ms. Host: MiB, and bytes per waiting token and layer. Anonymous: memory of the process, MiB.",
+        table(["", "generated", "step", "peak, %", "host", "a token", "anonymous", "tensors", "threads"], lines),
+        "## Provenance",
+        f"{told['machine']}, {told['threads']} threads of {told['cpus']} cores; "
+        + ", ".join(f"{k} {v}" for k, v in told["versions"].items())
+        + f"; commit {told['commit']}; {told['started']}.",
+    )  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=TOKENS)
+    parser.add_argument("--every", type=int, default=EVERY, help="tokens after which the state is saved")
+    parser.add_argument("--methods", default="sekv,mixed")
+    parser.add_argument(
+        "--folder", type=Path, default=ROOT / "runs" / "long_generation", help="where a later run goes on from"
+    )
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--page", action="store_true", help="write the page alone, from the results that are there")
+    arguments = parser.parse_args()
+    if arguments.page:
+        print(f"wrote {page(json.loads(RESULTS.read_text(encoding='utf-8')))}")
+        return
+    started = now()
+    rows: list[dict[str, Any]] = []
+    claims: list[dict[str, Any]] = []
+    for method in arguments.methods.split(","):
+        run = Run(method, arguments.folder, arguments.every)
+        for row in run.steps(arguments.tokens):
+            show(row)
+        rows += run.rows
+        claims.append(run.claims())
+        print(json.dumps(claims[-1]), flush=True)
+        report = {"environment": describe(started).model_dump(mode="json"), "rows": rows, "claims": claims}
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        del run
+    if arguments.out == RESULTS:
+        print(f"wrote {page(report)}")
+
+
+if __name__ == "__main__":
+    main()
