@@ -59,7 +59,7 @@ def host_bytes(spans: FoldedSpans) -> int:
     factors = spans.host_factors
     tables = [x for name, x in vars(spans).items() if name.startswith("segment_")]
     tables += [] if spans.components.summary is not None else [spans.lengths, spans.positions]
-    tables += [*factors.offsets.values(), factors.key_rank, factors.value_rank, factors.lengths]
+    tables += [*factors.offsets.values(), factors.key_rank, factors.value_rank, factors.lengths, spans.retired.data]
     parts = (*spans.host_tokens.parts.values(), *factors.packed.values())
     return sum(x.nbytes for x in tables) + sum(part.data.nbytes for part in parts)
 

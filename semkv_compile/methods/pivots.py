@@ -17,7 +17,6 @@ from semkv.runtime.record import RowRecord
 from semkv.runtime.site_memory import SiteMemory
 from semkv.runtime.spans import FoldedSpans
 from semkv.runtime.step import Step
-from semkv.runtime.workspace import ranges
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,8 +142,8 @@ def tokens_of(memory: SiteMemory, head: int) -> list[tuple[Tensor, Tensor]]:
     spans = memory.spans
     if spans is not None and spans.host_tokens.length:
         k, _ = spans.host_tokens.all_tokens()
-        places = ranges(spans.segment_start, spans.segment_length)
-        found.append((k[head, places], ranges(spans.segment_position, spans.segment_length)))
+        places, positions = spans.waiting_places()
+        found.append((k[head, places], positions))
     return found
 
 

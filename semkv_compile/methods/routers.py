@@ -150,6 +150,7 @@ class OracleRouter(MeansSuffice):
             raise ValueError("oracle selection reads raw tokens: use it with forms='raw' or 'int8'")
         k, _ = spans.host_tokens.all_tokens()
         unit = spans.segment_unit.repeat_interleave(spans.segment_length, dim=1)  # [Hkv|1, n]
+        k = k[:, k.shape[1] - unit.shape[1] :]  # without those of retired segments
         grouped = q.float().cpu().unflatten(0, (site.kv_heads, site.group_size)).flatten(1, 2)
         logits = (grouped @ k.float().transpose(1, 2)).view(site.q_heads, q.shape[1], -1) * site.scale
         if site.softcap:

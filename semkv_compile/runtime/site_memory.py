@@ -272,7 +272,9 @@ class SiteMemory:
             excess = self.kept.nbytes + held - room
             pairs = max(1, int(excess / per_span) + 1)
             if not spans.merge(pairs, longest):
-                spans.archive(pairs)
+                gone = spans.archive(pairs)
+                if self.workspace is not None:
+                    self.workspace.renumber(gone)
 
     # -- attention ---------------------------------------------------------------------------------------------------
 

@@ -43,6 +43,7 @@ def row_to_tensors(row: RowMemory) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 def _span_tensors(spans: FoldedSpans) -> dict[str, Tensor]:
     out = {name: getattr(spans, name) for name in (*TABLES, "lengths", "positions")}
+    out |= {"retired": spans.retired.data[0]} if spans.retired.length else {}
     held = {"mean_k": spans.mean_k, "mean_v": spans.mean_v, **{f"index.{name}": x for name, x in spans.index.items()}}
     for name, part in held.items():
         if isinstance(part, Quantized):
@@ -205,10 +206,21 @@ def _fill_spans(spans: FoldedSpans, own: dict[str, Tensor], tokens: int) -> None
     spans.lengths, spans.positions = own["lengths"].clone(), own["positions"].clone()
     if m:
         _fill_index(spans, own, m)
+    if "retired" in own:
+        spans.retired.append(_retired(own["retired"], tokens, stored)[None])
     for name, part in spans.host_tokens.parts.items():
         part.append(_expect(own[f"tokens.{name}"], f"tokens.{name}", (heads, stored, *part._tail), part.data.dtype))
     if len(factored):
         _fill_factors(spans, own, len(factored))
+
+
+def _retired(x: Tensor, tokens: int, stored: int) -> Tensor:
+    """Position, length and place int64 [R, 3] of segments that nothing routes to."""
+    position, length, start = _expect(x, "retired", (x.shape[0], 3), torch.int64).unbind(1)
+    sound = _within(position, 0, tokens) and _within(length, 1, tokens + 1) and _within(start, 0, stored)
+    if not (sound and _within(position + length, 0, tokens + 1) and _within(start + length, 0, stored + 1)):
+        raise ValueError("its retired segments point outside of what is stored")
+    return x
 
 
 def _fill_index(spans: FoldedSpans, own: dict[str, Tensor], units: int) -> None:

@@ -16,7 +16,7 @@ from semkv.runtime.host_tier import HostTier
 from semkv.runtime.prefetch import Source
 from semkv.runtime.quantization import Quantized, bytes_per_vector, concatenate, dequantize, products, quantize
 from semkv.runtime.segments import Folding
-from semkv.runtime.workspace import Segments, UnfoldedFactors, Workspace
+from semkv.runtime.workspace import Segments, UnfoldedFactors, Workspace, ranges
 
 TOKENS, FACTORS = 0, 1
 
@@ -49,7 +49,8 @@ class FoldedSpans:
     share their units or have their own (`segment_unit` [1, S] or [Hkv, S], -1 where nothing routes to a segment any more).
 
     Device: where the method has a summary, mean keys and values quantised [Hkv, M], lengths and mean positions int32
-    [Hkv|1, M]; the router's index, by name, [rows, M, ...]. Host: tokens, factors and tables.
+    [Hkv|1, M]; the router's index, by name, [rows, M, ...]. Host: tokens, factors and tables. Segments that nothing routes to any
+    more, before all others, are in no table but `retired`: position, length and place int64 [1, R, 3] of those that are tokens.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class FoldedSpans:
         self.segment_start = torch.zeros(
             0, dtype=torch.int64
         )  # first token in HostTokens, or the factored span's number
+        self.retired = GrowingTensor(1, (3,), torch.int64)
         self.lengths = torch.zeros(1, 0, dtype=torch.int32)
         self.positions = torch.zeros(1, 0, dtype=torch.int32)
         self.mean_k: Quantized | None = None
@@ -154,6 +156,7 @@ class FoldedSpans:
     def host_nbytes(self) -> int:
         tables = (self.segment_unit, self.segment_kind, self.segment_length, self.segment_position, self.segment_start)
         held = self.host_tokens.nbytes + self.host_factors.nbytes + sum(table.nbytes for table in tables)
+        held += self.retired.nbytes
         held -= self.waiting_nbytes if self.device is not None else 0
         return held if self.components.summary is not None else held + self.lengths.nbytes + self.positions.nbytes
 
@@ -326,8 +329,11 @@ class FoldedSpans:
         self.index.pop(name)
         self._append_index(name, part, values)
 
-    def archive(self, units: int) -> None:
-        """Take the oldest `units` units off the device: they stay on the host, unrouted and unattended."""
+    def archive(self, units: int) -> int:
+        """Take the oldest `units` units off the device: they stay on the host, unrouted and unattended.
+
+        Returns by how many the numbers of the segments fell, as the first of them retired.
+        """
         units = min(units, self.count)
         keep = slice(units, None)
         self.lengths, self.positions = self.lengths[:, keep].clone(), self.positions[:, keep].clone()
@@ -337,6 +343,28 @@ class FoldedSpans:
                 setattr(self, name, packed[:, keep].clone())
         self.index = {name: part[:, keep].clone() for name, part in self.index.items()}
         self.segment_unit = torch.where(self.segment_unit >= units, self.segment_unit - units, -1)
+        return self._retire()
+
+    def _retire(self) -> int:
+        """Shorten the tables by the first segments that nothing routes to, so that a step's work does not grow with them."""
+        routed = (self.segment_unit >= 0).any(0)
+        count = int(routed.int().argmax()) if bool(routed.any()) else len(routed)
+        tokens = self.segment_kind[:count] == TOKENS
+        columns = (self.segment_position, self.segment_length, self.segment_start)
+        self.retired.append(torch.stack([column[:count][tokens] for column in columns], 1)[None])
+        self.segment_unit = self.segment_unit[:, count:].clone()
+        for name in ("segment_kind", "segment_length", "segment_position", "segment_start"):
+            setattr(self, name, getattr(self, name)[count:].clone())
+        return count
+
+    def waiting_places(self) -> tuple[Tensor, Tensor]:
+        """(places in `host_tokens`, positions), int64 [n] each: of every token that waits as such, routed to or not."""
+        kept = self.segment_kind == TOKENS
+        columns = (self.segment_position, self.segment_length, self.segment_start)
+        position, length, start = torch.cat([self.retired.data[0], torch.stack([x[kept] for x in columns], 1)]).unbind(
+            1
+        )
+        return ranges(start, length), ranges(position, length)
 
     # -- unfolding ---------------------------------------------------------------------------------------------------
 
@@ -436,6 +464,7 @@ class FoldedSpans:
         copy = object.__new__(FoldedSpans)
         copy.__dict__.update(self.__dict__)
         copy.host_tokens, copy.host_factors = self.host_tokens.clone(), self.host_factors.clone()
+        copy.retired = self.retired.clone()
         copy.index, copy._there = dict(self.index), None
         return copy  # every other tensor is replaced, never written in place
 

@@ -150,6 +150,12 @@ class Workspace:
         for held, empty in ((self.tokens, -1), (self.segment, -1), (self.positions, EMPTY)):
             held.view(-1).index_fill_(0, at.to(held.device), empty)
 
+    def renumber(self, gone: int) -> None:
+        """The first `gone` segments are no more, and the others' numbers are smaller by as many."""
+        self._release(torch.cat([self.held[:, :gone], torch.zeros_like(self.held[:, gone:])], 1))
+        self.segment = torch.where(self.segment >= 0, self.segment - gone, -1)
+        self.held = self.held[:, gone:].clone()
+
     def _resize(self, slots: int) -> None:
         """Have `slots` slots per head, moving what is held to the front where that is fewer than now."""
         more = slots - self.slots

@@ -157,15 +157,18 @@ def test_merging_stops_at_the_longest_span_allowed():
 
 def test_archived_spans_stay_on_the_host_only():
     spans, k, v, _ = folded(components())
-    host = spans.host_nbytes
+    waiting, everything = spans.waiting_nbytes, [x.tolist() for x in spans.waiting_places()]
     spans.merge(1, 20)
-    spans.archive(2)
+    assert spans.archive(2) == 2
     assert spans.lengths[0].tolist() == [6, 6, 4]
-    assert spans.host_nbytes == host
+    assert spans.segment_unit.tolist() == [[0, 0, 1, 2]]
+    assert spans.waiting_nbytes == waiting
+    assert [x.tolist() for x in spans.waiting_places()] == everything == [list(range(N)), list(range(10, 10 + N))]
     tokens = [[place for member in members for place in range(*edges()[member])] for members in ([2, 3], [4], [5])]
     check_tokens(spans, read(spans, [[0, 2], [1]])[0], k, v, tokens, [[0, 2], [1]])
     spans.archive(9)
     assert spans.count == 0
+    assert spans.segment_unit.shape == (1, 0)
     assert sum(x.nbytes for x in spans.device_tensors()) == 0
     torch.manual_seed(8)
     new_k, new_v = torch.randn(2, 4, 16), torch.randn(2, 4, 12)

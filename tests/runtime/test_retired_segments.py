@@ -1,0 +1,54 @@
+"""In a long generation the tables of what waits stay as long as what is routed to, and nothing else changes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from semkv.runtime.workspace import EMPTY
+
+
+def held_tokens(memory) -> list[dict[int, torch.Tensor]]:
+    """Per KV head the keys of the tokens that the workspace holds, by position."""
+    workspace = memory.workspace
+    return [
+        {int(at): k for at, k in zip(positions, keys) if at != EMPTY}
+        for positions, keys in zip(workspace.positions, workspace.k)
+    ]
+
+
+@pytest.mark.parametrize("residency", ["shared", "elastic"])
+def test_old_segments_leave_the_tables(wide_program, compile_as, prompt, tmp_path, residency):
+    compiled = compile_as(wide_program, "quest", 64, residency=residency)
+    state = compiled.prefill(prompt(600))
+    for chunk in prompt(120, seed=1).split(4, 1):
+        compiled.extend(state, chunk)
+    memories = list(state.rows[0].budgeted())
+    for memory in memories:
+        spans = memory.spans
+        assert spans.retired.length > 0
+        assert spans.count
+        assert int(spans.segment_unit[:, 0].max()) >= 0
+        assert sorted(spans.waiting_places()[0].tolist()) == list(range(spans.host_tokens.length))
+        everything = sorted(
+            [
+                *spans.waiting_places()[1].tolist(),
+                *memory.kept.positions[0].tolist(),
+                *memory.recent.positions[0].tolist(),
+            ]
+        )
+        assert everything == list(range(720))
+        if residency == "elastic":
+            keys = spans.host_tokens.all_tokens()[0]
+            place = dict(zip(spans.waiting_places()[1].tolist(), spans.waiting_places()[0].tolist()))
+            for head, tokens in enumerate(held_tokens(memory)):
+                assert tokens
+                for at, k in tokens.items():
+                    assert torch.equal(k, keys[head, place[at]])
+    state.save(tmp_path / "state")
+    again, copy = compiled.load_state(tmp_path / "state"), state.fork()
+    for chunk in prompt(24, seed=2).split(4, 1):
+        wanted = compiled.extend(state, chunk)
+        assert torch.equal(compiled.extend(again, chunk), wanted)
+        assert torch.equal(compiled.extend(copy, chunk), wanted)
+    assert again.nbytes["host"] == state.nbytes["host"]
