@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from grids import LENGTH, RESULTS, Bench, pack, parser, table, unpack, write_document
-from peers.setting import BUDGETS, FOLDER, THEIR_SNAPKV, grid, label
+from peers.setting import BUDGETS, FOLDER, THEIR_PYRAMIDKV, THEIR_SNAPKV, grid, label
 
 from semkv.evaluation.environment import describe, now
 from semkv.evaluation.runner import cell_of
@@ -38,6 +38,7 @@ PAIRS = (
     ("snapkv", "snapkv (window 32, kernel 7)"),
     ("pyramidkv", "pyramidkv"),
     ("pyramidkv", "pyramidkv (window 8)"),
+    (label("pyramidkv", THEIR_PYRAMIDKV), "pyramidkv (window 8)"),
     ("chunkkv", "chunkkv"),
     (OUR_CHUNKKV, "chunkkv"),
     ("chunkkv", "chunkkv (window 8, chunk 10)"),

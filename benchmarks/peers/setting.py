@@ -11,6 +11,8 @@ BUDGETS = (0.03, 0.05, 0.1)
 SAMPLES = 100
 THEIR_SNAPKV = {"window": 64, "kernel": 5, "pool": "mean"}
 """The defaults of kvpress's SnapKVPress, for our own `snapkv`."""
+THEIR_PYRAMIDKV = {"kernel": 5, "pool": "mean"}
+"""The pooling of kvpress's presses, for our own `pyramidkv`, whose window is 8."""
 OURS = (
     ("mixed", {}),
     ("sketch", {}),
@@ -19,6 +21,7 @@ OURS = (
     ("snapkv", {}),
     ("snapkv", THEIR_SNAPKV),
     ("pyramidkv", {}),
+    ("pyramidkv", THEIR_PYRAMIDKV),
     ("chunkkv", {}),
     ("chunkkv", {"reuse": 1}),
     ("chunkkv", {"chunk": 20, "reuse": 1, "window": 64}),
