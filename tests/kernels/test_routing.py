@@ -47,8 +47,8 @@ def memory(router: Router, lengths: list[int], *, fill: bool = True, summary: Su
     where = torch.arange(TOKENS)
     for part, own in ((slice(0, cut), lengths[:3]), (slice(cut, TOKENS), lengths[3:])):
         spans.fold(Folding(k[:, part], v[:, part], where[part], torch.ones(len(where[part])), torch.tensor(own)))
-    spans.host_tokens = spans.host_factors = (
-        None  # routing reads neither, and their tier's lock cannot go to another process
+    spans.host_tokens = spans.host_factors = spans.retired = (
+        None  # routing reads none of them, and their tier's lock cannot go to another process
     )
     empty = (TokenStore(numbers(2, 0, 16), numbers(2, 0, 12), torch.zeros(1, 0), 8) for _ in range(2))
     none = torch.zeros(0, dtype=torch.int64), torch.zeros(0)

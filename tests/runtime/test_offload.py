@@ -104,7 +104,7 @@ def test_bytes_follow_the_model(both, prompt, resident, method, options, budget)
         waiting = 0
         for place, memory in enumerate(memories):
             spans = memory.spans
-            folded = int(spans.segment_length.sum())
+            folded = len(spans.waiting_places()[0])
             assert spans.waiting_nbytes == folded * demand.waiting[place]
             assert memory.on_device == (place < len(memories) - offloaded)
             waiting += spans.waiting_nbytes if memory.on_device else 0
