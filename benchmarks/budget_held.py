@@ -25,8 +25,9 @@ import semkv
 from semkv.compiled import CompiledModel
 from semkv.evaluation.environment import describe, now
 from semkv.profiles.bundled.tasks import make_haystack
+from semkv.runtime.choosing import Zoom
 from semkv.runtime.row_memory import RowMemory
-from semkv.runtime.site_memory import SiteMemory, Zoom
+from semkv.runtime.site_memory import SiteMemory
 from semkv.runtime.spans import FoldedSpans
 from semkv.runtime.workspace import Workspace
 

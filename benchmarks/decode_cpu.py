@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -33,6 +32,7 @@ from typing import Any
 
 import torch
 from grids import measured_on, table, write_document
+from pages import Output
 from replay import overlapping, watch
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
@@ -398,11 +398,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--overlap", type=float, default=0.95, help="share of a step's units that the step before had")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--page", action="store_true", help="write the page alone, from the results that are there")
+    output = Output(parser, RESULTS, page)
     arguments = parser.parse_args()
-    if arguments.page:
-        print(f"wrote {page(json.loads(RESULTS.read_text(encoding='utf-8')))}")
+    if output.page_alone(arguments):
         return
     started = now()
     read = list(readings(tuple(map(int, arguments.entries.split(","))), arguments.steps))
@@ -431,10 +429,8 @@ def main() -> None:
         "environment": describe(started).model_dump(mode="json"), "bandwidth": bandwidth,
         "steps": [asdict(step) for step in bench.found], "readings": [asdict(one) for one in read], "claims": found,
     }  # fmt: skip
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    if arguments.out == RESULTS:
-        print(f"wrote {page(report)}")
+    output.save(report, arguments.out)
+    output.finish(arguments.out)
 
 
 if __name__ == "__main__":

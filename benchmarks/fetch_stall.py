@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
 import statistics
 import tempfile
 import time
@@ -36,6 +35,7 @@ from typing import Any, ClassVar
 import torch
 from decode_cpu import build, synthetic_record
 from grids import measured_on, table, write_document
+from pages import Output
 from replay import drift_for, walk
 from torch import Tensor
 
@@ -334,11 +334,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--folder", default=None, help="where the disk tier's files are; default: the temporary folder")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--page", action="store_true", help="write the page alone, from the results that are there")
+    output = Output(parser, RESULTS, page)
     arguments = parser.parse_args()
-    if arguments.page:
-        print(f"wrote {page(json.loads(RESULTS.read_text(encoding='utf-8')))}")
+    if output.page_alone(arguments):
         return
     started = now()
     folder = arguments.folder or tempfile.gettempdir()
@@ -350,10 +348,8 @@ def main() -> None:
         "environment": describe(started).model_dump(mode="json"), "tokens": bench.tokens, "layers": bench.layers, "steps": bench.steps,
         "stalls": stalls, "bundled": own_hits(2 * bench.steps),
     }  # fmt: skip
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    if arguments.out == RESULTS:
-        print(f"wrote {page(report)}")
+    output.save(report, arguments.out)
+    output.finish(arguments.out)
 
 
 if __name__ == "__main__":

@@ -145,11 +145,11 @@ def write_document(name: str, *parts: str) -> Path:
 
 
 def measured_on(environment: dict[str, Any]) -> str:
-    """One paragraph: machine, threads, versions, commit and date of a `semkv.evaluation.environment.describe` in JSON."""
+    """One paragraph: machine, threads, versions, commit, date and command of a `semkv.evaluation.environment.describe` in JSON."""
     versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
     return (
         f"{environment['machine']}, {environment['threads']} threads of {environment['cpus']} cores; {versions}; "
-        f"commit {environment['commit']}; {environment['started']}."
+        f"commit {environment['commit']}; {environment['started']}. Command: `{environment['command']}`."
     )
 
 

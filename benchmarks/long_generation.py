@@ -31,7 +31,8 @@ from typing import Any
 
 import torch
 from decode_cpu import OPTIONS, VOCAB, build, random_profile
-from grids import ROOT, table, write_document
+from grids import ROOT, measured_on, table, write_document
+from pages import Output
 from resident_memory import anonymous
 from torch import Tensor
 
@@ -182,7 +183,6 @@ def show(row: dict[str, Any]) -> None:
 
 def page(report: dict[str, Any]) -> Path:
     """docs/results/long_generation.md from the results."""
-    told = report["environment"]
     lines = [
         [f"`{row['method']}`", f"{row['generated']:,}", f"{row['median_ms']:.1f}", f"{100 * row['peak_share']:.1f}",
          f"{row['host'] / 2**20:,.0f}", f"{row['host_per_token']:.1f}", f"{row['anonymous'] / 2**20:,.0f}", str(row["tensors"]),
@@ -211,9 +211,7 @@ def page(report: dict[str, Any]) -> Path:
         "Step: median of the last steps, ms. Host: MiB, and bytes per waiting token and layer. Anonymous: memory of the process, MiB.",
         table(["", "generated", "step", "peak, %", "host", "a token", "anonymous", "tensors", "threads"], lines),
         "## Provenance",
-        f"{told['machine']}, {told['threads']} threads of {told['cpus']} cores; "
-        + ", ".join(f"{k} {v}" for k, v in told["versions"].items())
-        + f"; commit {told['commit']}; {told['started']}.",
+        measured_on(report["environment"]),
     )  # fmt: skip
 
 
@@ -225,11 +223,9 @@ def main() -> None:
     parser.add_argument(
         "--folder", type=Path, default=ROOT / "runs" / "long_generation", help="where a later run goes on from"
     )
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--page", action="store_true", help="write the page alone, from the results that are there")
+    output = Output(parser, RESULTS, page)
     arguments = parser.parse_args()
-    if arguments.page:
-        print(f"wrote {page(json.loads(RESULTS.read_text(encoding='utf-8')))}")
+    if output.page_alone(arguments):
         return
     started = now()
     rows: list[dict[str, Any]] = []
@@ -242,11 +238,9 @@ def main() -> None:
         claims.append(run.claims())
         print(json.dumps(claims[-1]), flush=True)
         report = {"environment": describe(started).model_dump(mode="json"), "rows": rows, "claims": claims}
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        output.save(report, arguments.out)
         del run
-    if arguments.out == RESULTS:
-        print(f"wrote {page(report)}")
+    output.finish(arguments.out)
 
 
 if __name__ == "__main__":

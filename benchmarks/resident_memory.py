@@ -28,7 +28,8 @@ from typing import Any
 
 import torch
 from decode_cpu import FIXED, LAYERS, LONG, OPTIONS, SHORT, build, random_profile, synthetic_record
-from grids import table, write_document
+from grids import measured_on, table, write_document
+from pages import Output
 from transformers import DynamicCache
 
 import semkv
@@ -239,7 +240,6 @@ def page(report: dict[str, Any]) -> Path:
         for row in report["rows"] if row["claim"] == "prefill"
     ]  # fmt: skip
     lengths = report["growth"][0]["tokens"]
-    told = report["environment"]
     return write_document(
         "resident_memory",
         "# Anonymous resident memory with the disk tier",
@@ -258,9 +258,7 @@ def page(report: dict[str, Any]) -> Path:
         "full KV.",
         table(["", "model", "tokens", "full KV", "a layer", "growth", "beside a layer, %"], filled),
         "## Provenance",
-        f"{told['machine']}, {told['threads']} threads of {told['cpus']} cores; "
-        + ", ".join(f"{k} {v}" for k, v in told["versions"].items())
-        + f"; commit {told['commit']}; {told['started']}.",
+        measured_on(report["environment"]),
     )
 
 
@@ -280,15 +278,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--folder", help="where the files of the disk tier are; default: the system's temporary folder")
     parser.add_argument("--again", action="store_true", help="measure what the results already have, too")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--page", action="store_true", help="write the page alone, from the results that are there")
+    output = Output(parser, RESULTS, page)
     parser.add_argument("--one", type=json.loads, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one is not None:
         print(json.dumps(one(arguments.one, arguments.steps, arguments.folder)))
         return
-    if arguments.page:
-        print(f"wrote {page(json.loads(RESULTS.read_text(encoding='utf-8')))}")
+    if output.page_alone(arguments):
         return
     started = now()
     wanted = cells(arguments)
@@ -306,15 +302,13 @@ def main() -> None:
             "environment": describe(started).model_dump(mode="json"), "steps": arguments.steps, "bar": BAR,
             "rows": rows, "growth": growths(rows),
         }  # fmt: skip
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        output.save(report, arguments.out)
     for growth in growths(rows):
         shares = ", ".join(f"{key} {100 * growth[key]:.1f} %" for key in ("peak", "made", "making"))
         print(
             f"{growth['name']:14}{'-' if growth['budget'] is None else growth['budget']:>8} of the full KV's growth: {shares}"
         )
-    if arguments.out == RESULTS:
-        print(f"wrote {page(json.loads(RESULTS.read_text(encoding='utf-8')))}")
+    output.finish(arguments.out)
 
 
 if __name__ == "__main__":

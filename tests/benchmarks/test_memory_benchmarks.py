@@ -16,6 +16,7 @@ ENVIRONMENT = {
     "versions": {"torch": "2"},
     "commit": "0",
     "started": "now",
+    "command": "a command",
 }
 
 

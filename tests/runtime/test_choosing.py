@@ -1,11 +1,9 @@
 """Units of different sizes are taken in order of score until one does not fit, whether or not all of them were sorted."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
-from semkv.runtime.site_memory import SiteMemory
+from semkv.runtime.choosing import in_order
 
 
 def naive(best, costs, room):
@@ -28,7 +26,5 @@ def test_units_are_taken_in_order_until_one_does_not_fit(room, short_first):
     costs = torch.randint(1, 60, (3, 500), generator=generator)
     best = -costs + torch.rand(3, 500, generator=generator) if short_first else torch.randn(3, 500, generator=generator)
     best[0, 1:] = float("-inf")
-    memory = object.__new__(SiteMemory)
-    memory.spans = SimpleNamespace(unit_nbytes=lambda: costs)
     most = int(min(500, room // int(costs.min())))
-    assert torch.equal(memory._in_order(best, room, most), naive(best, costs, room))
+    assert torch.equal(in_order(best, costs, room, most), naive(best, costs, room))

@@ -1,0 +1,99 @@
+"""Which folded units a step unfolds: those that its scores ask for, as far as the room reaches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from semkv.ir.site import AttentionSite
+from semkv.runtime.components import Components
+from semkv.runtime.largest import largest
+from semkv.runtime.spans import FoldedSpans
+
+NEG_INF = float("-inf")
+
+
+@dataclass(frozen=True)
+class Zoom:
+    """The units that a step unfolds: chosen bool [Hkv, M]; own bool [Hkv, G, T, M], what each query head and token reads of
+    them, None where all read all."""
+
+    chosen: Tensor
+    group_size: int
+    tokens: int
+    own: Tensor | None = None
+
+    @property
+    def heads(self) -> Tensor:
+        """bool [Hq, T, M]: the units that each query head reads."""
+        if self.own is not None:
+            return self.own.flatten(0, 1)
+        return self.chosen.repeat_interleave(self.group_size, 0)[:, None].expand(-1, self.tokens, -1)
+
+    @property
+    def seen(self) -> Tensor:
+        """`heads`, or bool [Hq, 1, M] where all tokens read the same."""
+        return self.heads if self.own is not None else self.heads[:, :1]
+
+    def counts(self) -> Tensor:
+        """float32 [2, Hq]: units read, summed over tokens, and decisions taken."""
+        if self.own is not None:
+            read = self.own.flatten(0, 1).sum(dim=(1, 2))
+        else:
+            read = self.tokens * self.chosen.sum(1).repeat_interleave(self.group_size)
+        return torch.stack([read.float(), torch.full(read.shape, float(self.tokens * self.chosen.shape[1]))])
+
+
+def choose_units(
+    components: Components, spans: FoldedSpans, site: AttentionSite, score: Tensor, allowance: float
+) -> Zoom:
+    """Which units each query head unfolds by score float32 [Hq, T, M] on the host: those above its threshold, or all in order of score
+    where the method fills the cap; over the cap of `allowance` device bytes, per KV head, the highest-scored of the group's union."""
+    grouped = score.unflatten(0, (site.kv_heads, site.group_size))
+    if not components.fill:
+        threshold = components.router.threshold(site).float().view(site.kv_heads, site.group_size, 1, 1)
+        grouped = grouped.masked_fill(grouped <= threshold, NEG_INF)
+    best = grouped.amax(dim=(1, 2))  # [Hkv, M]
+    room, (least, greatest) = allowance / site.kv_heads, spans.unit_nbytes_range
+    most = best.shape[1] if room == float("inf") else min(best.shape[1], int(room // max(1, least)))
+    if least == greatest:
+        chosen = largest(best, most) & (best > NEG_INF)
+    else:
+        chosen = in_order(best, spans.unit_nbytes(), room, most)
+    if not bool((chosen & (grouped.amin(dim=(1, 2)) == NEG_INF)).any()):
+        return Zoom(chosen, site.group_size, score.shape[1])  # every head and token wants what any of them does
+    return Zoom(chosen, site.group_size, score.shape[1], (grouped > NEG_INF) & chosen[:, None, None])
+
+
+def in_order(best: Tensor, costs: Tensor, room: float, most: int) -> Tensor:
+    """bool [Hkv, M]: the units in order of `best` [Hkv, M] until the first whose `costs` [Hkv, M] do not fit into what is left of
+    `room` per head, at most `most` of them."""
+    likely = int(min(most, 2 * room * costs.numel() / max(1, int(costs.sum())) + 16))
+    for count in dict.fromkeys((likely, most)):  # sorting all units to take a few of them is slow
+        highest, order = best.topk(count, dim=1)
+        together = costs.gather(1, order).cumsum(1)
+        if count == most or bool((together[:, -1] > room).all()):
+            break
+    fits = (together <= room) & (highest > NEG_INF)
+    return torch.zeros_like(best, dtype=torch.bool).scatter_(1, order, fits)
+
+
+def choose_there(
+    components: Components, spans: FoldedSpans, site: AttentionSite, score: Tensor, allowance: float
+) -> Zoom:
+    """`choose_units` by the kernel, on the device of the scores; what was chosen comes to the host, the scores do not."""
+    from semkv.kernels.selection.triton import MAX_ALLOWANCE, select_triton
+
+    there, group = spans.on(score.device), site.group_size
+    if components.fill:
+        threshold = there.constant("lowest", lambda: torch.full((site.q_heads,), NEG_INF))
+    else:
+        name = f"threshold.{site.index}.{site.first_head}"
+        threshold = there.constant(name, lambda: components.router.threshold(site).float())
+    room = int(min(allowance / site.kv_heads, MAX_ALLOWANCE))
+    read, chosen = select_triton(score, threshold, there.costs(spans), room)
+    own = read.unflatten(0, (site.kv_heads, group))
+    same = bool((own | ~chosen[:, None, None]).all())
+    return Zoom(chosen.cpu(), group, score.shape[1], None if same else own.cpu())
