@@ -25,6 +25,7 @@ from semkv.passes.lift_positions import LiftPositions
 from semkv.passes.lower_kernels import LowerKernels
 from semkv.passes.place_memory import PlaceMemory
 from semkv.passes.rewrite_attention import RewriteAttention
+from semkv.passes.stream_weights import StreamWeights
 from semkv.passes.surprisal_head import SurprisalHead
 
 UNDERSTAND: tuple[Pass, ...] = (
@@ -42,6 +43,7 @@ LOWER: tuple[Pass, ...] = (
     RewriteAttention(),  # annotated -> lowered: prefill, extend and decode on a memory
     InsertRetrievalHead(),  # lowered: the speculative selector in front of the graph, where the method has one
     LowerKernels(),  # lowered: constants folded, decode fixed at one token
+    StreamWeights(),  # lowered: projections of a step read their weights fast
 )
 """What depends on the method and the profile as well."""
 

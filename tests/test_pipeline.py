@@ -82,6 +82,7 @@ def test_the_list_is_in_order():
         "rewrite_attention",
         "insert_retrieval_head",
         "lower_kernels",
+        "stream_weights",
     ]
 
 
@@ -91,7 +92,7 @@ def test_every_broken_constraint_is_reported_at_once():
         check_order(backwards)
     text = str(caught.value)
     assert "rewrite_attention must run after assign_budgets, which has not run by then" in text
-    assert "lower_kernels needs stage 'lowered', but the program is at 'captured' by then" in text
+    assert "stream_weights needs stage 'lowered', but the program is at 'captured' by then" in text
     assert "surprisal_head must run after find_attention" in text
     with pytest.raises(SpecError, match="nothing runs twice"):
         check_order([Nothing(), Nothing()], stage="found")

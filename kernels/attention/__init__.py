@@ -6,7 +6,7 @@ from torch import Tensor
 
 from semkv.ir import ops
 from semkv.kernels.mixed_attention.blocked import mixed_attention_blocked
-from semkv.kernels.mixed_attention.registration import register
+from semkv.kernels.registration import register
 
 
 def attention(

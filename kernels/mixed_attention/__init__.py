@@ -4,7 +4,7 @@ from semkv.ir import ops
 from semkv.kernels.mixed_attention.blocked import mixed_attention_blocked
 from semkv.kernels.mixed_attention.dispatch import mixed_attention
 from semkv.kernels.mixed_attention.reference import mixed_attention_reference
-from semkv.kernels.mixed_attention.registration import register
+from semkv.kernels.registration import register
 
 FLOAT_ARGUMENTS = (0, 2, 3, 5, 7, 8, 10, 11, 12, 13, 14, 15, 16, 18, 19, 20, 21)
 """Places of the arguments that gradients flow to: everything but positions."""

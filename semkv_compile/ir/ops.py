@@ -2,6 +2,7 @@
 
 `semkv::attention` is the normal form that `find_attention` writes: stateless, causal, over the tokens of one forward.
 `semkv::mixed_attention` is what it becomes: one softmax over exact, coarse and factored entries given as tensors.
+`semkv::linear` is what `stream_weights` makes of a projection that few tokens pass.
 """
 
 from __future__ import annotations
@@ -29,6 +30,10 @@ library.define(
     "*, float scale, float softcap=0.0, int window=0, bool fresh=False, str kernel='auto', int[] layout=[]) -> Tensor"
 )
 
+library.define(
+    "linear(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor"
+)  # x [..., K], weight [N, K], bias [N] -> [..., N]
+
 
 def _output(q: Tensor, v: Tensor) -> Tensor:
     return q.new_empty((*q.shape[:-1], v.shape[-1]))
@@ -46,5 +51,11 @@ def _mixed_attention_fake(q, q_positions, exact_k, exact_v, *rest, **kwargs):
     return _output(q, exact_v[0])
 
 
+@torch.library.register_fake("semkv::linear", lib=library)
+def _linear_fake(x, weight, bias=None):
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
 attention = torch.ops.semkv.attention.default
 mixed_attention = torch.ops.semkv.mixed_attention.default
+linear = torch.ops.semkv.linear.default

@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 from semkv.errors import SpecError
 from semkv.ir import memory
 from semkv.ir.graph import BODY_INPUTS, attention_nodes, attribute, describe, placeholders, shape_of
-from semkv.ir.ops import attention, mixed_attention
+from semkv.ir.ops import attention, linear, mixed_attention
 from semkv.ir.program import Program, Stage
 from semkv.ir.site import AttentionSite
 
@@ -113,7 +113,8 @@ def _found(program: Program) -> list[str]:
     for node, site in zip(nodes, program.sites):
         problems += _node_matches_site(node, site)
     if program.head is not None:
-        problems += _graph_problems(program.head, "head", ("hidden",), frozenset())
+        allowed = frozenset({linear}) if program.stage == "lowered" else frozenset()
+        problems += _graph_problems(program.head, "head", ("hidden",), allowed)
     return problems
 
 
@@ -145,7 +146,9 @@ def _lowered(program: Program) -> list[str]:
         if module is None:
             problems.append(f"{label}: missing at stage lowered")
             continue
-        problems += _graph_problems(module, label, (*BODY_INPUTS, "memory"), MEMORY_FUNCTIONS | {mixed_attention})
+        problems += _graph_problems(
+            module, label, (*BODY_INPUTS, "memory"), MEMORY_FUNCTIONS | {mixed_attention, linear}
+        )
         problems += _no_guards(module, label)
         writer = memory.record if label == "prefill" else memory.entries
         written = [node.args[1] for node in module.graph.nodes if node.target is writer]

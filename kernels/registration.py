@@ -23,12 +23,14 @@ def register(
     for key in ("CPU", "CUDA"):
         library.impl(name, function, key)
 
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Tensor) -> None:
+    def setup_context(
+        ctx: Any, inputs: tuple[Any, ...], output: Tensor, keyword_only_inputs: dict[str, Any] | None = None
+    ) -> None:
         _check(name, inputs)
         ctx.inputs = tuple(None if _tensors(value) else value for value in inputs)
         ctx.sizes = tuple(len(value) if isinstance(value, list) else None for value in inputs)
         ctx.places = tuple(place for place, value in enumerate(inputs) if _tensors(value))
-        ctx.keywords = keyword_only_inputs
+        ctx.keywords = keyword_only_inputs or {}
         ctx.save_for_backward(*(x for place in ctx.places for x in _tensors(inputs[place])))
 
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
