@@ -1,12 +1,14 @@
-"""Time and memory of decode steps at long contexts: semkv's methods beside Hugging Face's DynamicCache and StaticCache.
+"""Time and memory of decode steps at long contexts: semkv's methods beside Hugging Face's caches.
 
     python benchmarks/decode_step.py                                # on CUDA: the shapes of Llama-3.1-8B in bfloat16, eight minutes at most
     python benchmarks/decode_step.py --deadline 180 --lengths 32768,131072 --layers 8
     python benchmarks/decode_step.py --dry-run                      # tiny sizes on a CPU: that everything runs, no figures
 
 Weights are random, and states are not prefilled but made of random keys and values of a length, one pair of tensors for all layers:
-what a step costs depends on neither. Every step reads the same token, so that what it unfolds overlaps with the step before, as in
-text. Before anything is timed, `full` must give the model's own logits on such a state. Cells come in order of importance; what the
+what a step costs depends on neither. Every step reads the same token; with `95 % overlap` behind its name a method pays for its own
+choice and then takes one that overlaps so with the step before, as text does (`replay.py`). Beside them are Hugging Face's DynamicCache
+with SDPA and with flex_attention, its offloaded form, and StaticCache, eager and compiled; the dry run leaves out what is compiled.
+Before anything is timed, `full` must give the model's own logits on such a state. Cells come in order of importance; what the
 deadline leaves no time for is said to be missing, and so is what fails, with its reason. Contenders share a process, and the
 allocator's cache is emptied between them.
 
@@ -30,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from replay import overlapping, watch
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -54,7 +57,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "sentencekv": {"buckets": "chunks", "query": "token"},
 }
 """Of each method, what does without a profile."""
-THEIRS = ("DynamicCache", "StaticCache")
+DYNAMIC, FLEX, OFFLOADED = "DynamicCache", "DynamicCache, flex", "DynamicCache, offload"
+STATIC, COMPILED = "StaticCache", "StaticCache, compiled"
+THEIRS = (DYNAMIC, FLEX, OFFLOADED, STATIC, COMPILED)
+OVERLAP = 0.95
+TEXT = f", {OVERLAP:.0%} overlap".replace("%", " %")
+"""Behind a method's name: with a choice that overlaps so."""
 LATE = ", fetched late"
 """Behind a method's name: without fetching ahead."""
 LONG_RUN = 1000
@@ -172,7 +180,10 @@ class Bench:
 
     def cache(self, name: str, record: RowRecord, rows: int, more: int) -> Any:
         """A cache of Hugging Face's that holds the record."""
-        cache = DynamicCache() if name == "DynamicCache" else StaticCache(self.model.config, record.tokens + more)
+        if name in (STATIC, COMPILED):
+            cache = StaticCache(self.model.config, record.tokens + more)
+        else:
+            cache = DynamicCache(config=self.model.config, offloading=name == OFFLOADED)
         for layer in record.keys:
             k, v = (x[layer].to(self.device)[None].expand(rows, -1, -1, -1) for x in (record.keys, record.values))
             cache.update(k, v, layer)
@@ -201,29 +212,43 @@ class Bench:
             return self.first_token(cell)
         record, ids = self.record(cell.tokens), torch.ones(cell.rows, 1, dtype=torch.int64, device=self.device)
         if cell.name in THEIRS:
-            cache, at = self.cache(cell.name, record, cell.rows, self.warmup + cell.steps + 1), cell.tokens
-
-            def step() -> None:
-                nonlocal at
-                positions = torch.full((cell.rows, 1), at, device=self.device)
-                self.model(ids, past_key_values=cache, position_ids=positions, use_cache=True)
-                at += 1
-
-            times = timed(step, self.device, self.warmup, cell.steps)
-            held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-            return self.result(cell, times, held)
-        method, late, _ = cell.name.partition(LATE)
+            return self.theirs(cell, record, ids)
+        method, _, kind = cell.name.partition(", ")
+        late, text = f", {kind}" == LATE, f", {kind}" == TEXT
         config = self.full.settings.model_copy(update={"prefetch": False}) if late else None
         compiled = self.full
         if cell.budget is not None:
             compiled = self.full.with_method(method, cell.budget, config=config, **OPTIONS[method])
         state = compiled.compress([record] * cell.rows)
+        if text:
+            watch(state)
+            overlapping(state, OVERLAP)
         times = timed(lambda: compiled.extend(state, ids), self.device, self.warmup, cell.steps)
         nbytes, stats = state.nbytes, state.stats
         found = self.result(cell, times, nbytes["device"], stats.moved_bytes_per_step * cell.rows)
         return replace(
             found, host_bytes=nbytes["host"] + nbytes["disk"], overlap=stats.overlap, stall_ms=stats.stall_ms_per_step
         )
+
+    def theirs(self, cell: Cell, record: RowRecord, ids: Tensor) -> Result:
+        """Steps of the model itself on one of Hugging Face's caches."""
+        cache, at = self.cache(cell.name, record, cell.rows, self.warmup + cell.steps + 1), cell.tokens
+        forward = torch.compile(self.model.forward, mode="reduce-overhead") if cell.name == COMPILED else self.model
+        held = sum(
+            layer.keys.nbytes + layer.values.nbytes for layer in cache.layers if layer.keys.device == self.device
+        )
+
+        def step() -> None:
+            nonlocal at
+            positions = torch.full((cell.rows, 1), at, device=self.device)
+            forward(ids, past_key_values=cache, position_ids=positions, use_cache=True)
+            at += 1
+
+        self.model.set_attn_implementation("flex_attention" if cell.name == FLEX else "sdpa")
+        try:
+            return self.result(cell, timed(step, self.device, self.warmup, cell.steps), held)
+        finally:
+            self.model.set_attn_implementation("sdpa")
 
     def first_token(self, cell: Cell) -> Result:
         """A real prompt of random ids, read and, where there is a budget, compressed."""
@@ -255,15 +280,16 @@ class Bench:
 def cells(lengths: list[int], share: float, fixed: int, steps: int, long_run: int, rows: int) -> list[Cell]:
     """All lines, the most telling first. share: of the KV, a budget; fixed: tokens of one that does not grow."""
     middle, ours = lengths[min(1, len(lengths) - 1)], ("sekv", "compresskv")
-    out = [Cell(name, middle, None, 1, steps) for name in ("DynamicCache", "full")]
-    out += [Cell(name, middle, share, 1, steps) for name in ours]
-    out += [Cell("sekv" + LATE, middle, share, 1, steps)]
+    out = [Cell(name, middle, None, 1, steps) for name in (DYNAMIC, "full")]
+    out += [Cell(name + TEXT, middle, share, 1, steps) for name in ours]
+    out += [Cell("sekv", middle, share, 1, steps), Cell("sekv" + LATE, middle, share, 1, steps)]
     out += [Cell("sekv", length, fixed, 1, steps) for length in lengths]
-    out += [Cell("StaticCache", middle, None, 1, steps)]
-    out += [Cell("first token, full cache", lengths[0], None, 1, 1), Cell("first token, sekv", lengths[0], share, 1, 1)]
-    out += [Cell("DynamicCache", lengths[min(2, len(lengths) - 1)], None, 1, steps)]
-    out += [Cell(name, lengths[0], budget, rows, steps) for name, budget in (("DynamicCache", None), ("sekv", share))]
+    out += [Cell(STATIC, middle, None, 1, steps)]
+    out += [Cell("first token, full cache", middle, None, 1, 1), Cell("first token, sekv", middle, share, 1, 1)]
+    out += [Cell(DYNAMIC, lengths[min(2, len(lengths) - 1)], None, 1, steps)]
+    out += [Cell(name, lengths[0], budget, rows, steps) for name, budget in ((DYNAMIC, None), ("sekv", share))]
     out += [Cell("sekv", lengths[0], share, 1, long_run)]
+    out += [Cell(name, middle, None, 1, steps) for name in (COMPILED, FLEX, OFFLOADED)]
     out += [Cell(name, length, fixed, 1, steps) for name in ("compresskv", "sentencekv") for length in lengths]
     return list(dict.fromkeys(out))
 
@@ -324,6 +350,8 @@ def main() -> None:
     print(HEADER, flush=True)
     found: list[Result] = []
     for cell in cells(lengths, share, fixed, steps, long_run, rows):
+        if given.dry_run and cell.name in (COMPILED, FLEX):
+            continue
         if time.monotonic() - begun > given.deadline:
             found.append(Result(cell, missing="the deadline had passed"))
         else:

@@ -87,7 +87,10 @@ class Replay:
 
     def score(self, site: AttentionSite, q: Tensor, spans: FoldedSpans, step: Step) -> Tensor:
         own = self.clock.timed(self.router.score)(site, q, spans, step)
-        return own if self.drawn is None else self.drawn[step.tokens % 2][..., : spans.count]
+        if self.drawn is None:
+            return own
+        self.drawn = tuple(score.to(own.device) for score in self.drawn)
+        return self.drawn[step.tokens % 2][..., : spans.count]
 
 
 @dataclass(frozen=True)

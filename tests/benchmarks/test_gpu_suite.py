@@ -61,9 +61,11 @@ def test_cells_cover_the_claims_once_and_the_most_telling_come_first(load):
     found = step.cells([32768, 131072, 262144, 524288], 0.1, 4096, 24, 1000, 8)
     assert len(set(found)) == len(found)
     assert {(one.name, one.tokens) for one in found[:4]} == {
-        ("DynamicCache", 131072), ("full", 131072), ("sekv", 131072), ("compresskv", 131072)
+        ("DynamicCache", 131072), ("full", 131072), ("sekv, 95 % overlap", 131072), ("compresskv, 95 % overlap", 131072)
     }  # fmt: skip
     assert {one.tokens for one in found if one.name == "sekv" and one.budget == 4096} == {32768, 131072, 262144, 524288}
     assert any(one.name == "DynamicCache" and one.tokens == 262144 for one in found)
+    assert set(step.THEIRS) <= {one.name for one in found}
+    assert {one.tokens for one in found if one.name.startswith("first token")} == {131072}
     assert any(one.rows == 8 for one in found)
     assert any(one.steps == 1000 for one in found)
