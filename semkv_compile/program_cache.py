@@ -2,14 +2,16 @@
 
 An entry is one sealed file of data (`semkv.artifact.state_file`): graphs as JSON, the constants that they hold, and the names of
 the model's own tensors, never the tensors. Its name is a digest of all that the capture depended on, so an entry is right or
-not found; nothing is ever updated.
+not found; nothing is ever updated. The entries that were used last are kept, `KEPT` of them.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import re
 import warnings
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,10 @@ from semkv.ir.program import Program
 from semkv.pipeline import captured_program, identity
 
 KIND = "captured program"
+ENTRY = re.compile(r"[0-9a-f]{64}\.safetensors")
+
+KEPT = 64
+"""Entries that stay: megabytes each, one for each model and version of what captures it."""
 
 FOLDER = "SEMKV_CACHE"
 """Environment variable that names the cache's folder; default: `semkv` in XDG_CACHE_HOME, or in `.cache` at home."""
@@ -71,15 +77,31 @@ def cached_program(model: nn.Module, fingerprint: str) -> Program:
     path = cache_folder() / f"{key}.safetensors"
     if path.exists():
         try:
-            return load_captured(path, key, model)
+            program = load_captured(path, key, model)
         except ArtifactError as reason:
             warnings.warn(f"captured again, as the cached program cannot be used: {reason}", stacklevel=3)
+        else:
+            with suppress(OSError):  # a folder that cannot be written serves what it has
+                path.touch()
+            return program
     program = captured_program(model)
     try:
         save_captured(program, path, key, model)
+        evict(path.parent)
     except ArtifactError as reason:
         warnings.warn(f"the captured program was not cached: {reason}", stacklevel=3)
     return program
+
+
+def evict(folder: Path, kept: int = KEPT) -> None:
+    """Remove all entries but the `kept` that were used last; other files stay."""
+    used: list[tuple[int, Path]] = []
+    for path in folder.iterdir():
+        if ENTRY.fullmatch(path.name):
+            with suppress(FileNotFoundError):  # another process evicts as well
+                used.append((path.stat().st_mtime_ns, path))
+    for _, path in sorted(used, reverse=True)[kept:]:
+        path.unlink(missing_ok=True)
 
 
 def entry_key(model: nn.Module, fingerprint: str) -> str:
@@ -149,4 +171,4 @@ def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-__all__ = ["cache_folder", "cached_program", "entry_key", "load_captured", "save_captured"]
+__all__ = ["cache_folder", "cached_program", "entry_key", "evict", "load_captured", "save_captured"]

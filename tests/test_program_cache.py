@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import warnings
 from pathlib import Path
 
@@ -202,3 +203,21 @@ def test_constants_made_of_parameters_are_refused(model, program, tmp_path):
 def test_what_capture_refuses_is_refused_first(model, folder):
     with pytest.raises(InputError, match="training mode"):
         semkv.compile(copy.deepcopy(model).train(), config=CACHED)
+
+
+def test_the_entries_used_last_are_kept(tmp_path):
+    names = [f"{number:064x}.safetensors" for number in range(5)]
+    for age, name in enumerate(names):
+        (tmp_path / name).write_bytes(b"entry")
+        os.utime(tmp_path / name, (1000 - age, 1000 - age))
+    (tmp_path / "kernels.json").write_text("{}")
+    program_cache.evict(tmp_path, kept=2)
+    assert {path.name for path in tmp_path.iterdir()} == {*names[:2], "kernels.json"}
+
+
+def test_an_entry_that_is_used_counts_as_new(model, folder, captures):
+    (entry,) = folder.glob("*.safetensors")
+    os.utime(entry, (1000, 1000))
+    semkv.compile(model, method="full", config=CACHED)
+    assert not captures
+    assert entry.stat().st_mtime > 1000
