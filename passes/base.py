@@ -22,7 +22,7 @@ class PassOptions:
     head_roles: per KV store, one role per KV head; None where the profile has no taxonomy.
     thresholds: lengths of Alg. 1 for the counted stores (`semkv.profiles.schema.memory`); None: all wait on the host always.
     retrieval_head: that chooses tokens before the first layer; None where the method has none.
-    kernels: which answer the attention of a step: `auto`, `torch` or `triton` (`semkv.kernels.mixed_attention.dispatch`).
+    kernels: which answer the attention of a step: `auto`, `torch`, `cpp` or `triton` (`semkv.kernels.mixed_attention.dispatch`).
     layouts: per site, the fields of a `Configuration` tuned for the device; none for a site, or for all: its defaults.
     """
 

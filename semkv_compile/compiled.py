@@ -17,8 +17,9 @@ import semkv.kernels  # noqa: F401 - registers the operators
 from semkv.config import CompileConfig, check_budget
 from semkv.errors import BudgetError, ConfigError, InputError
 from semkv.ir.program import Program
+from semkv.kernel_builds import start_builds
 from semkv.kernel_layouts import site_layouts, tune_program
-from semkv.kernels.mixed_attention.dispatch import unusable
+from semkv.kernels.mixed_attention.dispatch import form_of
 from semkv.kernels.tuning import Tuning
 from semkv.methods import Method, find_method
 from semkv.offload import offload_thresholds
@@ -96,6 +97,7 @@ class CompiledModel(GenerationMixin, nn.Module):
         object.__setattr__(self, "_source", source)
         self.profile, self.method, self.budget, self.settings = profile, method, budget, settings
         self.tuning = tuning
+        start_builds(source, settings.kernels, self.device)
         dtype = settings.torch_kv_dtype(source.dtype)
         decided = method.for_budget(source, profile, Budget(budget, dtype))
         program = source if lowered else lower(source, _pass_options(source, decided, profile))
@@ -128,7 +130,7 @@ class CompiledModel(GenerationMixin, nn.Module):
             thresholds=limits,
             rows=settings.rows if limits else None,
             prefetch=settings.prefetches(self.device),
-            kernels=unusable(settings.kernels, self.device) is None,
+            kernels=form_of(settings.kernels, self.device)[0] == "triton",
         )
         self.eval()
 
@@ -147,9 +149,9 @@ class CompiledModel(GenerationMixin, nn.Module):
 
     @property
     def kernels(self) -> str:
-        """What answers the attention of a step: `triton`, or `torch` and why."""
-        reason = unusable(self.settings.kernels, self.device)
-        return "triton" if reason is None else f"torch: {reason}"
+        """What answers the attention of a step: `triton`, `cpp`, or `torch` and why."""
+        form, reason = form_of(self.settings.kernels, self.device)
+        return f"{form}: {reason}" if reason else form
 
     def can_generate(self) -> bool:
         return True

@@ -53,9 +53,10 @@ class CompileConfig(BaseModel):
         `CapacityError`, for a prompt before it is read. Default: no limit; with host='disk', everything is in files.
         `progressive`: the lengths that fit follow from it.
     rows: `progressive` only: sequences that share the device.
-    kernels: which kernels answer the attention of a step. `auto`: Triton's on CUDA where it is installed, PyTorch's elsewhere;
-        `torch`: PyTorch's everywhere; `triton`: Triton's, which on a CPU runs in its interpreter (TRITON_INTERPRET=1, for tests).
-        Calls that Triton's are not made for (many queries, float64, gradients) are PyTorch's always.
+    kernels: which kernels answer the attention of a step. `auto`: Triton's on CUDA where it is installed, those in C++ on a CPU
+        where there is a compiler (g++ or clang++), PyTorch's elsewhere; `torch`: PyTorch's everywhere; `cpp`: those in C++;
+        `triton`: Triton's, which on a CPU runs in its interpreter (TRITON_INTERPRET=1, for tests). Calls that the others are not
+        made for (many queries, float64, gradients) are PyTorch's always.
     prefetch: `elastic` only: a thread fetches what layers are likely to unfold in their next step while others are computed, into
         buffers beside the budget (`State.nbytes["prefetch"]`). Tokens are the same. Default: with host='disk' or a CUDA device; in
         memory of the same CPU it gains nothing.
@@ -77,7 +78,7 @@ class CompileConfig(BaseModel):
     device_memory: int | None = Field(default=None, ge=1)
     host_memory: int | None = Field(default=None, ge=1)
     rows: int = Field(default=1, ge=1)
-    kernels: Literal["auto", "torch", "triton"] = "auto"
+    kernels: Literal["auto", "torch", "cpp", "triton"] = "auto"
     prefetch: bool | None = None
     cache: bool = False
     method_options: dict[str, Any] = Field(default_factory=dict)

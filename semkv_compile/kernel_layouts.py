@@ -6,12 +6,12 @@ from pathlib import Path
 
 import torch
 
+from semkv.cache_folder import cache_folder
 from semkv.errors import ConfigError
 from semkv.ir.program import Program
 from semkv.ir.site import AttentionSite
-from semkv.kernels.mixed_attention.dispatch import unusable
+from semkv.kernels.mixed_attention.dispatch import form_of
 from semkv.kernels.tuning import Problem, Tuning
-from semkv.program_cache import cache_folder
 
 ENTRIES = 16384
 """Exact entries per KV head that layouts are timed with."""
@@ -26,7 +26,7 @@ def site_layouts(
     program: Program, kernels: str, device: torch.device, carried: Tuning | None
 ) -> tuple[tuple[int, ...], ...]:
     """Per site the layout that was measured for `device`, carried by an artifact or kept on disk; empty where there is none."""
-    if unusable(kernels, device) is not None:
+    if form_of(kernels, device)[0] != "triton":
         return ()
     known = Tuning.load(tuning_file()) if carried is None else Tuning.load(tuning_file()).merged(carried)
     if not known.layouts:
@@ -42,8 +42,9 @@ def tune_program(program: Program, kernels: str, device: torch.device, *, entrie
     ------
     ConfigError: Triton's kernels do not run there.
     """
-    if (reason := unusable(kernels, device)) is not None:
-        raise ConfigError(f"there is nothing to tune: {reason}")
+    form, reason = form_of(kernels, device)
+    if form != "triton":
+        raise ConfigError(f"there is nothing to tune: {reason or 'kernels in C++ have one layout'}")
     from semkv.kernels.mixed_attention.tune import tune
 
     made = Tuning({})

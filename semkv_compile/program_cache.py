@@ -8,7 +8,6 @@ not found; nothing is ever updated. The entries that were used last are kept, `K
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import warnings
 from contextlib import suppress
@@ -28,6 +27,7 @@ from semkv.artifact.load import build_program
 from semkv.artifact.manifest import ProgramFacts, current_versions
 from semkv.artifact.save import program_facts, program_graphs
 from semkv.artifact.state_file import load_tensors, save_tensors
+from semkv.cache_folder import FOLDER, cache_folder
 from semkv.capture.checks import check_model
 from semkv.capture.device import device_of
 from semkv.capture.identity import model_identity
@@ -41,17 +41,6 @@ ENTRY = re.compile(r"[0-9a-f]{64}\.safetensors")
 
 KEPT = 64
 """Entries that stay: megabytes each, one for each model and version of what captures it."""
-
-FOLDER = "SEMKV_CACHE"
-"""Environment variable that names the cache's folder; default: `semkv` in XDG_CACHE_HOME, or in `.cache` at home."""
-
-
-def cache_folder() -> Path:
-    """Where entries lie; it may not exist yet. They may be deleted at any time."""
-    if os.environ.get(FOLDER):
-        return Path(os.environ[FOLDER]).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "semkv"
 
 
 def cached_program(model: nn.Module, fingerprint: str) -> Program:
@@ -171,4 +160,4 @@ def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-__all__ = ["cache_folder", "cached_program", "entry_key", "evict", "load_captured", "save_captured"]
+__all__ = ["cached_program", "entry_key", "evict", "load_captured", "save_captured"]

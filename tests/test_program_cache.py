@@ -87,16 +87,6 @@ def test_a_compilation_uses_the_cache_where_it_is_asked_to(model, folder, captur
     assert not (folder / "none").exists()
 
 
-def test_the_folder(monkeypatch, tmp_path):
-    monkeypatch.setenv(program_cache.FOLDER, str(tmp_path))
-    assert program_cache.cache_folder() == tmp_path
-    monkeypatch.delenv(program_cache.FOLDER)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert program_cache.cache_folder() == tmp_path / "xdg" / "semkv"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert program_cache.cache_folder() == Path.home() / ".cache" / "semkv"
-
-
 def compiled_of(model, program, method: str, **options) -> CompiledModel:
     return CompiledModel(program, None, find_method(method, options), 0.5, CompileConfig(), fingerprint=None)
 

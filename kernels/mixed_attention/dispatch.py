@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from semkv.errors import ConfigError
+from semkv.kernels.cpp import MISSING, compiler
 from semkv.kernels.mixed_attention.blocked import mixed_attention_blocked
 from semkv.kernels.mixed_attention.blocks import kv_heads_of
 from semkv.kernels.mixed_attention.configuration import Configuration
+from semkv.kernels.mixed_attention.cpp import attention_library, mixed_attention_cpp
 
-KERNELS = ("auto", "torch", "triton")
+KERNELS = ("auto", "torch", "cpp", "triton")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_DIM = 256
 MAX_ROWS = 64
@@ -22,63 +24,86 @@ MAX_ROWS = 64
 
 
 def mixed_attention(*arguments: Any, kernel: str = "auto", layout: Sequence[int] = (), **keywords: Any) -> Tensor:
-    """What `mixed_attention_reference` computes, by Triton's kernel where `refusal` has no reason against it, else in PyTorch.
+    """What `mixed_attention_reference` computes, by a kernel where `refusal` has no reason against it, else in PyTorch.
 
-    layout: the fields of a `Configuration`, in its order; none: its defaults.
+    layout: the fields of a `Configuration` of Triton's kernel, in its order; none: its defaults.
 
     Raises
     ------
-    ConfigError: an unknown `kernel`, or `triton` where it cannot run.
+    ConfigError: an unknown `kernel`, or one that was asked for by name and cannot run.
     """
     if refusal(*arguments, kernel=kernel, **keywords) is not None:
         return mixed_attention_blocked(*arguments, **keywords)
+    if form_of(kernel, arguments[0].device)[0] == "cpp":
+        return mixed_attention_cpp(*arguments, **keywords)
     from semkv.kernels.mixed_attention.triton import mixed_attention_triton
 
     return mixed_attention_triton(*arguments, configuration=Configuration(*layout), **keywords)
 
 
 def refusal(*arguments: Any, kernel: str = "auto", fresh: bool = False, **keywords: Any) -> str | None:
-    """Why Triton's kernel does not answer this call of the operator; None where it does.
+    """Why PyTorch answers this call of the operator; None where the kernel of `form_of` does. It is made for calls of few queries.
 
-    kernel: `torch`: never; `auto`: on CUDA; `triton`: also on a CPU, in Triton's interpreter. It is made for calls of few queries.
+    Raises
+    ------
+    ConfigError: an unknown `kernel`, or one that was asked for by name and cannot run.
     """
     q, exact_k, exact_v = arguments[0], arguments[2], arguments[3]
-    if (reason := unusable(kernel, q.device)) is not None:
+    form, reason = form_of(kernel, q.device)
+    if form == "torch":
         return reason
     if fresh:
         return "a prompt attends to its own tokens"
     group = q.shape[1] // kv_heads_of(q.shape[0], q.shape[1], exact_k, arguments[6] if len(arguments) > 6 else None)
     if group * q.shape[2] > MAX_ROWS:
         return f"{q.shape[2]} queries for each of {group} heads of a group; the kernel takes {MAX_ROWS} rows"
-    if q.dtype not in DTYPES or exact_k[0].dtype not in DTYPES:
-        return f"queries are {q.dtype} and keys {exact_k[0].dtype}; the kernel takes float16, bfloat16 and float32"
+    stored = [x.dtype for x in (*exact_k, *exact_v, *arguments[7:9]) if x is not None]
+    if q.dtype not in DTYPES or any(dtype not in DTYPES for dtype in stored):
+        others = ", ".join(str(dtype) for dtype in dict.fromkeys(stored))
+        return f"queries are {q.dtype} and entries {others}; the kernel takes float16, bfloat16 and float32"
     if max(q.shape[3], exact_v[0].shape[3]) > MAX_DIM:
         return f"head dims are {q.shape[3]} and {exact_v[0].shape[3]}; the kernel takes up to {MAX_DIM}"
     tensors = [x for value in (*arguments, *keywords.values()) for x in (value if isinstance(value, list) else [value])]
     if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors):
         return "gradients flow through it"
-    return None
+    if form == "triton":
+        return None
+    if len(arguments) > 11 and arguments[11] is not None:
+        return "factored spans are attended to in matrix products"
+    return attention_library(q.shape[3], exact_v[0].shape[3], group).failure(asked=kernel == "cpp")
 
 
-def unusable(kernel: str, device: torch.device) -> str | None:
-    """Why no call on `device` is answered by Triton; None where calls may be.
+def form_of(kernel: str, device: torch.device) -> tuple[str, str]:
+    """What answers calls on `device`, `torch`, `cpp` or `triton`, and for `torch` why.
 
     Raises
     ------
-    ConfigError: an unknown `kernel`, or `triton` where it cannot run.
+    ConfigError: an unknown `kernel`, or one that was asked for by name and cannot run.
     """
     if kernel not in KERNELS:
         raise ConfigError(f"kernels {kernel!r}: expected one of {', '.join(KERNELS)}")
     if kernel == "torch":
-        return "PyTorch was asked for"
+        return "torch", "PyTorch was asked for"
+    if kernel == "triton" or (kernel == "auto" and device.type == "cuda"):
+        return _triton(kernel, device)
+    if device.type != "cpu":
+        if kernel == "cpp":
+            raise ConfigError(f"kernels 'cpp' on {device.type}: it is for CPUs; use 'auto'")
+        return "torch", f"the device is {device.type}"
+    if compiler() is None:
+        if kernel == "cpp":
+            raise ConfigError(f"kernels 'cpp': {MISSING}; install one, or use 'auto'")
+        return "torch", MISSING
+    return "cpp", ""
+
+
+def _triton(kernel: str, device: torch.device) -> tuple[str, str]:
     if find_spec("triton") is None:
         if kernel == "triton":
             raise ConfigError("kernels 'triton': the package triton is not installed; install it, or use 'auto'")
-        return "the package triton is not installed"
+        return "torch", "the package triton is not installed"
     if device.type == "cuda":
-        return None
-    if kernel == "auto":
-        return f"the device is {device.type}"
+        return "triton", ""
     import triton
 
     if not triton.knobs.runtime.interpret:
@@ -86,4 +111,4 @@ def unusable(kernel: str, device: torch.device) -> str | None:
             f"kernels 'triton' on {device.type}: it compiles for CUDA; use 'auto', or start Python with TRITON_INTERPRET=1, "
             "which runs kernels on a CPU, slowly"
         )
-    return None
+    return "triton", ""

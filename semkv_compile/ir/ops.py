@@ -26,7 +26,7 @@ library.define(
     "Tensor? value_u=None, Tensor? value_s=None, Tensor? value_v=None, "
     "Tensor? factored_positions=None, Tensor? factored_bias=None, "
     "Tensor? sinks=None, Tensor? bias_slopes=None, Tensor? bias_table=None, "
-    # kernel: auto, torch or triton; layout: see semkv.kernels.mixed_attention.configuration
+    # kernel: auto, torch, cpp or triton; layout: see semkv.kernels.mixed_attention.configuration
     "*, float scale, float softcap=0.0, int window=0, bool fresh=False, str kernel='auto', int[] layout=[]) -> Tensor"
 )
 

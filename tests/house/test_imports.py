@@ -13,7 +13,7 @@ FOLDERS = {"semkv_compile": (), "passes": ("passes",), "kernels": ("kernels",), 
 
 ORDER: tuple[tuple[str, ...], ...] = (
     ("errors", "profiles"),
-    ("config", "files", "ir"),
+    ("cache_folder", "config", "files", "ir"),
     ("tensor_file", "profiles.bundled"),
     ("profiles.schema",),
     ("passes", "kernels"),
@@ -32,6 +32,7 @@ COMPILE = (
     "bundled",
     "compiled",
     "describe",
+    "kernel_builds",
     "kernel_layouts",
     "offload",
     "program_cache",

@@ -16,6 +16,8 @@ ROOT = Path(__file__).parents[2]
 FOLDERS = {"semkv": "semkv_compile", "semkv.passes": "passes", "semkv.kernels": "kernels", "semkv.profiles": "profiles"}
 DATA = (
     "semkv/py.typed",
+    "semkv/kernels/vectors.h",
+    "semkv/kernels/mixed_attention/template.cpp",
     "semkv/profiles/bundled/model/config.json",
     "semkv/profiles/bundled/model/model.safetensors",
     "semkv/profiles/bundled/model/tokenizer.json",

@@ -7,8 +7,9 @@ import torch
 
 from semkv.errors import ConfigError
 from semkv.ir import ops
-from semkv.kernels.mixed_attention import mixed_attention, mixed_attention_blocked
-from semkv.kernels.mixed_attention.dispatch import refusal, unusable
+from semkv.kernels import cpp
+from semkv.kernels.mixed_attention import dispatch, mixed_attention, mixed_attention_blocked
+from semkv.kernels.mixed_attention.dispatch import form_of, refusal
 
 pytest.importorskip("triton", reason='kernels need triton: pip install -e ".[triton]"')
 
@@ -55,9 +56,10 @@ def test_gradients_are_pytorchs(entries):
         assert refusal(*arguments, scale=SCALE) is None
 
 
-def test_a_cpu_is_pytorchs_unless_the_interpreter_is_asked_for(entries):
+def test_a_cpu_without_a_compiler_is_pytorchs_unless_the_interpreter_is_asked_for(entries, monkeypatch):
+    monkeypatch.setattr(dispatch, "compiler", lambda: None)
     q, where, own = entries(dtype=torch.float32)
-    assert refusal(q, where, *own, scale=SCALE) == "the device is cpu"
+    assert refusal(q, where, *own, scale=SCALE) == "no C++ compiler was found (g++ or clang++)"
     wanted = mixed_attention_blocked(q, where, *own, scale=SCALE)
     assert torch.equal(mixed_attention(q, where, *own, scale=SCALE), wanted)
     with pytest.raises(ConfigError, match=r"kernels 'triton' on cpu: .* TRITON_INTERPRET=1"):
@@ -71,10 +73,21 @@ def test_the_operator_takes_the_kernel_and_its_layout(on_device, entries):
     torch.testing.assert_close(got, mixed_attention_blocked(q, where, *own, scale=SCALE))
 
 
+def test_what_answers_on_a_device(monkeypatch):
+    monkeypatch.setattr(dispatch, "compiler", lambda: cpp.Compiler("g++", "12"))
+    cpu = torch.device("cpu")
+    assert form_of("auto", CUDA) == form_of("triton", CUDA) == ("triton", "")
+    assert form_of("auto", cpu) == form_of("cpp", cpu) == ("cpp", "")
+    assert form_of("torch", cpu) == form_of("torch", CUDA) == ("torch", "PyTorch was asked for")
+    assert form_of("auto", torch.device("meta")) == ("torch", "the device is meta")
+
+
 def test_what_is_not_known_is_refused(monkeypatch):
-    with pytest.raises(ConfigError, match="kernels 'cuda': expected one of auto, torch, triton"):
-        unusable("cuda", CUDA)
-    monkeypatch.setattr("semkv.kernels.mixed_attention.dispatch.find_spec", lambda name: None)
-    assert unusable("auto", CUDA) == "the package triton is not installed"
+    with pytest.raises(ConfigError, match="kernels 'cuda': expected one of auto, torch, cpp, triton"):
+        form_of("cuda", CUDA)
+    with pytest.raises(ConfigError, match="kernels 'cpp' on cuda: it is for CPUs; use 'auto'"):
+        form_of("cpp", CUDA)
+    monkeypatch.setattr(dispatch, "find_spec", lambda name: None)
+    assert form_of("auto", CUDA) == ("torch", "the package triton is not installed")
     with pytest.raises(ConfigError, match="the package triton is not installed; install it, or use 'auto'"):
-        unusable("triton", CUDA)
+        form_of("triton", CUDA)

@@ -1,0 +1,139 @@
+"""Mixed-resolution decode attention in C++ on a CPU: tensors as the addresses and strides that the template reads."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from semkv.kernels.cpp import Library, library, team
+from semkv.kernels.mixed_attention.blocks import Biases, Block, flat_blocks, kv_heads_of, segments
+
+TEMPLATE = Path(__file__).parent / "template.cpp"
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""How numbers are stored, as the template counts it."""
+LANES = 16
+MAX_TILE_ROWS = 8
+"""Query rows that are computed at once, at most: their sums are in registers."""
+SPLIT_ENTRIES, MAX_SPLITS = 1024, 16
+"""Entries of a split, about, and splits of a KV head: sizes alone say what is split where, so that threads change no bit."""
+
+
+class _Call(ctypes.Structure):
+    """`Call` of the template, whose fields it names."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("q", "where", "sinks", "slopes", "table", "out", "partial", "blocks")),
+        *((name, ctypes.c_int64) for name in ("block_count", "places", "kv_heads", "group", "tokens", "splits", "threads")),
+        *((name, ctypes.c_int64) for name in ("table_length", "window")),
+        ("softcap", ctypes.c_double),
+        ("parallel", ctypes.c_void_p),
+    )  # fmt: skip
+
+
+def tile_rows(group: int) -> int:
+    """Query rows of a tile, for `group` query heads per KV head: all of them, or equal parts of at most `MAX_TILE_ROWS`."""
+    return -(-group // -(-group // MAX_TILE_ROWS))
+
+
+def attention_library(dim: int, value_dim: int, group: int) -> Library:
+    """The object for these head dims and query heads per KV head; it reads every way of storing entries."""
+    return library(TEMPLATE, {"DIM": dim, "VALUE_DIM": value_dim, "ROWS": tile_rows(group)})
+
+
+def mixed_attention_cpp(
+    q: Tensor,
+    q_positions: Tensor,
+    exact_k: Sequence[Tensor],
+    exact_v: Sequence[Tensor],
+    exact_positions: Sequence[Tensor],
+    exact_bias: Biases = None,
+    exact_heads: Sequence[int] | None = None,
+    coarse_k: Tensor | None = None,
+    coarse_v: Tensor | None = None,
+    coarse_positions: Tensor | None = None,
+    coarse_bias: Tensor | None = None,
+    key_u: None = None,
+    key_s: None = None,
+    key_v: None = None,
+    value_u: None = None,
+    value_s: None = None,
+    value_v: None = None,
+    factored_positions: None = None,
+    factored_bias: None = None,
+    sinks: Tensor | None = None,
+    bias_slopes: Tensor | None = None,
+    bias_table: Tensor | None = None,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    window: int = 0,
+    fresh: bool = False,
+) -> Tensor:
+    """What `mixed_attention_reference` computes of blocks, on a CPU, with its shapes; accumulated in float32.
+
+    Keys and values are read once, where they are and as they are; copied are only those whose numbers are not dense. `fresh` is taken
+    for the operator's sake: a decode step looks at all entries. Raises `BuildError` where the kernel cannot be compiled.
+    """
+    batch, q_heads, tokens, dim = q.shape
+    kv_heads = kv_heads_of(batch, q_heads, exact_k, exact_heads)
+    group, places = q_heads // kv_heads, batch * kv_heads
+    blocks = flat_blocks(exact_k, exact_v, exact_positions, exact_bias, exact_heads, group)
+    if coarse_k is not None and coarse_v is not None and coarse_positions is not None:
+        bias = None if coarse_bias is None else [coarse_bias]
+        blocks += flat_blocks([coarse_k], [coarse_v], [coarse_positions], bias, None, group)
+    value_dim = blocks[0].v.shape[2]
+    entries = max(sum(block.k.shape[1] for block in own) for *_, own in segments(blocks, places))
+    splits = min(MAX_SPLITS, entries // SPLIT_ENTRIES + 1)
+    rows = tile_rows(group)
+    stored = -(-group * tokens // rows) * rows * (-(-value_dim // LANES) * LANES + 2)
+
+    own = [_readable(block, group, tokens) for block in blocks]
+    table = array("q", [number for block in own for number in _fields(block)])
+    asked = (q.float() * scale).contiguous()
+    where = q_positions.to(torch.int64).contiguous()
+    terms = [None if x is None else x.float().contiguous() for x in (sinks, bias_slopes, bias_table)]
+    out, partial = (
+        q.new_empty((batch, q_heads, tokens, value_dim), dtype=torch.float32),
+        asked.new_empty(places * splits * stored),
+    )
+    call = _Call(
+        asked.data_ptr(), where.data_ptr(), *(None if x is None else x.data_ptr() for x in terms), out.data_ptr(),
+        partial.data_ptr(), table.buffer_info()[0], len(own), places, kv_heads, group, tokens, splits, torch.get_num_threads(),
+        0 if bias_table is None else bias_table.shape[1], window, softcap, team(),
+    )  # fmt: skip
+    attention_library(dim, value_dim, group).function("mixed_attention")(ctypes.byref(call))
+    return out.to(q.dtype)
+
+
+def _readable(block: Block, group: int, tokens: int) -> Block:
+    """The block with dense vectors, positions of 4 or 8 bytes, and a bias float32 [h, G, T, N]."""
+    k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (block.k, block.v))
+    positions = block.positions if block.positions.dtype in (torch.int32, torch.int64) else block.positions.long()
+    bias = None if block.bias is None else block.bias.float().expand(k.shape[0], group, tokens, k.shape[1])
+    return Block(block.first, k, v, positions.expand(k.shape[0], -1), bias)
+
+
+def _fields(block: Block) -> list[int]:
+    """`Block` of the template."""
+    of_bias = [0] * 5 if block.bias is None else [block.bias.data_ptr(), *block.bias.stride()]
+    positions = block.positions
+    return [
+        block.first, *block.k.shape[:2], *_vectors(block.k), *_vectors(block.v), *_addresses(positions),
+        positions.element_size(), *of_bias,
+    ]  # fmt: skip
+
+
+def _vectors(x: Tensor) -> list[int]:
+    """`Vectors` of the template."""
+    return [*_addresses(x), KINDS[x.dtype], 0, 0, 0]
+
+
+def _addresses(x: Tensor) -> list[int]:
+    """Where x [h, N, ...] begins, and the bytes from one place to the next and from one entry to the next."""
+    size = x.element_size()
+    return [x.data_ptr(), x.stride(0) * size, x.stride(1) * size]

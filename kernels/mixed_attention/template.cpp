@@ -1,0 +1,367 @@
+// Mixed-resolution decode attention on a CPU: keys and values are read once, in tiles that stay in the first cache. A tile is a
+// run of entries at each of four places, far from one another: four streams are read about 1.5 times as fast as one.
+//
+// Constants that a specialisation defines: DIM and VALUE_DIM, the head dims; ROWS, query rows that are computed at once.
+// A task is one KV head of one row of the batch (a place) and one split of its entries, with a softmax of its own (the
+// online softmax of Milakov and Gimelshein, arXiv:1805.02867); splits are merged as in Flash-Decoding. What is split where
+// depends on sizes alone, so threads change no bit.
+
+namespace {
+
+constexpr int64_t RUNS = 4, RUN = 16, TILE = RUNS * RUN;  // entries
+constexpr int64_t MAX_ROWS = 64;                          // query rows per place
+constexpr int64_t MAX_TILES = (MAX_ROWS + ROWS - 1) / ROWS;
+constexpr int64_t KEY_VECTORS = (DIM + LANES - 1) / LANES, KEY_WIDTH = KEY_VECTORS * LANES;
+constexpr int64_t VALUE_VECTORS = (VALUE_DIM + LANES - 1) / LANES, VALUE_WIDTH = VALUE_VECTORS * LANES;
+constexpr int64_t PASS = 16 / ROWS;  // vectors of values that are summed at once, for all rows, in registers
+constexpr int64_t LONGEST = 4 * (DIM > VALUE_DIM ? DIM : VALUE_DIM);  // bytes of a vector
+constexpr float NONE = -__builtin_inff();
+
+// Fields of 8 bytes each, as semkv.kernels.mixed_attention.cpp writes them. Strides of keys, values and scales are bytes.
+struct Vectors {
+  const char* data;
+  int64_t place_stride, entry_stride, kind;
+  const char* scale;  // float16, of kinds that are codes
+  int64_t scale_place_stride, scale_entry_stride;
+};
+
+struct Block {
+  int64_t first, places, entries;
+  Vectors k, v;
+  const char* positions;
+  int64_t position_place_stride, position_entry_stride, position_bytes;
+  const float* bias;  // null where there is none
+  int64_t bias_place_stride, bias_group_stride, bias_token_stride, bias_entry_stride;
+};
+
+using Function = void (*)(void*);
+
+struct Call {
+  const float* q;          // [places, rows, DIM], scaled; a row is a query head of the group and a token
+  const int64_t* where;    // [batch, tokens]
+  const float* sinks;      // [query heads] or null, like the next two
+  const float* slopes;     // [query heads]
+  const float* table;      // [query heads, table_length]
+  float* out;              // [places, rows, VALUE_DIM]
+  float* partial;          // [places, splits, rows in whole tiles, VALUE_WIDTH + 2]: sums, then top score and mass
+  const Block* blocks;
+  int64_t block_count, places, kv_heads, group, tokens, splits, threads, table_length, window;
+  double softcap;
+  void (*parallel)(Function, void*, unsigned, unsigned);  // GOMP_parallel, or null
+};
+
+struct Float32 {
+  template <int64_t Count>
+  static Floats part(const char* vector, int64_t at) {
+    return loaded<Count, Floats>((const float*)vector + at);
+  }
+};
+
+struct Bfloat16 {
+  template <int64_t Count>
+  static Floats part(const char* vector, int64_t at) {
+    return from_bfloat16(loaded<Count, Shorts>((const uint16_t*)vector + at));
+  }
+};
+
+struct Float16 {
+  template <int64_t Count>
+  static Floats part(const char* vector, int64_t at) {
+    return from_float16(loaded<Count, Shorts>((const uint16_t*)vector + at));
+  }
+};
+
+struct Codes8 {
+  template <int64_t Count>
+  static Floats part(const char* vector, int64_t at) {
+    return from_bytes(loaded<Count, Bytes>(vector + at), 128);
+  }
+};
+
+struct Codes4 {  // two a byte, low half first
+  template <int64_t Count>
+  static Floats part(const char* vector, int64_t at) {
+    uint64_t pairs = 0;
+    std::memcpy(&pairs, vector + at / 2, (Count + 1) / 2);
+    Bytes halves = (Bytes)Pair{pairs, pairs >> 4} & 15;
+    return from_bytes(__builtin_shufflevector(halves, halves, 0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15), 8);
+  }
+};
+
+// Where a tile's runs are: `count[i]` entries of a block from `start[i]` on; no run is longer than the first.
+struct Tile {
+  int64_t start[RUNS], count[RUNS];
+};
+
+// Entry `n` of a run, or its last one; of an empty run an entry of the first, whose weight is 0.
+inline const char* entry(const char* data, int64_t stride, const Tile& tile, int64_t run, int64_t n) {
+  int64_t count = tile.count[run];
+  return data + (count ? tile.start[run] + (n < count ? n : count - 1) : tile.start[0]) * stride;
+}
+
+// Ask for the entry that has this one's place in the next tile: it comes to the second cache while this tile is computed.
+inline void fetch_next(const char* vector, int64_t stride) {
+  for (int64_t at = 0; at < stride && at < LONGEST; at += 64) __builtin_prefetch(vector + RUN * stride + at, 0, 2);
+}
+
+// Products of a tile's keys with ROWS queries [ROWS, KEY_WIDTH], into [ROWS, TILE]: a key of each run and up to four queries at once.
+template <typename Kind, int64_t First = 0>
+void products(const char* keys, int64_t stride, const Tile& tile, const float* q, float* __restrict out) {
+  constexpr int64_t rows = ROWS - First < 4 ? ROWS - First : 4, rest = DIM % LANES;
+  for (int64_t n = 0; n < tile.count[0]; ++n) {
+    const char* key[RUNS];
+    Floats sums[RUNS][rows] = {};
+    for (int64_t run = 0; run < RUNS; ++run) {
+      key[run] = entry(keys, stride, tile, run, n);
+      if (First == 0) fetch_next(key[run], stride);
+    }
+    for (int64_t i = 0; i < DIM / LANES; ++i)
+      for (int64_t run = 0; run < RUNS; ++run) {
+        Floats x = Kind::template part<LANES>(key[run], i * LANES);
+        for (int64_t row = 0; row < rows; ++row) sums[run][row] += x * load(q + (First + row) * KEY_WIDTH + i * LANES);
+      }
+    for (int64_t run = 0; run < RUNS && rest; ++run) {
+      Floats x = Kind::template part<rest>(key[run], DIM - rest);
+      for (int64_t row = 0; row < rows; ++row) sums[run][row] += x * load(q + (First + row) * KEY_WIDTH + DIM - rest);
+    }
+    for (int64_t row = 0; row < rows; ++row) {
+      Four four = sums_of(sums[0][row], sums[1][row], sums[2][row], sums[3][row]);
+      for (int64_t run = 0; run < RUNS; ++run) out[(First + row) * TILE + run * RUN + n] = four[run];
+    }
+  }
+  if constexpr (First + rows < ROWS) products<Kind, First + rows>(keys, stride, tile, q, out);
+}
+
+// Add a tile's values, weighted by [ROWS, TILE], to [ROWS, VALUE_WIDTH], from the vector `First` on.
+template <typename Kind, int64_t First = 0>
+void add(const char* values, int64_t stride, const Tile& tile, const float* weights, float* out) {
+  constexpr int64_t vectors = VALUE_VECTORS - First < PASS ? VALUE_VECTORS - First : PASS;
+  constexpr bool last = First + vectors == VALUE_VECTORS;
+  constexpr int64_t whole = vectors - (last && VALUE_DIM % LANES), rest = VALUE_DIM % LANES;
+  Floats sums[ROWS][vectors];
+  for (int64_t row = 0; row < ROWS; ++row)
+    for (int64_t i = 0; i < vectors; ++i) sums[row][i] = load(out + row * VALUE_WIDTH + (First + i) * LANES);
+  for (int64_t n = 0; n < tile.count[0]; ++n)
+    for (int64_t run = 0; run < RUNS; ++run) {
+      const char* value = entry(values, stride, tile, run, n);
+      if (First == 0) fetch_next(value, stride);
+      const float* weight = weights + run * RUN + n;
+      for (int64_t i = 0; i < whole; ++i) {
+        Floats x = Kind::template part<LANES>(value, (First + i) * LANES);
+        for (int64_t row = 0; row < ROWS; ++row) sums[row][i] += x * weight[row * TILE];
+      }
+      if constexpr (whole < vectors) {
+        Floats x = Kind::template part<rest>(value, VALUE_DIM - rest);
+        for (int64_t row = 0; row < ROWS; ++row) sums[row][whole] += x * weight[row * TILE];
+      }
+    }
+  for (int64_t row = 0; row < ROWS; ++row)
+    for (int64_t i = 0; i < vectors; ++i) store(out + row * VALUE_WIDTH + (First + i) * LANES, sums[row][i]);
+  if constexpr (!last) add<Kind, First + vectors>(values, stride, tile, weights, out);
+}
+
+using Products = void (*)(const char*, int64_t, const Tile&, const float*, float*);
+using Add = Products;
+constexpr Products PRODUCTS[] = {products<Float32>, products<Bfloat16>, products<Float16>, products<Codes8>, products<Codes4>};
+constexpr Add ADD[] = {add<Float32>, add<Bfloat16>, add<Float16>, add<Codes8>, add<Codes4>};
+
+// Scales of a tile's vectors, or nothing where they have none.
+const float* scales(const Vectors& of, int64_t place, const Tile& tile, float* into) {
+  if (!of.scale) return nullptr;
+  for (int64_t run = 0; run < RUNS; ++run) {
+    Shorts half = {};
+    for (int64_t n = 0; n < tile.count[run]; ++n)
+      half[n] = *(const uint16_t*)(of.scale + place * of.scale_place_stride + (tile.start[run] + n) * of.scale_entry_stride);
+    store(into + run * RUN, from_float16(half));
+  }
+  return into;
+}
+
+// How far back each entry of a tile lies from a query, -1 for one that the query does not see; whether it sees any.
+bool distances(const Call& call, const Block& block, int64_t place, const Tile& tile, int64_t where, int32_t* out) {
+  bool seen = false;
+  for (int64_t n = 0; n < TILE; ++n) out[n] = -1;
+  for (int64_t run = 0; run < RUNS; ++run)
+    for (int64_t n = 0; n < tile.count[run]; ++n) {
+      const char* at = block.positions + place * block.position_place_stride + (tile.start[run] + n) * block.position_entry_stride;
+      int64_t back = where - (block.position_bytes == 8 ? *(const int64_t*)at : *(const int32_t*)at);
+      bool sees = back >= 0 && (!call.window || back < call.window);
+      out[run * RUN + n] = sees ? (back > INT32_MAX ? INT32_MAX : (int32_t)back) : -1;
+      seen |= sees;
+    }
+  return seen;
+}
+
+// Soft-cap, biases and visibility, on the scores of one row.
+void shape(const Call& call, const Block& block, int64_t place, const Tile& tile, int64_t row, const int32_t* back, float* x) {
+  int64_t head = (block.first + place) % call.kv_heads * call.group + row / call.tokens;
+  float cap = (float)call.softcap;
+  for (int64_t n = 0; n < TILE && cap != 0; n += LANES) store(x + n, cap * hyperbolic_tangent(load(x + n) / cap));
+  for (int64_t n = 0; n < TILE && call.slopes; ++n) x[n] -= call.slopes[head] * (float)back[n];
+  for (int64_t n = 0; n < TILE && call.table; ++n) {
+    int64_t at = back[n] < 0 ? 0 : back[n];
+    x[n] += call.table[head * call.table_length + (at < call.table_length ? at : call.table_length - 1)];
+  }
+  for (int64_t run = 0; run < RUNS && block.bias; ++run) {
+    const float* bias = block.bias + place * block.bias_place_stride + row / call.tokens * block.bias_group_stride +
+                        row % call.tokens * block.bias_token_stride + tile.start[run] * block.bias_entry_stride;
+    for (int64_t n = 0; n < tile.count[run]; ++n) x[run * RUN + n] += bias[n * block.bias_entry_stride];
+  }
+  for (int64_t n = 0; n < TILE; ++n) x[n] = back[n] < 0 ? NONE : x[n];
+}
+
+// Turn the scores of one row into weights, relative to the largest score so far, and bring its sums to it; false: all are 0.
+bool weigh(float* x, float* sums, float& top, float& mass) {
+  Floats most = load(x);
+  for (int64_t n = LANES; n < TILE; n += LANES) {
+    Floats next = load(x + n);
+    most = next > most ? next : most;
+  }
+  float found = largest(most);
+  if (found == NONE) {
+    for (int64_t n = 0; n < TILE; ++n) x[n] = 0;
+    return false;
+  }
+  if (found > top) {
+    float less = exponential(Floats{} + (top - found))[0];
+    for (int64_t i = 0; i < VALUE_VECTORS; ++i) store(sums + i * LANES, load(sums + i * LANES) * less);
+    mass *= less;
+    top = found;
+  }
+  Floats total = {};
+  for (int64_t n = 0; n < TILE; n += LANES) {
+    Floats weight = exponential(load(x + n) - top);
+    store(x + n, weight);
+    total += weight;
+  }
+  mass += sum(total);
+  return true;
+}
+
+// What a task has found of its entries so far, for each of its rows.
+struct Found {
+  float* sums;  // [rows in whole tiles, VALUE_WIDTH]
+  float *top, *mass;
+};
+
+Found found_of(const Call& call, int64_t task) {
+  int64_t rows = (call.group * call.tokens + ROWS - 1) / ROWS * ROWS;
+  float* sums = call.partial + task * rows * (VALUE_WIDTH + 2);
+  return {sums, sums + rows * VALUE_WIDTH, sums + rows * (VALUE_WIDTH + 1)};
+}
+
+// One tile of entries: `place` counts from the block's first one.
+void attend(const Call& call, const Block& block, int64_t place, const Tile& tile, const float* q, const Found& found) {
+  int32_t back[MAX_ROWS][TILE];
+  int64_t rows = call.group * call.tokens;
+  bool seen = false;
+  const int64_t* where = call.where + (block.first + place) / call.kv_heads * call.tokens;
+  for (int64_t token = 0; token < call.tokens; ++token) seen |= distances(call, block, place, tile, where[token], back[token]);
+  if (!seen) return;
+  float key_room[TILE], value_room[TILE];
+  const float* key_scale = scales(block.k, place, tile, key_room);
+  const float* value_scale = scales(block.v, place, tile, value_room);
+  const char* keys = block.k.data + place * block.k.place_stride;
+  const char* values = block.v.data + place * block.v.place_stride;
+  for (int64_t first = 0; first < rows; first += ROWS) {
+    float x[ROWS * TILE] = {};
+    bool any = false;
+    PRODUCTS[block.k.kind](keys, block.k.entry_stride, tile, q + first * KEY_WIDTH, x);
+    for (int64_t row = first; row < first + ROWS && row < rows; ++row) {
+      float* own = x + (row - first) * TILE;
+      for (int64_t n = 0; n < TILE && key_scale; ++n) own[n] *= key_scale[n];
+      shape(call, block, place, tile, row, back[row % call.tokens], own);
+      any |= weigh(own, found.sums + row * VALUE_WIDTH, found.top[row], found.mass[row]);
+      for (int64_t n = 0; n < TILE && value_scale; ++n) own[n] *= value_scale[n];
+    }
+    if (any) ADD[block.v.kind](values, block.v.entry_stride, tile, x, found.sums + first * VALUE_WIDTH);
+  }
+}
+
+// Entries [start, stop) of a block, in tiles whose runs are in its four quarters.
+void attend_range(const Call& call, const Block& block, int64_t place, int64_t start, int64_t stop, const float* q, const Found& found) {
+  int64_t quarter = (stop - start + RUNS - 1) / RUNS;
+  for (int64_t at = 0; at < quarter; at += RUN) {
+    Tile tile;
+    for (int64_t run = 0; run < RUNS; ++run) {
+      int64_t from = start + run * quarter + at, left = (stop < from - at + quarter ? stop : from - at + quarter) - from;
+      tile.start[run] = from;
+      tile.count[run] = left < 0 ? 0 : left < RUN ? left : RUN;
+    }
+    attend(call, block, place, tile, q, found);
+  }
+}
+
+void attend_split(const Call& call, int64_t task) {
+  int64_t place = task / call.splits, split = task % call.splits, rows = call.group * call.tokens, total = 0;
+  Found found = found_of(call, task);
+  float q[MAX_TILES * ROWS * KEY_WIDTH];
+  for (int64_t row = 0; row < (rows + ROWS - 1) / ROWS * ROWS; ++row) {
+    std::memset(q + row * KEY_WIDTH, 0, KEY_WIDTH * sizeof(float));
+    if (row < rows) std::memcpy(q + row * KEY_WIDTH, call.q + (place * rows + row) * DIM, DIM * sizeof(float));
+    std::memset(found.sums + row * VALUE_WIDTH, 0, VALUE_WIDTH * sizeof(float));
+    found.top[row] = NONE;
+    found.mass[row] = 0;
+  }
+  const Block* end = call.blocks + call.block_count;
+  auto has = [place](const Block& block) { return block.first <= place && place < block.first + block.places; };
+  for (const Block* block = call.blocks; block < end; ++block) total += has(*block) ? block->entries : 0;
+  int64_t share = ((total + call.splits - 1) / call.splits + TILE - 1) / TILE * TILE, begin = split * share;
+  for (const Block* block = call.blocks; block < end; ++block) {
+    if (!has(*block)) continue;
+    int64_t stop = begin + share < block->entries ? begin + share : block->entries;
+    attend_range(call, *block, place - block->first, begin < 0 ? 0 : begin, stop, q, found);
+    begin -= block->entries;
+  }
+}
+
+void merge_splits(const Call& call, int64_t place) {
+  int64_t rows = call.group * call.tokens;
+  for (int64_t row = 0; row < rows; ++row) {
+    int64_t head = place % call.kv_heads * call.group + row / call.tokens;
+    float top = call.sinks ? call.sinks[head] : NONE;
+    for (int64_t split = 0; split < call.splits; ++split) {
+      float own = found_of(call, place * call.splits + split).top[row];
+      top = own > top ? own : top;
+    }
+    Floats sums[VALUE_VECTORS] = {};
+    float mass = call.sinks ? exponential(Floats{} + (call.sinks[head] - top))[0] : 0;
+    for (int64_t split = 0; split < call.splits; ++split) {
+      Found found = found_of(call, place * call.splits + split);
+      if (found.mass[row] == 0) continue;
+      float less = exponential(Floats{} + (found.top[row] - top))[0];
+      mass += less * found.mass[row];
+      for (int64_t i = 0; i < VALUE_VECTORS; ++i) sums[i] += less * load(found.sums + row * VALUE_WIDTH + i * LANES);
+    }
+    float wide[VALUE_WIDTH];
+    for (int64_t i = 0; i < VALUE_VECTORS; ++i) store(wide + i * LANES, sums[i] / mass);
+    std::memcpy(call.out + (place * rows + row) * VALUE_DIM, wide, VALUE_DIM * sizeof(float));
+  }
+}
+
+// Tasks in the order in which threads are free for them.
+struct Work {
+  void (*run)(const Call&, int64_t);
+  const Call* call;
+  int64_t count, next;
+};
+
+void take(void* given) {
+  Work& work = *(Work*)given;
+  for (int64_t task; (task = __atomic_fetch_add(&work.next, 1, __ATOMIC_RELAXED)) < work.count;) work.run(*work.call, task);
+}
+
+void share(const Call& call, void (*run)(const Call&, int64_t), int64_t count) {
+  Work work = {run, &call, count, 0};
+  if (call.parallel && call.threads > 1 && count > 1)
+    call.parallel(take, &work, call.threads, 0);
+  else
+    take(&work);
+}
+
+}  // namespace
+
+extern "C" void mixed_attention(const Call* call) {
+  share(*call, attend_split, call->places * call->splits);
+  share(*call, merge_splits, call->places);
+}

@@ -1,0 +1,108 @@
+// Sixteen numbers at a time, in GCC's and Clang's vector extensions: what templates for the CPU share.
+
+#include <cstdint>
+#include <cstring>
+
+namespace {
+
+constexpr int64_t LANES = 16;
+using Floats = float __attribute__((vector_size(4 * LANES)));
+using Ints = int32_t __attribute__((vector_size(4 * LANES)));
+using Words = uint32_t __attribute__((vector_size(4 * LANES)));
+using Shorts = uint16_t __attribute__((vector_size(2 * LANES)));
+using Pair = uint64_t __attribute__((vector_size(LANES)));
+using Bytes = uint8_t __attribute__((vector_size(LANES)));
+
+// The first `Count` numbers from `from` on; nothing beyond them is touched, and the other lanes are 0.
+template <int64_t Count, typename Vector, typename Number>
+inline Vector loaded(const Number* from) {
+  Vector x = {};
+  std::memcpy(&x, from, Count * sizeof(Number));
+  return x;
+}
+
+inline Floats load(const float* from) { return loaded<LANES, Floats>(from); }
+
+inline void store(float* to, Floats x) { std::memcpy(to, &x, sizeof(x)); }
+
+// All numbers of a vector as a list, which GCC 12 widens in one instruction; `__builtin_convertvector` takes it a dozen.
+#define ALL_OF(x) x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7], x[8], x[9], x[10], x[11], x[12], x[13], x[14], x[15]
+
+// bfloat16 is the upper half of a float32.
+inline Floats from_bfloat16(Shorts x) { return (Floats)(Words{ALL_OF(x)} << 16); }
+
+#ifdef __F16C__
+inline Floats from_float16(Shorts x) {
+  using Part = int16_t __attribute__((vector_size(16)));
+  auto low = __builtin_ia32_vcvtph2ps256((Part)__builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7));
+  auto high = __builtin_ia32_vcvtph2ps256((Part)__builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15));
+  return __builtin_shufflevector(low, high, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+}
+#else
+// The exponent of float16 is 112 less than that of float32, which a product makes up for, subnormals included.
+inline Floats from_float16(Shorts x) {
+  Words wide = {ALL_OF(x)};
+  Words size = (wide & 0x7fff) << 13;
+  Words number = (Words)((Floats)size * 0x1p112f);
+  Words special = number | 0x7f800000;  // infinite, or not a number
+  return (Floats)((size >= 0x0f800000 ? special : number) | (wide & 0x8000) << 16);
+}
+#endif
+
+inline Floats from_bytes(Bytes x, int32_t zero) { return __builtin_convertvector((Ints)Words{ALL_OF(x)} - zero, Floats); }
+
+using Four = float __attribute__((vector_size(16)));
+
+// Sums of lanes two apart, within every four lanes: those of `a` and `b` in turn.
+inline Floats folded(Floats a, Floats b) {
+  return __builtin_shufflevector(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29) +
+         __builtin_shufflevector(a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
+}
+
+// The sums of four vectors.
+inline Four sums_of(Floats a, Floats b, Floats c, Floats d) {
+  Floats x = folded(folded(a, c), folded(b, d));
+  Four parts[4];
+  std::memcpy(parts, &x, sizeof(x));
+  return (parts[0] + parts[1]) + (parts[2] + parts[3]);
+}
+
+inline float sum(Floats x) { return sums_of(x, x, x, x)[0]; }
+
+inline float largest(Floats x) {
+  float found = x[0];
+  for (int64_t lane = 1; lane < LANES; ++lane) found = x[lane] > found ? x[lane] : found;
+  return found;
+}
+
+// e^x to about a unit in the last place; 0 below -87, where float32 ends, and for -infinity.
+inline Floats exponential(Floats x) {
+  Floats held = x < -87.0f ? Floats{} - 87.0f : (x > 88.0f ? Floats{} + 88.0f : x);
+  const float magic = 0x1.8p23f;  // adding it rounds to an integer, which is in the lowest bits then
+  Floats shifted = held * 1.44269504f + magic;
+  Floats whole = shifted - magic;
+  Floats rest = held - whole * 0x1.62e4p-1f;  // log 2 in two parts: the first product is exact
+  rest -= whole * 1.42860677e-6f;
+  Floats series = Floats{} + 1.0f / 5040;
+  series = series * rest + 1.0f / 720;
+  series = series * rest + 1.0f / 120;
+  series = series * rest + 1.0f / 24;
+  series = series * rest + 1.0f / 6;
+  series = series * rest + 0.5f;
+  series = series * rest + 1.0f;
+  series = series * rest + 1.0f;
+  Words power = ((Words)shifted - 0x4b400000u + 127u) << 23;
+  Floats out = series * (Floats)power;
+  return x < -87.0f ? Floats{} : out;
+}
+
+// The hyperbolic tangent. Near 0, where a form in exponentials cancels, Lambert's continued fraction, cut after five terms.
+inline Floats hyperbolic_tangent(Floats x) {
+  Floats square = x * x;
+  Floats near = x * (945.0f + square * (105.0f + square)) / (945.0f + square * (420.0f + 15.0f * square));
+  Floats size = x < 0.0f ? -x : x;
+  Floats far = 1.0f - 2.0f / (exponential(size > 20.0f ? Floats{} + 40.0f : 2.0f * size) + 1.0f);
+  return size < 0.625f ? near : (x < 0.0f ? -far : far);
+}
+
+}  // namespace

@@ -1,0 +1,25 @@
+"""Kernels in C++ that a program's steps will call, compiled while the rest of a compilation goes on."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+
+from semkv.ir.program import Program
+from semkv.kernels.cpp import MISSING
+from semkv.kernels.mixed_attention.cpp import attention_library
+from semkv.kernels.mixed_attention.dispatch import DTYPES, form_of
+
+
+def start_builds(program: Program, kernels: str, device: torch.device) -> None:
+    """Begin to load what the sites of `program` need on `device`, and to compile what is not on disk; returns at once.
+
+    Warns where `kernels` is `auto` and there is no compiler. Raises `ConfigError` for kernels that cannot run.
+    """
+    form, reason = form_of(kernels, device)
+    if reason == MISSING:
+        warnings.warn(f"{reason}: attention on this CPU is PyTorch's, which is slower; install one", stacklevel=3)
+    if form == "cpp" and program.dtype in DTYPES:
+        for shape in {(site.key_dim, site.value_dim, site.group_size) for site in program.sites}:
+            attention_library(*shape).start()
