@@ -42,6 +42,7 @@ class EvalRequest:
     sources: list[str] = field(default_factory=list)
     options: list[str] = field(default_factory=list)
     chat: bool = False
+    workers: int = 1
 
 
 def grid_of(request: EvalRequest) -> Grid:
@@ -145,6 +146,7 @@ def run_eval(request: EvalRequest) -> None:
             rows=rows_path(request.json),
             progress=progress,
             tasks=tasks,
+            workers=request.workers,
         )
     if request.json is not None:
         request.json.parent.mkdir(parents=True, exist_ok=True)

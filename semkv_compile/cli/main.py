@@ -95,6 +95,12 @@ def eval_command(
         str, typer.Option(help="shared: layers share a workspace of unfolded spans. elastic: each keeps its own.")
     ] = "shared",
     device: Annotated[str | None, typer.Option(help="Where to run, `cuda` for example.")] = None,
+    workers: Annotated[
+        int,
+        typer.Option(
+            help="Processes that measure contexts side by side: quicker for small models, and step times are worse."
+        ),
+    ] = 1,
 ) -> None:
     """Measure answers, memory, transfers and step times of methods: on generated questions, and on known benchmarks.
 
@@ -111,6 +117,8 @@ def eval_command(
             refuse(f"--questions-per-context {questions_per_context}: expected at least 1")
         if seed < 0:
             refuse(f"--seed {seed}: expected a number from 0 on")
+        if workers < 1:
+            refuse(f"--workers {workers}: expected at least 1")
         check_writable(json, "--json")
         check_writable(plot, "--plot", folder=True)
         from semkv.cli.evaluate import EvalRequest, run_eval
@@ -136,6 +144,7 @@ def eval_command(
                 sources=source or [],
                 options=set_option or [],
                 chat=chat,
+                workers=workers,
             )
         )
 

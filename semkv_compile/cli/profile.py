@@ -93,6 +93,7 @@ class _Request:
     measures: Any
     device: str
     report: Path | None
+    workers: int | None
 
 
 @app.command(help=HELP)
@@ -157,6 +158,12 @@ def profile(
         ),
     ] = True,
     report: Annotated[Path | None, typer.Option(help="Folder for report.json and pictures of every section.")] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            help="choice: processes that measure contexts side by side; default: one per thread for small models on a CPU, else 1."
+        ),
+    ] = None,
 ) -> None:
     """See HELP."""
     named = [part.strip() for entry in steps or () for part in entry.split(",") if part.strip()]
@@ -175,13 +182,20 @@ def profile(
         **_over(defaults[0], training), seed=seed, router_init="random" if random_init else "identity"
     )
     measures = MeasureSettings.checked(**_over(defaults[1], measuring), seed=seed)
+    if workers is not None:
+        import torch
+
+        from semkv.evaluation.workers import check_workers
+
+        check_workers(workers, torch.device(device))
     work = output.with_name(output.name + ".resume")
     chosen = tuple(step for step in ALL_STEPS if step in named) or ALL_STEPS
     base = _check_output(output, work, bool(named), resume)
     _check_data(model, data, with_tasks)
     _run(
         _Request(
-            model, output, work, chosen, bool(named), base, tuple(data or ()), with_tasks, settings, measures, device, report
+            model, output, work, chosen, bool(named), base, tuple(data or ()), with_tasks, settings, measures, device, report,
+            workers,
         )
     )  # fmt: skip
 
@@ -322,7 +336,7 @@ def _with_choice(request: _Request, console: Console, model: Any, tokenizer: Any
     try:
         made = run_choice(
             model, tokenizer, profile, bundled=request.model == BUNDLED, data=request.data, length=request.measures.length,
-            command=command, rows=request.work / "choice.rows.jsonl",
+            command=command, rows=request.work / "choice.rows.jsonl", workers=request.workers,
         )  # fmt: skip
     except ConfigError as error:
         if request.chosen:

@@ -30,16 +30,19 @@ def run_choice(
     length: int,
     command: str,
     rows: Path,
+    workers: int | None = None,
 ) -> Any:
     """`profile` with its table of choices; `rows` keeps what is measured, for an interrupted run to go on.
 
     The bundled model answers its own task families; another model looks for needles in the first of the `data` files.
+    workers: processes that measure contexts side by side; None: see `semkv.evaluation.workers.default_workers`.
     """
     from semkv.api import compile as compile_model
     from semkv.config import CompileConfig
     from semkv.evaluation.choice import Contest, choose
     from semkv.evaluation.identity import subject_identity
     from semkv.evaluation.tasks import build_tasks
+    from semkv.evaluation.workers import default_workers
     from semkv.methods import METHODS
     from semkv.profiles.calibration.calibrate import versions
     from semkv.profiles.schema import Measured
@@ -61,8 +64,11 @@ def run_choice(
     settings = CompileConfig(kv_dtype="float16") if bundled else CompileConfig()
     compiled = compile_model(model, profile, method="full", config=settings)
     identity = subject_identity(model, profile, settings, compiled.dtype)
+    workers = default_workers(model, compiled.device) if workers is None else workers
     with progress_bar(CHOICE) as progress:
-        made = choose(compiled, tokenizer, contest, identity=identity, rows=rows, progress=progress, tasks=tasks)
+        made = choose(
+            compiled, tokenizer, contest, identity=identity, rows=rows, progress=progress, tasks=tasks, workers=workers
+        )
     if not made.choices:
         raise ConfigError(f"no method could run at any budget with contexts of {length} tokens: {made.left_out[0]}")
     plain = dataclasses.asdict(contest)

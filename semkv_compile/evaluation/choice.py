@@ -71,11 +71,12 @@ def choose(
     rows: Path | None = None,
     progress: Progress | None = None,
     tasks: Mapping[str, Task] | None = None,
+    workers: int = 1,
 ) -> Outcome:
     """Measure every method at every budget on a few questions, and the better half on twice as many until `samples`.
 
     compiled: a `CompiledModel` that holds what the methods need (profile, weights); its own method does not matter.
-    identity, rows: as in `evaluate`; a run that stopped goes on. A method whose smallest budget is above one of the
+    identity, rows, workers: as in `evaluate`; a run that stopped goes on. A method whose smallest budget is above one of the
     budgets, or that lacks something in the profile, is left out there. Ties are broken by the bytes that a step moves.
     """
     subject, store = Subject(compiled, identity), RowStore(rows)
@@ -84,7 +85,7 @@ def choose(
     asked = contest.first
     while entrants:
         grid = contest.grid(entrants, asked)
-        run_grid(subject, tokenizer, grid, store, progress, tasks)
+        run_grid(subject, tokenizer, grid, store, progress, tasks, workers)
         for budget, names in entrants.items():
             for name in names:
                 measured[name, budget] = _measured(grid, identity, store, name, budget, contest, tasks)

@@ -28,6 +28,7 @@ def evaluate(
     progress: Progress | None = None,
     notes: Sequence[str] = (),
     tasks: Mapping[str, Task] | None = None,
+    workers: int = 1,
 ) -> Report:
     """Run what is missing of `grid` and return the report of all of it.
 
@@ -38,6 +39,7 @@ def evaluate(
     identity: fingerprint of model, profile and dtypes; rows of another identity are not reused.
     rows: JSON Lines file of what is measured, continued where it exists; None keeps rows in memory.
     tasks: what the names in `grid.families` stand for, beside the bundled families; see `semkv.evaluation.tasks`.
+    workers: processes that measure contexts side by side, for small models on a CPU; answers are the same, times are not.
 
     A KeyboardInterrupt ends the run early: the report of what there is comes back with `complete=False`.
 
@@ -49,7 +51,7 @@ def evaluate(
     notes = [*notes, *(note for task in asked.values() for note in task.notes())]
     started = environment.now()
     try:
-        run_grid(subject, tokenizer, grid, store, progress, asked)
+        run_grid(subject, tokenizer, grid, store, progress, asked, workers)
     except KeyboardInterrupt:
         notes = [*notes, "stopped before it was complete"]
     return build_report(

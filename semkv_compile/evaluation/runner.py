@@ -19,6 +19,7 @@ from semkv.evaluation.store import RowStore
 from semkv.evaluation.subject import Subject
 from semkv.evaluation.tasks.base import Task
 from semkv.evaluation.tasks.bundled import family_tasks
+from semkv.evaluation.workers import check_workers, in_processes
 from semkv.methods import METHODS
 from semkv.runtime.row_memory import Placement
 
@@ -150,25 +151,29 @@ def run_grid(
     store: RowStore,
     progress: Progress | None = None,
     tasks: Mapping[str, Task] | None = None,
+    workers: int = 1,
 ) -> None:
     """Measure every cell of `grid` that `store` lacks. An interrupt between two rows loses nothing.
 
-    tasks: what the names in `grid.families` stand for, beside the bundled families.
+    tasks: what the names in `grid.families` stand for, beside the bundled families. workers: processes that measure contexts side
+    by side (`semkv.evaluation.workers`); times of steps are then those of a busy machine.
     """
+    check_workers(workers, subject.compiled.device)
     check_grid(grid, subject, tokenizer, tasks)
     known = all_tasks(tasks)
     work = missing_work(grid, subject.identity, store, tasks)
     total = sum(len(item.variants) for item in work)
-    done = 0
     commit = environment.commit()
-    for item in work:
-        place = f"{item.family}, {item.length} tokens, question {item.question}"
-        answering = Answering(subject, tokenizer, known[item.family])
-        for row in _run_context(answering, grid, item, commit):
-            store.add(row)
-            done += 1
-            if progress is not None:
-                progress(done, total, place)
+
+    def rows_of(item: Work) -> Iterator[Row]:
+        return _run_context(Answering(subject, tokenizer, known[item.family]), grid, item, commit)
+
+    alone = ((item, row) for item in work for row in rows_of(item))
+    found = alone if workers == 1 else in_processes(rows_of, work, workers)
+    for done, (item, row) in enumerate(found, start=1):
+        store.add(row)
+        if progress is not None:
+            progress(done, total, f"{item.family}, {item.length} tokens, question {item.question}")
 
 
 def _run_context(answering: Answering, grid: Grid, work: Work, commit: str) -> Iterator[Row]:
