@@ -38,15 +38,15 @@ def test_error_is_that_of_a_plain_softmax(shape, dtype):
     assert got.dtype == dtype
 
 
-def test_it_is_what_the_operator_runs(monkeypatch):
+def test_it_is_what_the_operator_runs_in_pytorch(monkeypatch):
     calls = []
     monkeypatch.setattr(blocked, "suffix_attention", lambda *args: calls.append(args) or suffix_attention(*args))
     q, q_positions, k, v, positions = inputs(SHAPES[0], torch.float32)
     with torch.no_grad():
-        torch.ops.semkv.mixed_attention(q, q_positions, [k], [v], [positions], scale=0.3)
+        torch.ops.semkv.mixed_attention(q, q_positions, [k], [v], [positions], scale=0.3, kernel="torch")
     assert len(calls) == 1
     q.requires_grad_()
-    out = torch.ops.semkv.mixed_attention(q, q_positions, [k], [v], [positions], scale=0.3)
+    out = torch.ops.semkv.mixed_attention(q, q_positions, [k], [v], [positions], scale=0.3, kernel="torch")
     gradient = torch.autograd.grad(out.square().sum(), q)[0]
     naive = mixed_attention_reference(q, q_positions, [k], [v], [positions], scale=0.3)
     torch.testing.assert_close(gradient, torch.autograd.grad(naive.square().sum(), q)[0], rtol=1e-3, atol=1e-4)
