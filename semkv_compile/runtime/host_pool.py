@@ -14,6 +14,8 @@ Form = Literal["raw", "int8"]
 
 AHEAD = 256
 """Tokens that a tensor on the device is made larger at a time."""
+ROOM = 8
+"""A prompt's tokens are given room for one in `ROOM` more: the first ones that are folded later do not copy all of them."""
 
 
 class GrowingTensor:
@@ -73,7 +75,10 @@ class GrowingTensor:
             ahead = self._data.shape[1] * 5 // 4
             if self.device is not None:
                 ahead = min(ahead, self.length + AHEAD)
-            self._allocate(max(end, self.expected if self.length == 0 else ahead))
+            if self.length == 0:
+                counted = self.device is not None or self.tier.limit is not None  # bytes that nothing fills yet count there
+                ahead = self.expected if counted else self.expected + self.expected // ROOM
+            self._allocate(max(end, ahead))
         self._data[:, self.length : end] = x
         self.length = end
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from semkv.runtime import row_memory
+from semkv.runtime.host_pool import ROOM
 from semkv.runtime.snapshot import row_to_tensors
 
 CASES = {
@@ -49,11 +50,24 @@ def test_one_block_of_a_prompt_is_in_work_at_a_time(compile_as, wide_program, pr
     assert max(seen) <= 64 + 16  # a span is not cut
 
 
-def test_room_for_all_tokens_is_made_at_once(compile_as, wide_program, prompt, monkeypatch):
+@pytest.mark.parametrize("limit", [None, "1GB"])
+def test_room_for_all_tokens_is_made_at_once(compile_as, wide_program, prompt, monkeypatch, limit):
     monkeypatch.setattr(row_memory, "FOLD_BLOCK", 64)
-    state = compile_as(wide_program, "quest", 0.25).prefill(prompt(700))
+    state = compile_as(wide_program, "quest", 0.25, host_memory=limit).prefill(prompt(700))
     for memory in state.rows[0].budgeted():
-        assert memory.spans.reserved_nbytes == 0
+        tokens = memory.spans.host_tokens
+        ahead = 0 if limit else tokens.length // ROOM
+        assert {part._data.shape[1] - part.length for part in tokens.parts.values()} == {ahead}
+
+
+def test_what_is_folded_after_a_prompt_copies_nothing(compile_as, wide_program, prompt):
+    compiled = compile_as(wide_program, "quest", 0.25)
+    state = compiled.prefill(prompt(700))
+    parts = [part for memory in state.rows[0].budgeted() for part in memory.spans.host_tokens.parts.values()]
+    before = [(part.length, part._data.data_ptr()) for part in parts]
+    compiled.extend(state, prompt(60))
+    assert all(part.length > length for part, (length, _) in zip(parts, before))
+    assert [part._data.data_ptr() for part in parts] == [place for _, place in before]
 
 
 @pytest.mark.parametrize("heads", [None, (1, 0)])
