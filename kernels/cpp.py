@@ -94,6 +94,7 @@ class Library:
         """name: of the operation, for messages and the file."""
         self.name, self.source = name, source
         self._future: Future[ctypes.CDLL] | None = None
+        self._process = 0
         self._warned = False
 
     @cached_property
@@ -110,8 +111,10 @@ class Library:
     def start(self) -> Future[ctypes.CDLL]:
         """Begin to load it, and to compile it where it is not on disk; returns at once."""
         with _lock:
-            if self._future is None:
-                self._future = Future()
+            # Threads do not outlive a fork: what was on its way in the parent never comes here.
+            forked = self._process != os.getpid()
+            if self._future is None or (forked and not self._future.done()):
+                self._future, self._process = Future(), os.getpid()
                 Thread(target=_settle, args=(self._future, self._load), name=f"compile {self.name}").start()
             return self._future
 

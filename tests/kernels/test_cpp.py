@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import subprocess
 import sys
 import warnings
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,12 @@ def test_threads_share_one_library(compilations, tmp_path):
     assert found == [0.0, 2.0, 4.0, 6.0]
     assert len(compilations) == 1
     assert doubled(library(template, {"FACTOR": 3}), 1.0) == 3.0
+
+
+def test_a_forked_process_does_not_wait_for_its_parents_compiler():
+    own = Library("twice", SOURCE)
+    own._future, own._process = Future(), os.getppid()
+    assert doubled(own, 2.0) == 4.0
 
 
 def test_without_a_compiler(monkeypatch):
