@@ -50,24 +50,27 @@ def mixed_attention(model: tuple[int, int, int]) -> Iterator[tuple[str, Speciali
     q_heads, kv_heads, dim = model
     q, where = empty(1, q_heads, 1, dim), empty(1, 1, dtype=torch.int64)
     k, places = empty(1, kv_heads, 4096, dim), empty(1, kv_heads, 4096, dtype=torch.int64)
-    means = (
-        empty(1, kv_heads, 1024, dim),
-        empty(1, 1, 1024, dtype=torch.int64),
-        empty(1, 1, 1, 1024, dtype=torch.float32),
-    )
     left, values, right = empty(1, kv_heads, 32, 32, 16), empty(1, kv_heads, 32, 16), empty(1, kv_heads, 32, dim, 16)
     factored = (left, values, right, left, values, right, empty(1, kv_heads, 32, 32, dtype=torch.int64))
     hidden = empty(1, q_heads, 1, 32, 32, dtype=torch.float32)
-    coarse = (means[0], means[0], means[1], means[2])
     pages = empty(1, kv_heads, 256, dtype=torch.int32), empty(1, dtype=torch.int32)
     paged = PagedTokens(
         empty(kv_heads, 65536, dim), empty(kv_heads, 65536, dim), empty(1, 65536, dtype=torch.int32), *pages, 16
     )
-    variants = {
+
+    def coarse(bits: int) -> tuple:
+        """Exact entries, and means in codes."""
+        codes = empty(1, kv_heads, 1024, dim * bits // 8, dtype=torch.uint8)
+        scale, bias = empty(1, kv_heads, 1024, 1, dtype=torch.float16), empty(1, 1, 1, 1024, dtype=torch.float32)
+        both = [k, codes], [k, codes], [places, empty(1, 1, 1024, dtype=torch.int64)]
+        return *both, [None, bias], None, [None, scale], [None, scale]
+
+    variants: dict[str, tuple[tuple, PagedTokens | None]] = {
         "exact": (([k], [k], [places]), None),
-        "exact in pages of 16": ((None, None, None), paged),
-        "exact, coarse": (([k], [k], [places], None, None, *coarse), None),
-        "exact, coarse, factored": (([k], [k], [places], None, None, *coarse, *factored, hidden), None),
+        "exact in pages of 16": ((), paged),
+        "exact, coarse in 8 bits": (coarse(8), None),
+        "exact, coarse in 4 bits": (coarse(4), None),
+        "exact, coarse in 4 bits, factored": ((*coarse(4), *factored, hidden), None),
     }
     for name, (entries, pool) in variants.items():
         _, launches = mixed_attention_launches(

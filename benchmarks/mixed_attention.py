@@ -5,9 +5,9 @@
     python benchmarks/mixed_attention.py --dry-run       # tiny sizes in Triton's interpreter (TRITON_INTERPRET=1): no figures
 
 One query token per row over exact entries in bfloat16, in three blocks as the runtime has them (kept, recent, unfolded), whose buffers
-are longer than what is read; `coarse` adds a quarter as many means with biases. Rows fill up to 512 MiB, so that large calls leave the
-GPU's cache. Before it is timed a call must give the reference's result within the precision. Medians of CUDA events. The bandwidth is a
-device-to-device copy's, bytes read and written counted.
+are longer than what is read; `coarse` adds a quarter as many means in 4 bits, with biases. Rows fill up to 512 MiB, so that large
+calls leave the GPU's cache. Before it is timed a call must give the reference's result within the precision. Medians of CUDA
+events. The bandwidth is a device-to-device copy's, bytes read and written counted.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from semkv.kernels.mixed_attention import mixed_attention_blocked
 from semkv.kernels.mixed_attention.configuration import Configuration
 from semkv.kernels.mixed_attention.triton import mixed_attention_triton
 from semkv.kernels.tuning import Tuning, problem_name
+from semkv.runtime.quantization import Quantized, quantize
 
 RESULTS = Path(__file__).resolve().parent / "results" / "mixed_attention.json"
 LLAMA, TINY = (32, 8, 128), (4, 2, 16)
@@ -62,14 +63,21 @@ class Call:
     q: Tensor
     where: Tensor
     blocks: list[tuple[Tensor, Tensor, Tensor]]
-    means: tuple[Tensor, Tensor, Tensor, Tensor] | None
+    means: tuple[Quantized, Quantized, Tensor, Tensor] | None
     k: Tensor
     v: Tensor
 
     @property
     def arguments(self) -> tuple:
         k, v, positions = (list(column) for column in zip(*self.blocks))
-        return self.q, self.where, k, v, positions, None, None, *(self.means or ())
+        if self.means is None:
+            return self.q, self.where, k, v, positions
+        mean_k, mean_v, places, bias = self.means
+        plain = [None] * len(k)
+        return (
+            self.q, self.where, [*k, mean_k.codes], [*v, mean_v.codes], [*positions, places], [*plain, bias], None,
+            [*plain, mean_k.scale], [*plain, mean_v.scale],
+        )  # fmt: skip
 
     @property
     def nbytes(self) -> int:
@@ -102,7 +110,12 @@ def make(
     if coarse:
         places = torch.arange(coarse, dtype=torch.int32, device=device).expand(rows, 1, -1)
         bias = draw(rows, q_heads, 1, coarse).float()
-        means = draw(rows, kv_heads, coarse, dim), draw(rows, kv_heads, coarse, dim), places, bias
+        means = (
+            quantize(draw(rows, kv_heads, coarse, dim), 4),
+            quantize(draw(rows, kv_heads, coarse, dim), 4),
+            places,
+            bias,
+        )
     where = torch.full((rows, 1), entries, device=device)
     return Call(draw(rows, q_heads, 1, dim), where, blocks, means, k, v)
 
@@ -167,7 +180,7 @@ def lines(call: Call, layout: Configuration, bandwidth: float, repeats: int) -> 
             )
         us = median_us(run, call.q.device, repeats)
         rate = call.nbytes / (us / 1e6)
-        entries = call.k.shape[2] + (0 if call.means is None else call.means[0].shape[2])
+        entries = call.k.shape[2] + (0 if call.means is None else call.means[0].codes.shape[2])
         found.append(Line(name, entries, call.q.shape[0], us, call.nbytes, rate, rate / bandwidth, error))
     return found
 

@@ -1,4 +1,4 @@
-"""`semkv::mixed_attention`: one softmax over exact, coarse and factored entries."""
+"""`semkv::mixed_attention`: one softmax over blocks of entries and factored spans."""
 
 from semkv.ir import ops
 from semkv.kernels.mixed_attention.blocked import mixed_attention_blocked
@@ -6,8 +6,8 @@ from semkv.kernels.mixed_attention.dispatch import mixed_attention
 from semkv.kernels.mixed_attention.reference import mixed_attention_reference
 from semkv.kernels.registration import register
 
-FLOAT_ARGUMENTS = (0, 2, 3, 5, 7, 8, 10, 11, 12, 13, 14, 15, 16, 18, 19, 20, 21)
-"""Places of the arguments that gradients flow to: everything but positions."""
+FLOAT_ARGUMENTS = (0, 2, 3, 5, 9, 10, 11, 12, 13, 14, 16, 17, 18, 19)
+"""Places of the arguments that gradients flow to: everything but positions and the scales of codes."""
 
 register(ops.library, "mixed_attention", mixed_attention, differentiable=FLOAT_ARGUMENTS)
 

@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from semkv.kernels.codes import code_bits, rebuilt
 from semkv.kernels.mixed_attention.blocks import Block, segments
 
 PLACE_FIELDS = 3
 """Of a place: its first segment, one more than its last, and their tiles."""
-FIELDS = 13
+FIELDS = 17
 """Of a segment: see `_fields`."""
+MAX_KINDS = 2
+"""Kinds of blocks that one launch reads."""
 ALIGNMENT = 16
 """Numbers that offsets of keys and values are a multiple of where the compiler may read them in vectors."""
+
+
+class Kind(NamedTuple):
+    """How a block's keys and values are stored: their dtypes, and the bits of codes, 0 where they are plain numbers."""
+
+    k: torch.dtype
+    v: torch.dtype
+    k_bits: int
+    v_bits: int
 
 
 @dataclass(frozen=True)
@@ -23,73 +37,104 @@ class BlockTable:
     """What `decode_partials` reads of blocks.
 
     table: int64, for each of `kinds` and each place its `PLACE_FIELDS`, then `FIELDS` of each segment. A segment is what a run of
-    places has of one block; its offsets count numbers from the first element of `k`, `v` (one per kind), `positions` (int32) and
-    `bias` (float32; None where no block has one). A kind is a dtype of keys and values. tiles: the most that a place has, over
-    the kinds. alignment: `ALIGNMENT` or 1. held: the tensors that offsets lead to, which must outlive the launch.
+    places has of one block; its offsets count elements from the first one of `k`, `v` (one per kind), `positions` (int32), `bias`
+    (float32) and `scale` (float16); None where no block has one. tiles: the most that a place has, over the kinds. alignment: per
+    kind `ALIGNMENT` or 1. held: the tensors that offsets lead to, which must outlive the launch.
     """
 
     table: Tensor
+    kinds: tuple[Kind, ...]
     k: tuple[Tensor, ...]
     v: tuple[Tensor, ...]
     positions: Tensor | None
     bias: Tensor | None
+    scale: Tensor | None
     tiles: int
-    alignment: int
+    alignment: tuple[int, ...]
     held: tuple[Tensor, ...]
-
-    @property
-    def kinds(self) -> int:
-        return len(self.k)
 
 
 def block_table(
-    blocks: Sequence[Block], places: int, group: int, tokens: int, tile: int, dtype: torch.dtype
+    blocks: Sequence[Block], places: int, group: int, tokens: int, tile: int, dims: tuple[int, int], dtype: torch.dtype
 ) -> BlockTable:
-    """The table of `blocks`, for `places` KV heads of all rows, `group` query heads each, in tiles of `tile` entries.
+    """The table of `blocks`, for `places` KV heads of all rows, `group` query heads each, in tiles of `tile` entries; `dims` are the
+    numbers of a key and of a value.
 
-    Blocks are read as they are; copied is one whose entries are not dense, and one that is neither in the first block's dtype
-    nor in that of the queries, `dtype`, which it is cast to as the products would do.
+    Blocks are read as they are, of `MAX_KINDS` kinds at most: where there are more, all but those of the first block's become plain
+    numbers in the queries' `dtype`. Copied is also a block whose entries are not dense.
     """
-    first = blocks[0].k.dtype
-    own = [_readable(block, first, dtype) for block in blocks]
+    kind_of = partial(_kind, dims=dims)
+    own = [_readable(block) for block in blocks]
+    kinds = list(dict.fromkeys(kind_of(block) for block in own if block.k.shape[1]))
+    if len(kinds) > MAX_KINDS:
+        own = [block if kind_of(block) == kinds[0] else _plain(block, kind_of(block), dims, dtype) for block in own]
+        kinds = list(dict.fromkeys(kind_of(block) for block in own if block.k.shape[1]))
     runs = segments(own, places)
     full = [block for block in own if block.k.shape[1]]
-    kinds = list(dict.fromkeys(_kind(block) for block in full))
-    bases = {kind: next(block for block in full if _kind(block) == kind) for kind in kinds}
-    biases = [block.bias for block in full if block.bias is not None]
-    positions, bias = full[0].positions if full else None, biases[0] if biases else None
+    bases = {kind: next(block for block in full if kind_of(block) == kind) for kind in kinds}
+    origin = _Origin(
+        _first(block.positions for block in full), _first(block.bias for block in full),
+        _first(x for block in full for x in (block.k_scale, block.v_scale)),
+    )  # fmt: skip
 
     heads: list[list[int]] = []
     rows: list[list[int]] = []
+    alignment: list[int] = []
     tiles = [0] * len(runs)
     for kind in kinds:
+        before = len(rows)
         for number, (begin, end, of_run) in enumerate(runs):
-            mine = [block for block in of_run if _kind(block) == kind and block.k.shape[1]]
+            mine = [block for block in of_run if kind_of(block) == kind and block.k.shape[1]]
             count = sum(-(-block.k.shape[1] // tile) for block in mine)
             heads += [[len(rows), len(rows) + len(mine), count]] * (end - begin)
-            rows += [_fields(block, bases[kind], positions, bias, group, tokens) for block in mine]
+            rows += [_fields(block, bases[kind], origin, group, tokens) for block in mine]
             tiles[number] += count
+        alignment.append(_alignment(rows[before:]))
     numbers = [x for row in (*heads, *rows) for x in row]
     device = blocks[0].k.device
     table = torch.tensor(numbers, dtype=torch.int64)
     return BlockTable(
         table=table.to(device, non_blocking=True) if device.type != "meta" else table.to(device),
-        k=tuple(bases[kind].k for kind in kinds), v=tuple(bases[kind].v for kind in kinds),
-        positions=positions, bias=bias, tiles=max(tiles, default=0), alignment=_alignment(rows),
-        held=tuple(x for block in full for x in (block.k, block.v, block.positions, block.bias) if x is not None),
+        kinds=tuple(kinds), k=tuple(bases[kind].k for kind in kinds), v=tuple(bases[kind].v for kind in kinds),
+        positions=origin.positions, bias=origin.bias, scale=origin.scale, tiles=max(tiles, default=0),
+        alignment=tuple(alignment), held=tuple(x for block in full for x in vars(block).values() if isinstance(x, Tensor)),
     )  # fmt: skip
 
 
-def _kind(block: Block) -> tuple[torch.dtype, torch.dtype]:
-    return block.k.dtype, block.v.dtype
+class _Origin(NamedTuple):
+    """What offsets of all kinds count from."""
+
+    positions: Tensor | None
+    bias: Tensor | None
+    scale: Tensor | None
 
 
-def _readable(block: Block, first: torch.dtype, dtype: torch.dtype) -> Block:
-    k, v = (_dense(x if x.dtype == first else x.to(dtype)) for x in (block.k, block.v))
-    positions = block.positions.to(torch.int32)
-    bias = None if block.bias is None else block.bias.float()
+def _first(given: Iterable[Tensor | None]) -> Tensor | None:
+    """The first that there is."""
+    return next((x for x in given if x is not None), None)
+
+
+def _kind(block: Block, dims: tuple[int, int]) -> Kind:
+    k_bits, v_bits = (
+        0 if scale is None else code_bits(x, dim)
+        for x, scale, dim in ((block.k, block.k_scale, dims[0]), (block.v, block.v_scale, dims[1]))
+    )
+    return Kind(block.k.dtype, block.v.dtype, k_bits, v_bits)
+
+
+def _plain(block: Block, kind: Kind, dims: tuple[int, int], dtype: torch.dtype) -> Block:
+    """The block in plain numbers of `dtype`."""
+    k = rebuilt(block.k, block.k_scale, kind.k_bits, dims[0]) if block.k_scale is not None else block.k
+    v = rebuilt(block.v, block.v_scale, kind.v_bits, dims[1]) if block.v_scale is not None else block.v
+    return replace(block, k=_dense(k.to(dtype)), v=_dense(v.to(dtype)), k_scale=None, v_scale=None)
+
+
+def _readable(block: Block) -> Block:
+    bias = None if block.bias is None else _last_dense(block.bias.float())
+    k_scale, v_scale = (None if x is None else _dense(x.half()) for x in (block.k_scale, block.v_scale))
     return replace(
-        block, k=k, v=v, positions=_last_dense(positions), bias=None if bias is None else _last_dense(bias)
+        block, k=_dense(block.k), v=_dense(block.v), positions=_last_dense(block.positions.to(torch.int32)), bias=bias,
+        k_scale=k_scale, v_scale=v_scale,
     )  # fmt: skip
 
 
@@ -102,21 +147,21 @@ def _last_dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _fields(
-    block: Block, base: Block, positions: Tensor | None, bias: Tensor | None, group: int, tokens: int
-) -> list[int]:  # fmt: skip
-    """Offset and stride per place of keys, values and positions, number of entries, first place, whether there is a bias, and
-    its offset and strides per place, head of the group and token."""
-    assert positions is not None
+def _fields(block: Block, base: Block, origin: _Origin, group: int, tokens: int) -> list[int]:
+    """Offset and stride per place of keys, values and positions, number of entries, first place; offset and stride per place of the
+    scales of keys and of values; whether there is a bias, and its offset and strides per place, head of the group and token."""
+    assert origin.positions is not None
     own = [
         _offset(block.k, base.k), block.k.stride(0), _offset(block.v, base.v), block.v.stride(0),
-        _offset(block.positions, positions), block.positions.stride(0) if block.positions.shape[0] > 1 else 0,
+        _offset(block.positions, origin.positions), block.positions.stride(0) if block.positions.shape[0] > 1 else 0,
         block.k.shape[1], block.first,
     ]  # fmt: skip
-    if block.bias is None or bias is None:
+    for scale in (block.k_scale, block.v_scale):
+        own += [0, 0] if scale is None or origin.scale is None else [_offset(scale, origin.scale), scale.stride(0)]
+    if block.bias is None or origin.bias is None:
         return [*own, 0, 0, 0, 0, 0]
     strides = block.bias.expand(block.k.shape[0], group, tokens, -1).stride()[:3]
-    return [*own, 1, _offset(block.bias, bias), *strides]
+    return [*own, 1, _offset(block.bias, origin.bias), *strides]
 
 
 def _offset(x: Tensor, base: Tensor) -> int:
@@ -125,5 +170,5 @@ def _offset(x: Tensor, base: Tensor) -> int:
 
 
 def _alignment(rows: Sequence[Sequence[int]]) -> int:
-    """What all offsets and strides of keys and values are a multiple of."""
+    """What all offsets and strides of the keys and values of segments are a multiple of."""
     return ALIGNMENT if all(number % ALIGNMENT == 0 for row in rows for number in row[:4]) else 1

@@ -9,7 +9,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from semkv.kernels.mixed_attention.blocks import Biases, Block, flat_bias, flat_blocks, flat_rows, kv_heads_of, segments
+from semkv.ir.ops import value_dim
+from semkv.kernels.mixed_attention.blocks import (
+    Block,
+    PerBlock,
+    flat_bias,
+    flat_blocks,
+    flat_rows,
+    kv_heads_of,
+    segments,
+)
 from semkv.kernels.mixed_attention.streaming import scores, weighted_sum
 from semkv.kernels.mixed_attention.suffix import is_suffix, suffix_attention
 
@@ -20,15 +29,13 @@ BLOCK_SCORES = 1 << 23
 def mixed_attention_blocked(
     q: Tensor,
     q_positions: Tensor,
-    exact_k: Sequence[Tensor],
-    exact_v: Sequence[Tensor],
-    exact_positions: Sequence[Tensor],
-    exact_bias: Biases = None,
-    exact_heads: Sequence[int] | None = None,
-    coarse_k: Tensor | None = None,
-    coarse_v: Tensor | None = None,
-    coarse_positions: Tensor | None = None,
-    coarse_bias: Tensor | None = None,
+    block_k: Sequence[Tensor],
+    block_v: Sequence[Tensor],
+    block_positions: Sequence[Tensor],
+    block_bias: PerBlock = None,
+    block_heads: Sequence[int] | None = None,
+    block_k_scale: PerBlock = None,
+    block_v_scale: PerBlock = None,
     key_u: Tensor | None = None,
     key_s: Tensor | None = None,
     key_v: Tensor | None = None,
@@ -48,34 +55,27 @@ def mixed_attention_blocked(
 ) -> Tensor:
     """What `mixed_attention_reference` computes, with its shapes.
 
-    `fresh` says that there is one exact block, the queries' own tokens in ascending order, so that a block of queries needs the
-    keys up to its own end only. Half-precision inputs are accumulated in float32. Blocks are read where they are: nothing is
-    joined or padded.
+    `fresh` says that there is one block, the queries' own tokens in ascending order, so that a block of queries needs the
+    keys up to its own end only. Half-precision inputs are accumulated in float32. Blocks are read where they are and as they are:
+    nothing is joined or padded, and codes are unpacked a tile at a time (`streaming.py`).
     """
     plain = not (softcap or window) and sinks is None and bias_slopes is None and bias_table is None
-    plain = plain and exact_bias is None and coarse_k is None and key_u is None
-    if fresh and plain and q.dtype == exact_k[0].dtype == exact_v[0].dtype:
-        return F.scaled_dot_product_attention(q, exact_k[0], exact_v[0], is_causal=True, scale=scale, enable_gqa=True)
-    whole = len(exact_k) == 1 and exact_heads is None
+    plain = plain and block_bias is None and key_u is None and len(block_k) == 1 and block_heads is None
+    plain = plain and q.dtype == block_k[0].dtype == block_v[0].dtype
+    if fresh and plain:
+        return F.scaled_dot_product_attention(q, block_k[0], block_v[0], is_causal=True, scale=scale, enable_gqa=True)
     # log-sum-exps have no gradient
-    if (
-        plain
-        and whole
-        and not torch.is_grad_enabled()
-        and is_suffix(q, q_positions, exact_k[0], exact_v[0], exact_positions[0])
-    ):
-        return suffix_attention(q, exact_k[0], exact_v[0], scale)
+    if plain and not torch.is_grad_enabled() and is_suffix(q, q_positions, block_k[0], block_v[0], block_positions[0]):
+        return suffix_attention(q, block_k[0], block_v[0], scale)
 
-    batch, q_heads, tokens, _ = q.shape
-    kv_heads = kv_heads_of(batch, q_heads, exact_k, exact_heads)
+    batch, q_heads, tokens, dim = q.shape
+    kv_heads = kv_heads_of(batch, q_heads, block_k, block_heads)
     group = q_heads // kv_heads
     compute = q.dtype if q.dtype in (torch.float32, torch.float64) else torch.float32
-    blocks = flat_blocks(exact_k, exact_v, exact_positions, exact_bias, exact_heads, group)
-    if coarse_k is not None and coarse_v is not None and coarse_positions is not None:
-        places = flat_rows(coarse_positions, kv_heads)
-        blocks.append(
-            Block(0, coarse_k.flatten(0, 1), coarse_v.flatten(0, 1), places, flat_bias(coarse_bias, kv_heads, group))
-        )
+    size = value_dim(q, block_v, block_v_scale, value_v)
+    blocks = flat_blocks(
+        block_k, block_v, block_positions, block_bias, block_heads, block_k_scale, block_v_scale, group, dim, size
+    )
     factors = None
     if key_u is not None:
         six = [x.flatten(0, 1).to(compute) for x in (key_u, key_s, key_v, value_u, value_s, value_v)]
@@ -95,7 +95,7 @@ def mixed_attention_blocked(
     outputs = [
         _attend(
             asked[first:last], where if batch == 1 else where[first:last], own, terms.of(first, last),
-            None if factors is None else factors.of(first, last), fresh,
+            None if factors is None else factors.of(first, last), fresh, size,
         )
         for first, last, own in segments(blocks, batch * kv_heads)
     ]  # fmt: skip
@@ -167,9 +167,9 @@ class _Terms:
 
 
 def _attend(
-    q: Tensor, where: Tensor, blocks: list[Block], terms: _Terms, factors: _Factors | None, fresh: bool
+    q: Tensor, where: Tensor, blocks: list[Block], terms: _Terms, factors: _Factors | None, fresh: bool, value_dim: int
 ) -> Tensor:
-    """Scaled queries [h, G, T, D] at `where` [h|1, T] over the entries of their places -> [h, G, T, Dv]."""
+    """Scaled queries [h, G, T, D] at `where` [h|1, T] over the entries of their places -> [h, G, T, Dv = value_dim]."""
     places, group, tokens, _ = q.shape
     entries = sum(block.k.shape[1] for block in blocks) + (0 if factors is None else factors.positions.shape[1])
     size = max(1, BLOCK_SCORES // max(1, places * group * entries))
@@ -179,7 +179,7 @@ def _attend(
         asked, count = where[:, rows], rows.stop - rows.start
         own = [_reach(block, rows, terms.window) for block in blocks] if fresh else blocks
         q_rows = q[:, :, rows].flatten(1, 2)
-        made = [(scores(q_rows, block.k), block.positions, block.bias) for block in own]
+        made = [(scores(q_rows, block.k, block.k_scale), block.positions, block.bias) for block in own]
         if factors is not None:
             made.append((factors.scores(q_rows), factors.positions, factors.bias))
         shaped = [
@@ -190,9 +190,8 @@ def _attend(
             shaped.append(terms.sinks[:, :, None, None].expand(-1, -1, count, -1))
         weights = torch.softmax(torch.cat(shaped, dim=-1), dim=-1).flatten(1, 2)
         parts = weights.split([part.shape[-1] for part in shaped], dim=-1)
-        out = weighted_sum(parts[0], own[0].v)
-        for part, block in zip(parts[1:], own[1:]):
-            out = out + weighted_sum(part, block.v)
+        sums = [weighted_sum(part, block.v, block.v_scale, value_dim) for part, block in zip(parts, own)]
+        out = sum(sums[1:], sums[0])
         if factors is not None:
             out = out + factors.weighted_sum(parts[len(own)])
         outputs.append(out.unflatten(1, (group, count)))
@@ -202,8 +201,7 @@ def _attend(
 def _reach(block: Block, rows: slice, window: int) -> Block:
     """Of a fresh forward's tokens, those that the queries `rows` can see."""
     seen = slice(max(0, rows.start - window + 1) if window else 0, rows.stop)
-    bias = None if block.bias is None else block.bias[..., seen]
-    return Block(block.first, block.k[:, seen], block.v[:, seen], block.positions[:, seen], bias)
+    return block.entries(seen)
 
 
 def _rows(bias: Tensor | None, rows: slice) -> Tensor | None:

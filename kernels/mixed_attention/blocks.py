@@ -1,4 +1,4 @@
-"""Exact entries in blocks: which rows and KV heads each block is of."""
+"""Entries in blocks: which rows and KV heads each block is of, and how its keys and values are stored."""
 
 from __future__ import annotations
 
@@ -9,22 +9,27 @@ from itertools import pairwise
 from torch import Tensor
 
 from semkv.errors import InputError
+from semkv.kernels.codes import code_bits
 
-Biases = Sequence[Tensor | None] | None
+PerBlock = Sequence[Tensor | None] | None
+"""Of each block a tensor or None; None for all of them."""
 
 
 @dataclass(frozen=True)
 class Block:
     """One block with its rows and KV heads in one dimension, h of them from place `first`: place = row * Hkv + KV head.
 
-    k [h, N, D], v [h, N, Dv], positions [h|1, N]; bias [h|1, G|1, T|1, N] or None.
+    k [h, N, D], v [h, N, Dv], positions [h|1, N]; bias [h|1, G|1, T|1, N] or None. k_scale, v_scale: float16 [h, N, 1] where keys or
+    values are packed codes uint8 [h, N, width] (`semkv.kernels.codes`), else None.
     """
 
     first: int
     k: Tensor
     v: Tensor
     positions: Tensor
-    bias: Tensor | None
+    bias: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
 
     @property
     def last(self) -> int:
@@ -35,49 +40,82 @@ class Block:
         if (first, last) == (self.first, self.last):
             return self
         own = slice(first - self.first, last - self.first)
-        positions = self.positions if self.positions.shape[0] == 1 else self.positions[own]
-        bias = self.bias if self.bias is None or self.bias.shape[0] == 1 else self.bias[own]
-        return Block(first, self.k[own], self.v[own], positions, bias)
+        positions, bias = (x if x is None or x.shape[0] == 1 else x[own] for x in (self.positions, self.bias))
+        k_scale, v_scale = (None if x is None else x[own] for x in (self.k_scale, self.v_scale))
+        return Block(first, self.k[own], self.v[own], positions, bias, k_scale, v_scale)
+
+    def entries(self, own: slice) -> Block:
+        """The entries `own` of it."""
+        bias = None if self.bias is None else self.bias[..., own]
+        k_scale, v_scale = (None if x is None else x[:, own] for x in (self.k_scale, self.v_scale))
+        return Block(self.first, self.k[:, own], self.v[:, own], self.positions[:, own], bias, k_scale, v_scale)
 
 
-def first_places(exact_k: Sequence[Tensor], exact_heads: Sequence[int] | None) -> list[int]:
-    """The first place of each block; 0 for all where `exact_heads` is None."""
-    if not exact_k or (exact_heads is not None and len(exact_heads) != len(exact_k)):
-        given = "None" if exact_heads is None else f"{len(exact_heads)} first places"
+def first_places(block_k: Sequence[Tensor], block_heads: Sequence[int] | None) -> list[int]:
+    """The first place of each block; 0 for all where `block_heads` is None."""
+    if not block_k or (block_heads is not None and len(block_heads) != len(block_k)):
+        given = "None" if block_heads is None else f"{len(block_heads)} first places"
         raise InputError(
-            f"{len(exact_k)} exact blocks and exact_heads {given}; expected at least one block, and a place for each"
+            f"{len(block_k)} blocks and block_heads {given}; expected at least one block, and a place for each"
         )
-    return [0] * len(exact_k) if exact_heads is None else list(exact_heads)
+    return [0] * len(block_k) if block_heads is None else list(block_heads)
 
 
-def kv_heads_of(batch: int, q_heads: int, exact_k: Sequence[Tensor], exact_heads: Sequence[int] | None) -> int:
+def kv_heads_of(batch: int, q_heads: int, block_k: Sequence[Tensor], block_heads: Sequence[int] | None) -> int:
     """KV heads of a row, from the places that the blocks reach."""
-    first = first_places(exact_k, exact_heads)
-    if exact_heads is None:
-        kv_heads, rest = exact_k[0].shape[1], 0  # sizes may be symbols
+    first = first_places(block_k, block_heads)
+    if block_heads is None:
+        kv_heads, rest = block_k[0].shape[1], 0  # sizes may be symbols
     else:
-        kv_heads, rest = divmod(max(at + k.shape[0] * k.shape[1] for at, k in zip(first, exact_k)), batch)
+        kv_heads, rest = divmod(max(at + k.shape[0] * k.shape[1] for at, k in zip(first, block_k)), batch)
     if rest or q_heads % kv_heads:
         raise InputError(f"{q_heads} query heads for {kv_heads} KV heads of {batch} rows; expected a multiple")
     return kv_heads
 
 
 def flat_blocks(
-    exact_k: Sequence[Tensor], exact_v: Sequence[Tensor], exact_positions: Sequence[Tensor], exact_bias: Biases,
-    exact_heads: Sequence[int] | None, group: int,
+    block_k: Sequence[Tensor], block_v: Sequence[Tensor], block_positions: Sequence[Tensor], block_bias: PerBlock,
+    block_heads: Sequence[int] | None, block_k_scale: PerBlock, block_v_scale: PerBlock,
+    group: int, dim: int, value_dim: int,
 ) -> list[Block]:  # fmt: skip
     """Blocks as `semkv.ir.memory.Entries` has them, with rows and heads in one dimension; nothing is copied but where a
-    block of several rows is not contiguous."""
-    biases = [None] * len(exact_k) if exact_bias is None else exact_bias
+    block of several rows is not contiguous. dim, value_dim: numbers of a key and of a value, D and Dv.
+
+    Raises
+    ------
+    InputError: keys or values that are neither plain numbers nor codes of those sizes.
+    """
     made = []
-    for first, k, v, positions, bias in zip(
-        first_places(exact_k, exact_heads), exact_k, exact_v, exact_positions, biases
-    ):
+    for first, k, v, positions, bias, k_scale, v_scale in zip(
+        first_places(block_k, block_heads), block_k, block_v, block_positions,
+        *(each(x, len(block_k)) for x in (block_bias, block_k_scale, block_v_scale)),
+    ):  # fmt: skip
+        _check(k, k_scale, dim)
+        _check(v, v_scale, value_dim)
         heads = k.shape[1]
+        scales = (None if scale is None else scale.flatten(0, 1) for scale in (k_scale, v_scale))
         made.append(
-            Block(first, k.flatten(0, 1), v.flatten(0, 1), flat_rows(positions, heads), flat_bias(bias, heads, group))
-        )
+            Block(
+                first, k.flatten(0, 1), v.flatten(0, 1), flat_rows(positions, heads), flat_bias(bias, heads, group),
+                *scales,
+            )
+        )  # fmt: skip
     return made
+
+
+def each(given: PerBlock, count: int) -> Sequence[Tensor | None]:
+    """What `given` says of `count` blocks."""
+    return [None] * count if given is None else given
+
+
+def _check(x: Tensor, scale: Tensor | None, dim: int) -> None:
+    if scale is not None:
+        code_bits(x, dim)
+    elif not x.is_floating_point() or x.shape[-1] != dim:
+        raise InputError(
+            f"keys or values of a block are {x.dtype} with {x.shape[-1]} numbers; expected {dim} floating-point ones, or codes with "
+            "their scale"
+        )
 
 
 def flat_rows(x: Tensor, heads: int) -> Tensor:
@@ -103,7 +141,7 @@ def segments(blocks: Sequence[Block], places: int) -> list[tuple[int, int, list[
         own = [block.of(first, last) for block in blocks if block.first <= first and last <= block.last]
         if not own:
             raise InputError(
-                f"no exact block has places {first} to {last - 1}; expected one, which may be empty, for each row and head"
+                f"no block has places {first} to {last - 1}; expected one, which may be empty, for each row and head"
             )
         runs.append((first, last, own))
     return runs

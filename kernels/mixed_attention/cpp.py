@@ -5,17 +5,22 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from semkv.errors import InputError
+from semkv.ir.ops import value_dim
+from semkv.kernels.codes import code_bits
 from semkv.kernels.cpp import Library, library, team
-from semkv.kernels.mixed_attention.blocks import Biases, Block, flat_blocks, kv_heads_of, segments
+from semkv.kernels.mixed_attention.blocks import Block, PerBlock, flat_blocks, kv_heads_of, segments
 
 TEMPLATE = Path(__file__).parent / "template.cpp"
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""How numbers are stored, as the template counts it."""
+CODES = {8: 3, 4: 4}
+"""How vectors are stored, as the template counts it: numbers by dtype, and codes by bits."""
 LANES = 16
 MAX_TILE_ROWS = 8
 """Query rows that are computed at once, at most: their sums are in registers."""
@@ -48,15 +53,13 @@ def attention_library(dim: int, value_dim: int, group: int) -> Library:
 def mixed_attention_cpp(
     q: Tensor,
     q_positions: Tensor,
-    exact_k: Sequence[Tensor],
-    exact_v: Sequence[Tensor],
-    exact_positions: Sequence[Tensor],
-    exact_bias: Biases = None,
-    exact_heads: Sequence[int] | None = None,
-    coarse_k: Tensor | None = None,
-    coarse_v: Tensor | None = None,
-    coarse_positions: Tensor | None = None,
-    coarse_bias: Tensor | None = None,
+    block_k: Sequence[Tensor],
+    block_v: Sequence[Tensor],
+    block_positions: Sequence[Tensor],
+    block_bias: PerBlock = None,
+    block_heads: Sequence[int] | None = None,
+    block_k_scale: PerBlock = None,
+    block_v_scale: PerBlock = None,
     key_u: None = None,
     key_s: None = None,
     key_v: None = None,
@@ -80,25 +83,24 @@ def mixed_attention_cpp(
     for the operator's sake: a decode step looks at all entries. Raises `BuildError` where the kernel cannot be compiled.
     """
     batch, q_heads, tokens, dim = q.shape
-    kv_heads = kv_heads_of(batch, q_heads, exact_k, exact_heads)
+    kv_heads = kv_heads_of(batch, q_heads, block_k, block_heads)
     group, places = q_heads // kv_heads, batch * kv_heads
-    blocks = flat_blocks(exact_k, exact_v, exact_positions, exact_bias, exact_heads, group)
-    if coarse_k is not None and coarse_v is not None and coarse_positions is not None:
-        bias = None if coarse_bias is None else [coarse_bias]
-        blocks += flat_blocks([coarse_k], [coarse_v], [coarse_positions], bias, None, group)
-    value_dim = blocks[0].v.shape[2]
+    size = value_dim(q, block_v, block_v_scale)
+    blocks = flat_blocks(
+        block_k, block_v, block_positions, block_bias, block_heads, block_k_scale, block_v_scale, group, dim, size
+    )
     entries = max(sum(block.k.shape[1] for block in own) for *_, own in segments(blocks, places))
     splits = min(MAX_SPLITS, entries // SPLIT_ENTRIES + 1)
     rows = tile_rows(group)
-    stored = -(-group * tokens // rows) * rows * (-(-value_dim // LANES) * LANES + 2)
+    stored = -(-group * tokens // rows) * rows * (-(-size // LANES) * LANES + 2)
 
     own = [_readable(block, group, tokens) for block in blocks]
-    table = array("q", [number for block in own for number in _fields(block)])
+    table = array("q", [number for block in own for number in _fields(block, dim, size)])
     asked = (q.float() * scale).contiguous()
     where = q_positions.to(torch.int64).contiguous()
     terms = [None if x is None else x.float().contiguous() for x in (sinks, bias_slopes, bias_table)]
     out, partial = (
-        q.new_empty((batch, q_heads, tokens, value_dim), dtype=torch.float32),
+        q.new_empty((batch, q_heads, tokens, size), dtype=torch.float32),
         asked.new_empty(places * splits * stored),
     )
     call = _Call(
@@ -106,7 +108,7 @@ def mixed_attention_cpp(
         partial.data_ptr(), table.buffer_info()[0], len(own), places, kv_heads, group, tokens, splits, torch.get_num_threads(),
         0 if bias_table is None else bias_table.shape[1], window, softcap, team(),
     )  # fmt: skip
-    attention_library(dim, value_dim, group).function("mixed_attention")(ctypes.byref(call))
+    attention_library(dim, size, group).function("mixed_attention")(ctypes.byref(call))
     return out.to(q.dtype)
 
 
@@ -115,22 +117,25 @@ def _readable(block: Block, group: int, tokens: int) -> Block:
     k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (block.k, block.v))
     positions = block.positions if block.positions.dtype in (torch.int32, torch.int64) else block.positions.long()
     bias = None if block.bias is None else block.bias.float().expand(k.shape[0], group, tokens, k.shape[1])
-    return Block(block.first, k, v, positions.expand(k.shape[0], -1), bias)
+    return replace(block, k=k, v=v, positions=positions.expand(k.shape[0], -1), bias=bias)
 
 
-def _fields(block: Block) -> list[int]:
+def _fields(block: Block, dim: int, value_dim: int) -> list[int]:
     """`Block` of the template."""
     of_bias = [0] * 5 if block.bias is None else [block.bias.data_ptr(), *block.bias.stride()]
-    positions = block.positions
     return [
-        block.first, *block.k.shape[:2], *_vectors(block.k), *_vectors(block.v), *_addresses(positions),
-        positions.element_size(), *of_bias,
+        block.first, *block.k.shape[:2], *_vectors(block.k, block.k_scale, dim), *_vectors(block.v, block.v_scale, value_dim),
+        *_addresses(block.positions), block.positions.element_size(), *of_bias,
     ]  # fmt: skip
 
 
-def _vectors(x: Tensor) -> list[int]:
+def _vectors(x: Tensor, scale: Tensor | None, dim: int) -> list[int]:
     """`Vectors` of the template."""
-    return [*_addresses(x), KINDS[x.dtype], 0, 0, 0]
+    if scale is None:
+        return [*_addresses(x), KINDS[x.dtype], 0, 0, 0]
+    if scale.dtype != torch.float16:
+        raise InputError(f"the scale of a block's codes is {scale.dtype}; expected torch.float16")
+    return [*_addresses(x), CODES[code_bits(x, dim)], *_addresses(scale)]
 
 
 def _addresses(x: Tensor) -> list[int]:

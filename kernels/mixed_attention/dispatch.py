@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from semkv.errors import ConfigError
+from semkv.ir.ops import value_dim
 from semkv.kernels.cpp import MISSING, compiler
 from semkv.kernels.mixed_attention.blocked import mixed_attention_blocked
-from semkv.kernels.mixed_attention.blocks import kv_heads_of
+from semkv.kernels.mixed_attention.blocks import each, kv_heads_of
 from semkv.kernels.mixed_attention.configuration import Configuration
 from semkv.kernels.mixed_attention.cpp import attention_library, mixed_attention_cpp
 
@@ -48,29 +49,34 @@ def refusal(*arguments: Any, kernel: str = "auto", fresh: bool = False, **keywor
     ------
     ConfigError: an unknown `kernel`, or one that was asked for by name and cannot run.
     """
-    q, exact_k, exact_v = arguments[0], arguments[2], arguments[3]
+    q, block_k, block_v = arguments[0], arguments[2], arguments[3]
+    block_heads, k_scale, v_scale, key_u, value_v = (
+        arguments[place] if place < len(arguments) else None for place in (6, 7, 8, 9, 14)
+    )
     form, reason = form_of(kernel, q.device)
     if form == "torch":
         return reason
     if fresh:
         return "a prompt attends to its own tokens"
-    group = q.shape[1] // kv_heads_of(q.shape[0], q.shape[1], exact_k, arguments[6] if len(arguments) > 6 else None)
+    group = q.shape[1] // kv_heads_of(q.shape[0], q.shape[1], block_k, block_heads)
     if group * q.shape[2] > MAX_ROWS:
         return f"{q.shape[2]} queries for each of {group} heads of a group; the kernel takes {MAX_ROWS} rows"
-    stored = [x.dtype for x in (*exact_k, *exact_v, *arguments[7:9]) if x is not None]
-    if q.dtype not in DTYPES or any(dtype not in DTYPES for dtype in stored):
-        others = ", ".join(str(dtype) for dtype in dict.fromkeys(stored))
-        return f"queries are {q.dtype} and entries {others}; the kernel takes float16, bfloat16 and float32"
-    if max(q.shape[3], exact_v[0].shape[3]) > MAX_DIM:
-        return f"head dims are {q.shape[3]} and {exact_v[0].shape[3]}; the kernel takes up to {MAX_DIM}"
+    stored = [*zip(block_k, each(k_scale, len(block_k))), *zip(block_v, each(v_scale, len(block_v)))]
+    others = [x.dtype for x, scale in stored if scale is None and x.dtype not in DTYPES]
+    if q.dtype not in DTYPES or others:
+        kept = others[0] if others else block_k[0].dtype
+        return f"queries are {q.dtype} and entries {kept}; the kernel takes float16, bfloat16, float32 and codes"
+    dims = q.shape[3], value_dim(q, block_v, v_scale, value_v)
+    if max(dims) > MAX_DIM:
+        return f"head dims are {dims[0]} and {dims[1]}; the kernel takes up to {MAX_DIM}"
     tensors = [x for value in (*arguments, *keywords.values()) for x in (value if isinstance(value, list) else [value])]
     if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors):
         return "gradients flow through it"
     if form == "triton":
         return None
-    if len(arguments) > 11 and arguments[11] is not None:
+    if key_u is not None:
         return "factored spans are attended to in matrix products"
-    return attention_library(q.shape[3], exact_v[0].shape[3], group).failure(asked=kernel == "cpp")
+    return attention_library(*dims, group).failure(asked=kernel == "cpp")
 
 
 def form_of(kernel: str, device: torch.device) -> tuple[str, str]:

@@ -41,7 +41,7 @@ class PagedTokens:
         return self.pages.shape[-1] * self.page_size
 
     def gathered(self, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The same tokens as (exact_k, exact_v, exact_positions, exact_bias) of `semkv.ir.memory.Entries`.
+        """The same tokens as a block's k, v, positions and bias of `semkv.ir.memory.Entries`.
 
         N is `capacity`; what a row does not have is zero, at position 0, with bias -inf. bias: [B, Hq|1, T|1, N].
         """

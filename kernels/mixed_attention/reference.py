@@ -7,21 +7,21 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from semkv.kernels.mixed_attention.blocks import Biases, first_places, kv_heads_of
+from semkv.ir.ops import value_dim
+from semkv.kernels.codes import code_bits, rebuilt
+from semkv.kernels.mixed_attention.blocks import PerBlock, each, first_places, kv_heads_of
 
 
 def mixed_attention_reference(
     q: Tensor,
     q_positions: Tensor,
-    exact_k: Sequence[Tensor],
-    exact_v: Sequence[Tensor],
-    exact_positions: Sequence[Tensor],
-    exact_bias: Biases = None,
-    exact_heads: Sequence[int] | None = None,
-    coarse_k: Tensor | None = None,
-    coarse_v: Tensor | None = None,
-    coarse_positions: Tensor | None = None,
-    coarse_bias: Tensor | None = None,
+    block_k: Sequence[Tensor],
+    block_v: Sequence[Tensor],
+    block_positions: Sequence[Tensor],
+    block_bias: PerBlock = None,
+    block_heads: Sequence[int] | None = None,
+    block_k_scale: PerBlock = None,
+    block_v_scale: PerBlock = None,
     key_u: Tensor | None = None,
     key_s: Tensor | None = None,
     key_v: Tensor | None = None,
@@ -48,13 +48,18 @@ def mixed_attention_reference(
     entry (later than the query, or with bias -inf) has weight 0, so what it holds must be finite: 0 * NaN is NaN.
     """
     batch, q_heads, tokens, _ = q.shape
-    kv_heads = kv_heads_of(batch, q_heads, exact_k, exact_heads)
+    kv_heads = kv_heads_of(batch, q_heads, block_k, block_heads)
     group = q_heads // kv_heads
-    first = first_places(exact_k, exact_heads)
-    biases = [None] * len(exact_k) if exact_bias is None else exact_bias
-    parts = list(zip(first, exact_k, exact_v, exact_positions, biases))
-    if coarse_k is not None:
-        parts.append((0, coarse_k, coarse_v, coarse_positions, coarse_bias))
+    first = first_places(block_k, block_heads)
+    biases, k_scales, v_scales = (each(x, len(block_k)) for x in (block_bias, block_k_scale, block_v_scale))
+
+    def numbers(x: Tensor, scale: Tensor | None, dim: int) -> Tensor:
+        return x if scale is None else rebuilt(x, scale, code_bits(x, dim), dim)
+
+    keys = [numbers(k, scale, q.shape[-1]) for k, scale in zip(block_k, k_scales)]
+    size = value_dim(q, block_v, block_v_scale, value_v)
+    values = [numbers(v, scale, size) for v, scale in zip(block_v, v_scales)]
+    parts = list(zip(first, keys, values, block_positions, biases))
     if key_u is not None:
         key = ((key_u * key_s[..., None, :]) @ key_v.transpose(-1, -2)).flatten(2, 3)
         value = ((value_u * value_s[..., None, :]) @ value_v.transpose(-1, -2)).flatten(2, 3)

@@ -3,7 +3,7 @@
 Of the ways that PyTorch has, these were the fastest on a CPU for two queries per KV head (benchmarks/decode_cpu.py times the others):
 keys times queries, not queries times keys, whose matrix product has a slow kernel for few rows; and for values a weighted
 `embedding_bag`, several times faster than any matrix product. Half-precision entries are converted in tiles that stay in
-the cache.
+the cache, and so are codes.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from semkv.kernels.codes import code_bits, code_products, code_sums, rebuilt
+
 FEW_ROWS = 16
 """Query rows per KV head up to which streaming is faster than a matrix product."""
 TILE_NUMBERS = 1 << 18
@@ -21,16 +23,27 @@ BAG = 512
 """Entries that are summed at once: 256 KiB of values of 128 numbers."""
 
 
-def scores(q: Tensor, k: Tensor) -> Tensor:
-    """q [H, R, D] in the compute dtype, k [H, N, D] in any -> q.k [H, R, N]."""
+def scores(q: Tensor, k: Tensor, scale: Tensor | None = None) -> Tensor:
+    """q [H, R, D] in the compute dtype, k [H, N, D] in any, or codes with their scale [H, N, 1] -> q.k [H, R, N]."""
+    if scale is not None:
+        bits = code_bits(k, q.shape[-1])
+        if _has_gradient(q):
+            return q @ rebuilt(k, scale, bits, q.shape[-1], q.dtype).mT
+        return code_products(q, k, bits).mul_(scale.to(q.dtype).mT)
     if not _streams(q, k):
         return q @ k.to(q.dtype).mT
     parts = [torch.bmm(tile, q.mT) for tile in _tiles(k, q.dtype)]
     return (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).mT
 
 
-def weighted_sum(weights: Tensor, v: Tensor) -> Tensor:
-    """weights [H, R, N] in the compute dtype, v [H, N, Dv] in any -> [H, R, Dv]."""
+def weighted_sum(weights: Tensor, v: Tensor, scale: Tensor | None = None, dim: int = 0) -> Tensor:
+    """weights [H, R, N] in the compute dtype, v [H, N, Dv] in any, or codes of vectors of `dim` numbers with their scale [H, N, 1]
+    -> [H, R, Dv]."""
+    if scale is not None:
+        bits = code_bits(v, dim)
+        if _has_gradient(weights):
+            return weights @ rebuilt(v, scale, bits, dim, weights.dtype)
+        return code_sums(weights * scale.to(weights.dtype).mT, v, bits, dim)
     if not _streams(weights, v) or weights.dtype != torch.float32:
         return weights @ v.to(weights.dtype)
     out = weights.new_zeros(*weights.shape[:2], v.shape[2])
@@ -47,8 +60,12 @@ def weighted_sum(weights: Tensor, v: Tensor) -> Tensor:
 
 def _streams(few: Tensor, entries: Tensor) -> bool:
     """Whether streaming applies: on a CPU, few rows, and nothing that a gradient has to flow through."""
-    graph = torch.is_grad_enabled() and (few.requires_grad or entries.requires_grad)
+    graph = _has_gradient(few) or _has_gradient(entries)
     return few.device.type == "cpu" and 0 < few.shape[1] <= FEW_ROWS and entries.numel() > 0 and not graph
+
+
+def _has_gradient(x: Tensor) -> bool:
+    return torch.is_grad_enabled() and x.requires_grad
 
 
 def _tiles(x: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:

@@ -65,17 +65,30 @@ def _absorb(scores, top, mass):
 
 
 @triton.jit
+def _levels(p_codes, o_number, there, BITS: tl.constexpr):
+    """What packed codes stand for before their scale, float32: the numbers `o_number` of vectors whose first bytes are at `p_codes`."""
+    PER_BYTE: tl.constexpr = 8 // BITS
+    raw = tl.load(p_codes + o_number // PER_BYTE, mask=there, other=0)
+    if PER_BYTE > 1:
+        raw = (raw >> (BITS * (o_number % PER_BYTE)).to(tl.uint8)) & ((1 << BITS) - 1)
+    return (raw - (1 << (BITS - 1))).to(tl.int8, bitcast=True).to(tl.float32)  # wraps around
+
+
+@triton.jit
 def _attend_blocks(
     out, top, mass, b_q, where, live, heads, group_at, tokens_at, place, first, last, before,
-    p_place, p_segments, p_k, p_v, p_places, p_bias, p_slopes, p_table, scale, softcap, window,
+    p_place, p_segments, p_k, p_v, p_scale, p_places, p_bias, p_slopes, p_table, scale, softcap, window,
     DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr,
-    FIELDS: tl.constexpr, ALIGNMENT: tl.constexpr,
+    FIELDS: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr, ALIGNMENT: tl.constexpr,
     SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SLOPES: tl.constexpr, TABLE: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """The softmax carried on over what tiles [first, last) have of one place's blocks, whose own tiles begin at `before`.
 
-    `p_place`: the place's row of a `block_table.BlockTable`, `p_segments`: its first segment.
+    `p_place`: the place's row of a `block_table.BlockTable`, `p_segments`: its first segment. K_BITS, V_BITS: of codes, whose scales
+    are at `p_scale`; 0: plain numbers.
     """
+    K_WIDTH: tl.constexpr = DIM if K_BITS == 0 else (DIM * K_BITS + 7) // 8
+    V_WIDTH: tl.constexpr = VALUE_DIM if V_BITS == 0 else (VALUE_DIM * V_BITS + 7) // 8
     o_dim, o_value = tl.arange(0, BLOCK_DIM), tl.arange(0, BLOCK_VALUE)
     in_dim, in_value = o_dim < DIM, o_value < VALUE_DIM
     for segment in range(tl.load(p_place).to(tl.int32), tl.load(p_place + 1).to(tl.int32)):
@@ -85,29 +98,39 @@ def _attend_blocks(
         k_at = tl.multiple_of(tl.load(p_fields) + at * tl.load(p_fields + 1), ALIGNMENT)
         v_at = tl.multiple_of(tl.load(p_fields + 2) + at * tl.load(p_fields + 3), ALIGNMENT)
         places_at = tl.load(p_fields + 4) + at * tl.load(p_fields + 5)
+        if K_BITS > 0:
+            k_scale_at = tl.load(p_fields + 8) + at * tl.load(p_fields + 9)
+        if V_BITS > 0:
+            v_scale_at = tl.load(p_fields + 10) + at * tl.load(p_fields + 11)
         p_own_bias, bias_at, biased = p_bias, tokens_at, live
         if BIAS:
-            biased = live & (tl.load(p_fields + 8) + tl.zeros_like(tokens_at) != 0)
-            p_own_bias = p_bias + (tl.load(p_fields + 9) + at * tl.load(p_fields + 10))
-            bias_at = group_at * tl.load(p_fields + 11).to(tl.int32) + tokens_at * tl.load(p_fields + 12).to(tl.int32)
+            biased = live & (tl.load(p_fields + 12) + tl.zeros_like(tokens_at) != 0)
+            p_own_bias = p_bias + (tl.load(p_fields + 13) + at * tl.load(p_fields + 14))
+            bias_at = group_at * tl.load(p_fields + 15).to(tl.int32) + tokens_at * tl.load(p_fields + 16).to(tl.int32)
         tiles = tl.cdiv(count, BLOCK)
         for tile in range(tl.maximum(first - before, 0), tl.minimum(last - before, tiles)):
             o_entry = tile * BLOCK + tl.arange(0, BLOCK)
             there = o_entry < count
             places = tl.load(p_places + places_at + o_entry, mask=there, other=0)
-            b_k = tl.load(
-                p_k + k_at + o_entry[None, :] * DIM + o_dim[:, None], mask=there[None, :] & in_dim[:, None], other=0.0
-            )
+            in_keys = there[None, :] & in_dim[:, None]
+            if K_BITS > 0:
+                b_k = _levels(p_k + k_at + o_entry[None, :] * K_WIDTH, o_dim[:, None], in_keys, K_BITS)
+            else:
+                b_k = tl.load(p_k + k_at + o_entry[None, :] * K_WIDTH + o_dim[:, None], mask=in_keys, other=0.0)
             scores = tl.dot(b_q, b_k.to(b_q.dtype), input_precision="ieee")  # [M, N]
+            if K_BITS > 0:
+                scores *= tl.load(p_scale + k_scale_at + o_entry, mask=there, other=0.0).to(tl.float32)[None, :]
             scores = _shaped(
                 scores, places, there, where, live, heads, bias_at, biased, p_own_bias, o_entry, p_slopes, p_table,
                 scale, softcap, window, SOFTCAP, WINDOW, SLOPES, TABLE, BIAS,
             )  # fmt: skip
             weights, shrink, top, mass = _absorb(scores, top, mass)
-            b_v = tl.load(
-                p_v + v_at + o_entry[:, None] * VALUE_DIM + o_value[None, :],
-                mask=there[:, None] & in_value[None, :], other=0.0,
-            )  # fmt: skip
+            in_values = there[:, None] & in_value[None, :]
+            if V_BITS > 0:  # the scale goes to the values: times it, small weights would leave float16
+                b_v = _levels(p_v + v_at + o_entry[:, None] * V_WIDTH, o_value[None, :], in_values, V_BITS)
+                b_v *= tl.load(p_scale + v_scale_at + o_entry, mask=there, other=0.0).to(tl.float32)[:, None]
+            else:
+                b_v = tl.load(p_v + v_at + o_entry[:, None] * V_WIDTH + o_value[None, :], mask=in_values, other=0.0)
             out = tl.dot(weights.to(b_q.dtype), b_v.to(b_q.dtype), out * shrink[:, None], input_precision="ieee")
         before += tiles
     return out, top, mass
@@ -116,14 +139,16 @@ def _attend_blocks(
 @triton.jit
 def decode_partials(
     p_q, p_where,
-    p_blocks, p_k, p_v, p_other_k, p_other_v, p_places, p_bias,
+    p_blocks, p_k, p_v, p_other_k, p_other_v, p_scale, p_places, p_bias,
     p_paged_k, p_paged_v, p_paged_places, p_paged_bias, p_pages, p_counts,
     p_key_u, p_key_s, p_key_v, p_value_u, p_value_s, p_value_v, p_factored_places, p_factored_bias,
     p_sinks, p_slopes, p_table,
     p_out, p_top, p_mass,
     tokens, slots, pages, spans, length, scale, softcap, window,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    KINDS: tl.constexpr, PLACE_FIELDS: tl.constexpr, FIELDS: tl.constexpr, ALIGNMENT: tl.constexpr, BIAS: tl.constexpr,
+    KINDS: tl.constexpr, PLACE_FIELDS: tl.constexpr, FIELDS: tl.constexpr, BIAS: tl.constexpr,
+    K_BITS: tl.constexpr, V_BITS: tl.constexpr, ALIGNMENT: tl.constexpr,
+    OTHER_K_BITS: tl.constexpr, OTHER_V_BITS: tl.constexpr, OTHER_ALIGNMENT: tl.constexpr,
     PAGE_SIZE: tl.constexpr, PAGE_HEADS: tl.constexpr, PAGED_PLACES: tl.constexpr, PAGED_BIAS: tl.constexpr,
     KEY_RANK: tl.constexpr, VALUE_RANK: tl.constexpr, FACTORED_PLACES: tl.constexpr, FACTORED_BIAS: tl.constexpr,
     SINKS: tl.constexpr, SLOPES: tl.constexpr, TABLE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
@@ -132,8 +157,8 @@ def decode_partials(
 ):  # fmt: skip
     """Grid (B * Hkv, blocks of rows, SPLITS). Shapes are those of `semkv.ir.memory.Entries`.
 
-    Exact and coarse entries come in blocks of KINDS dtypes (0: none), which lie where `p_blocks` says (see
-    `block_table.BlockTable`); keys and values of the second dtype count from `p_other_k` and `p_other_v`. PAGE_SIZE > 0: exact
+    Exact and coarse entries come in blocks of KINDS kinds (0: none), which lie where `p_blocks` says (see
+    `block_table.BlockTable`); keys and values of the second kind count from `p_other_k` and `p_other_v`. PAGE_SIZE > 0: exact
     keys, values and positions lie in a pool of slots [Hkv, slots, D], and `p_pages` int32 [B, PAGE_HEADS, pages] and `p_counts`
     int32 [B] say which a row reads. KEY_RANK 0: no factored entries; they are contiguous. *_PLACES: heads of the positions
     (KV_HEADS or 1). *_BIAS: see `_bias_rows`; BIAS: whether a block has one. Writes the output where SPLITS is 1, else per split
@@ -218,14 +243,16 @@ def decode_partials(
     if KINDS > 0:
         out, top, mass = _attend_blocks(
             out, top, mass, b_q, where, live, heads, group_at, tokens_at, kv_row, first, last, paged_tiles,
-            p_place, p_segments, p_k, p_v, p_places, p_bias, p_slopes, p_table, scale, softcap, window,
-            DIM, VALUE_DIM, BLOCK, BLOCK_DIM, BLOCK_VALUE, FIELDS, ALIGNMENT, SOFTCAP, WINDOW, SLOPES, TABLE, BIAS,
+            p_place, p_segments, p_k, p_v, p_scale, p_places, p_bias, p_slopes, p_table, scale, softcap, window,
+            DIM, VALUE_DIM, BLOCK, BLOCK_DIM, BLOCK_VALUE, FIELDS, K_BITS, V_BITS, ALIGNMENT,
+            SOFTCAP, WINDOW, SLOPES, TABLE, BIAS,
         )  # fmt: skip
     if KINDS > 1:
         out, top, mass = _attend_blocks(
             out, top, mass, b_q, where, live, heads, group_at, tokens_at, kv_row, first, last, paged_tiles + own_tiles,
-            p_other_place, p_segments, p_other_k, p_other_v, p_places, p_bias, p_slopes, p_table, scale, softcap, window,
-            DIM, VALUE_DIM, BLOCK, BLOCK_DIM, BLOCK_VALUE, FIELDS, ALIGNMENT, SOFTCAP, WINDOW, SLOPES, TABLE, BIAS,
+            p_other_place, p_segments, p_other_k, p_other_v, p_scale, p_places, p_bias, p_slopes, p_table,
+            scale, softcap, window, DIM, VALUE_DIM, BLOCK, BLOCK_DIM, BLOCK_VALUE, FIELDS,
+            OTHER_K_BITS, OTHER_V_BITS, OTHER_ALIGNMENT, SOFTCAP, WINDOW, SLOPES, TABLE, BIAS,
         )  # fmt: skip
 
     if KEY_RANK > 0:

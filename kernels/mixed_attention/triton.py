@@ -10,9 +10,10 @@ import triton
 from torch import Tensor
 
 from semkv.errors import InputError
+from semkv.ir.ops import value_dim
 from semkv.kernels.generation import Launch, padded
-from semkv.kernels.mixed_attention.block_table import FIELDS, PLACE_FIELDS, block_table
-from semkv.kernels.mixed_attention.blocks import Biases, Block, flat_blocks, kv_heads_of
+from semkv.kernels.mixed_attention.block_table import FIELDS, PLACE_FIELDS, BlockTable, block_table
+from semkv.kernels.mixed_attention.blocks import PerBlock, flat_blocks, kv_heads_of
 from semkv.kernels.mixed_attention.configuration import Configuration
 from semkv.kernels.mixed_attention.dispatch import DTYPES, MAX_ROWS
 from semkv.kernels.mixed_attention.paged import PagedTokens
@@ -30,15 +31,13 @@ def splits_for(programs: int, tiles: int, processors: int) -> int:
 def mixed_attention_launches(
     q: Tensor,
     q_positions: Tensor,
-    exact_k: Sequence[Tensor] | None = None,
-    exact_v: Sequence[Tensor] | None = None,
-    exact_positions: Sequence[Tensor] | None = None,
-    exact_bias: Biases = None,
-    exact_heads: Sequence[int] | None = None,
-    coarse_k: Tensor | None = None,
-    coarse_v: Tensor | None = None,
-    coarse_positions: Tensor | None = None,
-    coarse_bias: Tensor | None = None,
+    block_k: Sequence[Tensor] = (),
+    block_v: Sequence[Tensor] = (),
+    block_positions: Sequence[Tensor] = (),
+    block_bias: PerBlock = None,
+    block_heads: Sequence[int] | None = None,
+    block_k_scale: PerBlock = None,
+    block_v_scale: PerBlock = None,
     key_u: Tensor | None = None,
     key_s: Tensor | None = None,
     key_v: Tensor | None = None,
@@ -55,12 +54,13 @@ def mixed_attention_launches(
     softcap: float = 0.0,
     window: int = 0,
     paged: PagedTokens | None = None,
+    paged_bias: Tensor | None = None,
     configuration: Configuration | None = None,
 ) -> tuple[Tensor, list[Launch]]:
     """The output [B, Hq, T, Dv] and the launches that write it; nothing runs yet, so tensors may be on `meta`.
 
-    Arguments are those of `mixed_attention_reference`, or `paged` in place of exact_k, exact_v and exact_positions, with the one
-    bias on its tokens. Blocks are read where they are, see `block_table`.
+    Arguments are those of `mixed_attention_reference`, and `paged` tokens besides or in place of blocks, with their bias
+    [B, Hq|1, T|1, capacity]. Blocks are read where they are, see `block_table`.
     """
     if q.dtype not in DTYPES:
         raise InputError(
@@ -68,26 +68,25 @@ def mixed_attention_launches(
         )
     configuration = configuration or Configuration()
     batch, q_heads, tokens, dim = q.shape
-    block = configuration.block or (64 if key_u is None else 32)
-    if paged is not None:
-        if exact_k is not None:
-            raise InputError("exact_k and `paged` are both given; expected one of them")
-        kv_heads, value_dim = paged.k.shape[0], paged.v.shape[-1]
-    elif exact_k is None or exact_v is None or exact_positions is None:
-        raise InputError("exact_k, exact_v and exact_positions are missing: give them, or `paged`")
-    else:
-        kv_heads, value_dim = kv_heads_of(batch, q_heads, exact_k, exact_heads), exact_v[0].shape[-1]
-    if q_heads % kv_heads:
-        raise InputError(f"{q_heads} query heads for {kv_heads} KV heads; expected a multiple")
+    coded = any(x is not None for x in (block_k_scale, block_v_scale))
+    block = configuration.block or (64 if key_u is None and not coded else 32)
+    if not block_k and paged is None:
+        raise InputError("neither blocks nor `paged` tokens are given; expected at least one of them")
+    heads = {kv_heads_of(batch, q_heads, block_k, block_heads)} if block_k else set()
+    heads |= set() if paged is None else {paged.k.shape[0]}
+    kv_heads, *others = heads
+    if others or q_heads % kv_heads:
+        raise InputError(
+            f"{q_heads} query heads for {' or '.join(map(str, sorted(heads)))} KV heads; expected a multiple"
+        )
     group = q_heads // kv_heads
-    blocks: list[Block] = []
-    if exact_k is not None and exact_v is not None and exact_positions is not None:
-        blocks += flat_blocks(exact_k, exact_v, exact_positions, exact_bias, exact_heads, group)
-    if coarse_k is not None and coarse_v is not None and coarse_positions is not None:
-        bias = None if coarse_bias is None else [coarse_bias]
-        blocks += flat_blocks([coarse_k], [coarse_v], [coarse_positions], bias, None, group)
-    table = block_table(blocks, batch * kv_heads, group, tokens, block, q.dtype) if blocks else None
-    paged_bias = exact_bias[0] if paged is not None and exact_bias is not None else None
+    size = value_dim(q, block_v, block_v_scale, value_v) if paged is None else paged.v.shape[-1]
+    table = None
+    if block_k:
+        blocks = flat_blocks(
+            block_k, block_v, block_positions, block_bias, block_heads, block_k_scale, block_v_scale, group, dim, size
+        )
+        table = block_table(blocks, batch * kv_heads, group, tokens, block, (dim, size), q.dtype)
     spans, length = (0, 1) if key_u is None else key_u.shape[2:4]
     key_rank, value_rank = (0, 0) if key_u is None else (key_u.shape[-1], value_u.shape[-1])
 
@@ -98,7 +97,7 @@ def mixed_attention_launches(
     tiles += 0 if table is None else table.tiles
     splits = configuration.splits or splits_for(programs, tiles, _processors(q.device))
 
-    out = q.new_empty((batch, q_heads, tokens, value_dim))
+    out = q.new_empty((batch, q_heads, tokens, size))
     partial, top, mass = out, None, None
     if splits > 1:
         partial = q.new_empty((splits, *out.shape), dtype=torch.float32)
@@ -108,12 +107,13 @@ def mixed_attention_launches(
         return None if x is None else x.contiguous()
 
     def of_kind(tensors: str, kind: int) -> Tensor | None:
-        return getattr(table, tensors)[kind] if table is not None and kind < table.kinds else None
+        return getattr(table, tensors)[kind] if table is not None and kind < len(table.kinds) else None
 
     arguments: dict[str, Tensor | float | None] = {
         "p_q": dense(q), "p_where": dense(q_positions), "p_blocks": None if table is None else table.table,
         "p_k": of_kind("k", 0), "p_v": of_kind("v", 0), "p_other_k": of_kind("k", 1), "p_other_v": of_kind("v", 1),
-        "p_places": None if table is None else table.positions, "p_bias": None if table is None else table.bias,
+        "p_scale": None if table is None else table.scale, "p_places": None if table is None else table.positions,
+        "p_bias": None if table is None else table.bias,
         "p_paged_k": None if paged is None else dense(paged.k), "p_paged_v": None if paged is None else dense(paged.v),
         "p_paged_places": None if paged is None else dense(paged.positions), "p_paged_bias": dense(paged_bias),
         "p_pages": None if paged is None else dense(paged.pages), "p_counts": None if paged is None else dense(paged.counts),
@@ -127,9 +127,10 @@ def mixed_attention_launches(
         "scale": float(scale), "softcap": float(softcap), "window": window,
     }  # fmt: skip
     constants = {
-        "KV_HEADS": kv_heads, "GROUP": group, "DIM": dim, "VALUE_DIM": value_dim,
-        "KINDS": 0 if table is None else table.kinds, "PLACE_FIELDS": PLACE_FIELDS, "FIELDS": FIELDS,
-        "ALIGNMENT": 1 if table is None else table.alignment, "BIAS": int(table is not None and table.bias is not None),
+        "KV_HEADS": kv_heads, "GROUP": group, "DIM": dim, "VALUE_DIM": size,
+        "KINDS": 0 if table is None else len(table.kinds), "PLACE_FIELDS": PLACE_FIELDS, "FIELDS": FIELDS,
+        "BIAS": int(table is not None and table.bias is not None), **_kind_constants(table, 0, ""),
+        **_kind_constants(table, 1, "OTHER_"),
         "PAGE_SIZE": 0 if paged is None else paged.page_size, "PAGE_HEADS": 0 if paged is None else paged.pages.shape[1],
         "PAGED_PLACES": 0 if paged is None else paged.positions.shape[0], "PAGED_BIAS": _rows_of(paged_bias),
         "KEY_RANK": key_rank, "VALUE_RANK": value_rank,
@@ -139,7 +140,7 @@ def mixed_attention_launches(
         "TABLE": 0 if bias_table is None else bias_table.shape[1],
         "SOFTCAP": int(softcap != 0), "WINDOW": int(window != 0),
         "SPLITS": splits, "ROWS": rows, "BLOCK": block, "BLOCK_LENGTH": block_length,
-        "BLOCK_DIM": padded(dim), "BLOCK_VALUE": padded(value_dim),
+        "BLOCK_DIM": padded(dim), "BLOCK_VALUE": padded(size),
         "BLOCK_KEY_RANK": padded(key_rank), "BLOCK_VALUE_RANK": padded(value_rank),
     }  # fmt: skip
     grid = (batch * kv_heads, -(-group * tokens // rows), splits)
@@ -160,8 +161,8 @@ def mixed_attention_launches(
             "rows": count,
         }
         sizes = {
-            "VALUE_DIM": value_dim, "SPLITS": splits, "BLOCK_SPLITS": triton.next_power_of_2(splits),
-            "BLOCK_VALUE": padded(value_dim),
+            "VALUE_DIM": size, "SPLITS": splits, "BLOCK_SPLITS": triton.next_power_of_2(splits),
+            "BLOCK_VALUE": padded(size),
         }  # fmt: skip
         launches.append(Launch(merge_partials, (count,), merged, sizes, 4, 1))
     return out, launches
@@ -177,6 +178,15 @@ def mixed_attention_triton(*arguments: Any, fresh: bool = False, **keywords: obj
     for launch in launches:
         launch.run()
     return out
+
+
+def _kind_constants(table: BlockTable | None, number: int, prefix: str) -> dict[str, int]:
+    """How the blocks of one kind are stored, as constants whose names begin with `prefix`."""
+    if table is None or number >= len(table.kinds):
+        k_bits, v_bits, alignment = 0, 0, 1
+    else:
+        (_, _, k_bits, v_bits), alignment = table.kinds[number], table.alignment[number]
+    return {f"{prefix}K_BITS": k_bits, f"{prefix}V_BITS": v_bits, f"{prefix}ALIGNMENT": alignment}
 
 
 def _rows_of(bias: Tensor | None) -> int:

@@ -29,7 +29,7 @@ from semkv.files import check_sha256, describe, dump_json, file_size, member, pa
 from semkv.ir.site import AttentionSite
 
 FORMAT = "semkv-artifact"
-ARTIFACT_SCHEMA = 2
+ARTIFACT_SCHEMA = 3
 """Version of the folder's layout and manifest; a reader refuses any other."""
 
 MANIFEST = "manifest.json"

@@ -15,24 +15,27 @@ from torch.fx.node import has_side_effect
 
 
 class Entries(NamedTuple):
-    """Arguments 2 to 18 of `semkv::mixed_attention`, in its order: what one softmax is taken over.
+    """Arguments 2 to 16 of `semkv::mixed_attention`, in its order: what one softmax is taken over.
 
-    Exact entries come in blocks, so that each stays where it is stored. Shapes: B rows, T query tokens, Hq query heads, Hkv KV
-    heads, N exact of one block, M coarse, F factored spans of at most L tokens and rank R. A dimension written `Hkv|1` broadcasts.
-    A bias of -inf, or a position after every query's, marks an entry that is absent. `exact_heads` says where the blocks are of
-    fewer rows or heads than there are: the place row * Hkv + KV head of each block's first one, from which it goes on without a
-    gap; then B, Hkv and Hq in the shapes of a block are its own. None: each has all. Every place has a block, which may be empty.
+    Exact and coarse entries come in blocks, so that each stays where it is stored; a coarse entry has its log size in its block's
+    bias. Shapes: B rows, T query tokens, Hq query heads, Hkv KV heads, N entries of one block, F factored spans of at most L tokens
+    and rank R. A dimension written `Hkv|1` broadcasts. A bias of -inf, or a position after every query's, marks an entry that is
+    absent. `block_heads` says where the blocks are of fewer rows or heads than there are: the place row * Hkv + KV head of each
+    block's first one, from which it goes on without a gap; then B, Hkv and Hq in the shapes of a block are its own. None: each has
+    all. Every place has a block, which may be empty.
+
+    Keys or values of a block that has a scale for them are packed codes uint8 [B, Hkv, N, width], 8 bits where the width is the head
+    dim and 4 where it is half of it, rounded up (`semkv.runtime.quantization.Quantized`); see `semkv.ir.ops.value_dim` for that of
+    values. Scales have no gradient.
     """
 
-    exact_k: list[Tensor]  # [B, Hkv, N, D] each
-    exact_v: list[Tensor]  # [B, Hkv, N, Dv]
-    exact_positions: list[Tensor]  # [B, Hkv|1, N] integers
-    exact_bias: list[Tensor | None] | None = None  # [B, Hq|1, T|1, N]
-    exact_heads: list[int] | None = None
-    coarse_k: Tensor | None = None  # [B, Hkv, M, D]
-    coarse_v: Tensor | None = None  # [B, Hkv, M, Dv]
-    coarse_positions: Tensor | None = None  # [B, Hkv|1, M] int64
-    coarse_bias: Tensor | None = None  # [B, Hq|1, T|1, M]
+    block_k: list[Tensor]  # [B, Hkv, N, D] each, or codes
+    block_v: list[Tensor]  # [B, Hkv, N, Dv], or codes
+    block_positions: list[Tensor]  # [B, Hkv|1, N] integers
+    block_bias: list[Tensor | None] | None = None  # [B, Hq|1, T|1, N]
+    block_heads: list[int] | None = None
+    block_k_scale: list[Tensor | None] | None = None  # float16 [B, Hkv, N, 1]
+    block_v_scale: list[Tensor | None] | None = None  # float16 [B, Hkv, N, 1]
     key_u: Tensor | None = None  # [B, Hkv, F, L, R]
     key_s: Tensor | None = None  # [B, Hkv, F, R]
     key_v: Tensor | None = None  # [B, Hkv, F, D, R]

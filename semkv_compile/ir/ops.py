@@ -1,11 +1,13 @@
 """Schemas and fake implementations of the semkv operators; `semkv.kernels` brings the real ones.
 
 `semkv::attention` is the normal form that `find_attention` writes: stateless, causal, over the tokens of one forward.
-`semkv::mixed_attention` is what it becomes: one softmax over exact, coarse and factored entries given as tensors.
+`semkv::mixed_attention` is what it becomes: one softmax over blocks of entries and factored spans given as tensors.
 `semkv::linear` is what `stream_weights` makes of a projection that few tokens pass.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -20,8 +22,8 @@ library.define(
 library.define(
     # shapes: see semkv.ir.memory.Entries; q [B, Hq, T, D], q_positions [B, T] -> [B, Hq, T, Dv]
     "mixed_attention(Tensor q, Tensor q_positions, "
-    "Tensor[] exact_k, Tensor[] exact_v, Tensor[] exact_positions, Tensor?[]? exact_bias=None, int[]? exact_heads=None, "
-    "Tensor? coarse_k=None, Tensor? coarse_v=None, Tensor? coarse_positions=None, Tensor? coarse_bias=None, "
+    "Tensor[] block_k, Tensor[] block_v, Tensor[] block_positions, Tensor?[]? block_bias=None, int[]? block_heads=None, "
+    "Tensor?[]? block_k_scale=None, Tensor?[]? block_v_scale=None, "
     "Tensor? key_u=None, Tensor? key_s=None, Tensor? key_v=None, "
     "Tensor? value_u=None, Tensor? value_s=None, Tensor? value_v=None, "
     "Tensor? factored_positions=None, Tensor? factored_bias=None, "
@@ -35,20 +37,31 @@ library.define(
 )  # x [..., K], weight [N, K], bias [N] -> [..., N]
 
 
-def _output(q: Tensor, v: Tensor) -> Tensor:
-    return q.new_empty((*q.shape[:-1], v.shape[-1]))
+def value_dim(
+    q: Tensor, block_v: Sequence[Tensor], block_v_scale: Sequence[Tensor | None] | None, value_v: Tensor | None = None
+) -> int:
+    """Dv, the last size of the output: that of the first block whose values are plain numbers, which may be empty, else that of the
+    factors. Where all values are codes, whose width leaves it open by one, that of the queries."""
+    scales = [None] * len(block_v) if block_v_scale is None else block_v_scale
+    plain = [v for v, scale in zip(block_v, scales) if scale is None]
+    if plain:
+        return plain[0].shape[-1]
+    return q.shape[-1] if value_v is None else value_v.shape[-2]
 
 
 @torch.library.register_fake("semkv::attention", lib=library)
 def _attention_fake(
     q, k, v, positions, sinks=None, bias_slopes=None, bias_table=None, *, site, scale, softcap=0.0, window=0
 ):
-    return _output(q, v)
+    return q.new_empty((*q.shape[:-1], v.shape[-1]))
 
 
 @torch.library.register_fake("semkv::mixed_attention", lib=library)
-def _mixed_attention_fake(q, q_positions, exact_k, exact_v, *rest, **kwargs):
-    return _output(q, exact_v[0])
+def _mixed_attention_fake(
+    q, q_positions, block_k, block_v, block_positions, block_bias=None, block_heads=None, block_k_scale=None, block_v_scale=None,
+    key_u=None, key_s=None, key_v=None, value_u=None, value_s=None, value_v=None, *rest, **kwargs,
+):  # fmt: skip
+    return q.new_empty((*q.shape[:-1], value_dim(q, block_v, block_v_scale, value_v)))
 
 
 @torch.library.register_fake("semkv::linear", lib=library)

@@ -9,16 +9,11 @@ from torch import Tensor
 
 from semkv.ir.site import AttentionSite
 from semkv.runtime.components import IndexPart, Summary
+from semkv.runtime.device_index import log_sizes
 from semkv.runtime.quantization import norms, products
 from semkv.runtime.segments import Folding
 from semkv.runtime.spans import FACTORS, FoldedSpans
 from semkv.runtime.step import Step
-
-
-def log_sizes(site: AttentionSite, spans: FoldedSpans) -> Tensor:
-    """Log of the units' tokens, [Hq|1, 1, M]."""
-    sizes = spans.lengths.float().log()
-    return (sizes if sizes.shape[0] == 1 else sizes.repeat_interleave(site.group_size, 0))[:, None]
 
 
 class MeansSuffice:
@@ -85,7 +80,7 @@ class GateRouter:
             return self._score_there(site, q, spans)
         w = self._weight(site)
         query = q.float().cpu() @ w.transpose(1, 2)  # [Hq, T, d']
-        size = log_sizes(site, spans)
+        size = log_sizes(spans.lengths, site)
         if "vectors" in spans.index:
             raw = spans.products(query, "vectors")
         else:

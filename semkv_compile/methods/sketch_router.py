@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from semkv.ir.site import AttentionSite
+from semkv.kernels.codes import code_products
 from semkv.methods.page_routers import PageRouter
 from semkv.profiles.schema.codes import STEPS, encode
 from semkv.runtime.components import IndexPart, Summary
-from semkv.runtime.quantization import code_products
 from semkv.runtime.segments import Folding
 from semkv.runtime.spans import FoldedSpans
 from semkv.runtime.step import Step

@@ -11,7 +11,14 @@ from torch import Tensor
 from semkv.runtime.quantization import Quantized
 
 if TYPE_CHECKING:
+    from semkv.ir.site import AttentionSite
     from semkv.runtime.spans import FoldedSpans
+
+
+def log_sizes(lengths: Tensor, site: AttentionSite) -> Tensor:
+    """float32 [Hq|1, 1, M]: log of the tokens of units, lengths [Hkv|1, M], for each query head where KV heads have their own."""
+    sizes = lengths.float().log()
+    return (sizes if sizes.shape[0] == 1 else sizes.repeat_interleave(site.group_size, 0))[:, None]
 
 
 class DeviceIndex:
@@ -24,12 +31,8 @@ class DeviceIndex:
 
     def __init__(self, spans: FoldedSpans, device: torch.device, constants: dict[str, Tensor]) -> None:
         self.device, self.constants = device, constants
-        self._units, self._mean_k, self._mean_v, self._index = (
-            spans.lengths,
-            spans.mean_k,
-            spans.mean_v,
-            dict(spans.index),
-        )
+        self._units, self._positions = spans.lengths, spans.positions
+        self._mean_k, self._mean_v, self._index = spans.mean_k, spans.mean_v, dict(spans.index)
         self._copies: dict[str, Tensor] = {}
 
     def serves(self, spans: FoldedSpans, device: torch.device) -> bool:
@@ -40,6 +43,15 @@ class DeviceIndex:
     def lengths(self) -> Tensor:
         """int32 [Hkv|1, M], tokens of each unit."""
         return self._tensor("lengths", lambda: self._units)
+
+    @property
+    def positions(self) -> Tensor:
+        """int32 [Hkv|1, M], mean position of each unit."""
+        return self._tensor("positions", lambda: self._positions)
+
+    def log_sizes(self, site: AttentionSite) -> Tensor:
+        """See `log_sizes`."""
+        return self._tensor(f"log_sizes.{site.group_size}", lambda: log_sizes(self._units, site))
 
     @property
     def mean_k(self) -> Quantized:

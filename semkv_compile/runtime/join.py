@@ -1,12 +1,13 @@
 """Join the entries of a site's parts, each with KV heads of its own, and of the rows of a batch, into one call of the operator.
 
-Exact entries stay where they are: blocks say which row and heads they are of. A coarse entry is a block's as well, its log size
-in the bias. Only factored spans are padded, to the largest of them; padding has bias -inf.
+Entries stay where and as they are: blocks say which row and heads they are of. Only factored spans are padded, to the largest of
+them; padding has bias -inf.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,10 @@ from semkv.ir.memory import Entries
 from semkv.ir.site import AttentionSite
 
 NEG_INF = float("-inf")
+BLOCKS = ("block_k", "block_v", "block_positions", "block_bias", "block_k_scale", "block_v_scale")
+"""What a block has, None in place of a whole list where no block has it."""
 FACTORS = ("key_u", "key_s", "key_v", "value_u", "value_s", "value_v")
+FACTORED = (*FACTORS, "factored_positions", "factored_bias")
 
 
 def join_parts(parts: list[Entries], sites: list[AttentionSite], tokens: int) -> Entries:
@@ -30,50 +34,40 @@ def stack_rows(rows: list[Entries], site: AttentionSite, tokens: int) -> Entries
     """Entries of whole rows, without a batch dimension -> those of the batch, for `tokens` queries each."""
     if len(rows) == 1:
         row = _with_batch(rows[0])
-        return Entries(*row[:5], *(None if x is None else x[None] for x in row[5:]))
+        return row._replace(**{name: x[None] for name in FACTORED if (x := getattr(row, name)) is not None})
     firsts = [row * site.kv_heads for row in range(len(rows))]
     made = _joined(rows, firsts, [site] * len(rows), tokens, torch.stack)
     return _with_batch(made)
 
 
 def _with_batch(row: Entries) -> Entries:
-    """The exact blocks with a batch dimension of 1."""
-    bias = None if row.exact_bias is None else [None if x is None else x[None] for x in row.exact_bias]
-    return row._replace(
-        exact_k=[x[None] for x in row.exact_k], exact_v=[x[None] for x in row.exact_v],
-        exact_positions=[x[None] for x in row.exact_positions], exact_bias=bias,
-    )  # fmt: skip
+    """The blocks with a batch dimension of 1."""
+    given = {name: own for name in BLOCKS if (own := getattr(row, name)) is not None}
+    batched: dict[str, Any] = {name: [None if x is None else x[None] for x in own] for name, own in given.items()}
+    return row._replace(**batched)
 
 
 def _joined(
     parts: list[Entries], firsts: list[int], sites: list[AttentionSite], tokens: int, join: Callable[[list[Tensor]], Tensor]
 ) -> Entries:  # fmt: skip
     """Blocks one behind the other, each part's from its first place on, and factored spans put together by `join`."""
-    blocks = [block for part, first in zip(parts, firsts) for block in _blocks(part, first)]
-    k, v, positions, bias, heads = (list(column) for column in zip(*blocks))
-    factors: dict[str, Tensor] = {}
-    if any(part.key_u is not None for part in parts):
-        factors = {name: join(columns) for name, columns in _padded_factors(parts, sites, tokens).items()}
-    return Entries(k, v, positions, None if all(x is None for x in bias) else bias, heads, **factors)
-
-
-def _blocks(part: Entries, first: int) -> list[tuple[Tensor, Tensor, Tensor, Tensor | None, int]]:
-    """(k, v, positions, bias, first place) of its exact blocks and its coarse entries."""
-    heads = part.exact_heads or [0] * len(part.exact_k)
-    biases = part.exact_bias or [None] * len(part.exact_k)
-    made = [
-        (k, v, positions, bias, first + head)
-        for k, v, positions, bias, head in zip(part.exact_k, part.exact_v, part.exact_positions, biases, heads)
+    joined: dict[str, Any] = {}
+    for name in BLOCKS:
+        column = [x for part in parts for x in getattr(part, name) or [None] * len(part.block_k)]
+        if any(x is not None for x in column):
+            joined[name] = column
+    heads = [
+        first + place for part, first in zip(parts, firsts) for place in part.block_heads or [0] * len(part.block_k)
     ]
-    if part.coarse_k is not None and part.coarse_v is not None and part.coarse_positions is not None:
-        made.append((part.coarse_k, part.coarse_v, part.coarse_positions, part.coarse_bias, first))
-    return made
+    if any(part.key_u is not None for part in parts):
+        joined |= {name: join(columns) for name, columns in _padded_factors(parts, sites, tokens).items()}
+    return Entries(**joined, block_heads=heads)
 
 
 def _padded_factors(parts: list[Entries], sites: list[AttentionSite], tokens: int) -> dict[str, list[Tensor]]:
     """By name, the factored spans of each part, those of parts that have none included, all of one size but for their heads."""
     like = next(part for part in parts if part.key_u is not None)
-    out: dict[str, list[Tensor]] = {name: [] for name in (*FACTORS, "factored_positions", "factored_bias")}
+    out: dict[str, list[Tensor]] = {name: [] for name in FACTORED}
     for part, site in zip(parts, sites):
         given = part if part.key_u is not None else _no_factors(like, site.kv_heads)
         shape = given.factored_positions.shape[1:]

@@ -13,7 +13,7 @@ from semkv.runtime.choosing import Zoom, choose_there, choose_units
 from semkv.runtime.components import Components
 from semkv.runtime.prediction import Certain, Likely, Whereabouts
 from semkv.runtime.prefetch import Wanted
-from semkv.runtime.quantization import dequantize
+from semkv.runtime.quantization import Quantized
 from semkv.runtime.segments import Folding
 from semkv.runtime.spans import FoldedSpans
 from semkv.runtime.step import Step
@@ -249,7 +249,7 @@ class SiteMemory:
     def entries(self, site: AttentionSite, q: Tensor, workspace_allowance: float, step: Step) -> Entries:
         """What `site` attends to for q [Hq, T, D]; `workspace_allowance` is device bytes for unfolded units.
 
-        The result has no batch dimension; its keys and values are in the KV dtype.
+        The result has no batch dimension; keys and values are in the KV dtype, those of coarse entries in codes.
         """
         self.workspace_nbytes = self.moved_nbytes = self.held_nbytes = 0
         self.zoom, self.supplied = None, Supplied()
@@ -270,15 +270,9 @@ class SiteMemory:
         if workspace is not None and workspace.factors is not None:
             entries = self._with_factors(entries, site, workspace.factors)
         if components.summary is not None and components.summary.attend:
-            there, size = spans.on(self.device), spans.lengths.float().log()  # [Hkv|1, M]
-            if size.shape[0] > 1:
-                size = size.repeat_interleave(site.group_size, 0)
-            entries = entries._replace(
-                coarse_k=dequantize(there.mean_k, torch.float32),
-                coarse_v=dequantize(there.mean_v, torch.float32),
-                coarse_positions=spans.positions.to(self.device),
-                coarse_bias=size[:, None].masked_fill(self.zoom.seen, NEG_INF).to(self.device),
-            )
+            there = spans.on(self.device)
+            bias = there.log_sizes(site).masked_fill(self.zoom.seen.to(self.device), NEG_INF)
+            entries = _with_block(entries, there.mean_k, there.mean_v, there.positions, bias)
         return entries
 
     def _with_tokens(self, entries: Entries, site: AttentionSite, workspace: Workspace) -> Entries:
@@ -289,11 +283,10 @@ class SiteMemory:
         bias = None
         if self.zoom is not None and self.zoom.own is not None:
             seen = _zoomed_units(self.zoom.heads, self.spans.units_of(workspace.segment[:, :count]), site)
-            bias = [None] * len(entries.exact_k) + [torch.where(seen, 0.0, NEG_INF).to(self.device)]
-        return Entries(
-            [*entries.exact_k, workspace.k[:, :count]], [*entries.exact_v, workspace.v[:, :count]],
-            [*entries.exact_positions, workspace.positions[:, :count]], bias,
-        )  # fmt: skip
+            bias = torch.where(seen, 0.0, NEG_INF).to(self.device)
+        return _with_block(
+            entries, workspace.k[:, :count], workspace.v[:, :count], workspace.positions[:, :count], bias
+        )
 
     def _with_factors(self, entries: Entries, site: AttentionSite, factors: UnfoldedFactors) -> Entries:
         """`entries` and the unfolded spans that stay factors."""
@@ -404,6 +397,23 @@ class SiteMemory:
         copy.workspace = self.workspace.clone() if self.workspace is not None else None
         copy.ahead, copy.supply, copy._foreseen = 0, None, None  # a copy has buffers of its own once it runs
         return copy
+
+
+def _with_block(
+    entries: Entries, k: Tensor | Quantized, v: Tensor | Quantized, positions: Tensor, bias: Tensor | None
+) -> Entries:
+    """`entries` and one more block of them."""
+    before = len(entries.block_k)
+
+    def more(given: list[Tensor | None] | None, x: Tensor | None) -> list[Tensor | None] | None:
+        return given if given is None and x is None else [*(given or [None] * before), x]
+
+    (k, k_scale), (v, v_scale) = ((x.codes, x.scale) if isinstance(x, Quantized) else (x, None) for x in (k, v))
+    return entries._replace(
+        block_k=[*entries.block_k, k], block_v=[*entries.block_v, v], block_positions=[*entries.block_positions, positions],
+        block_bias=more(entries.block_bias, bias), block_k_scale=more(entries.block_k_scale, k_scale),
+        block_v_scale=more(entries.block_v_scale, v_scale),
+    )  # fmt: skip
 
 
 def _zoomed_units(zoom: Tensor, unit: Tensor, site: AttentionSite) -> Tensor:

@@ -186,7 +186,7 @@ def rewrite(folder, change):
 
 
 REFUSED = {
-    "another schema": (lambda m: m.update(schema=99), r"schema 99, expected 2; compile and save the model again"),
+    "another schema": (lambda m: m.update(schema=99), r"schema 99, expected 3; compile and save the model again"),
     "another format": (lambda m: m.update(format="other"), "not the manifest of a semkv-artifact"),
     "an unknown field": (lambda m: m.update(run="code"), "run = 'code': Extra inputs are not permitted"),
     "a method budget": (lambda m: m["compile"].update(budget=7.5), r"compile\.budget"),

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from semkv.ir.memory import Entries
+from semkv.runtime.quantization import quantize
 
 
 def make_entries(
@@ -25,6 +26,7 @@ def make_entries(
     value_dim: int | None = None,
     exact: int = 7,
     coarse: int = 0,
+    bits: tuple[int, int] = (0, 0),
     spans: int = 0,
     length: int = 5,
     rank: int = 3,
@@ -33,7 +35,8 @@ def make_entries(
     dtype: torch.dtype = torch.float64,
     seed: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, Entries]:
-    """(q [B, Hq, T, D], q_positions [B, T], entries) with positions before the queries, but for some exact ones."""
+    """(q [B, Hq, T, D], q_positions [B, T], entries) with positions before the queries, but for some exact ones: a block of exact
+    entries, then one of coarse ones, whose keys and values are codes of `bits` where that is not 0."""
     generator = torch.Generator().manual_seed(seed)
     value_dim = value_dim or dim
 
@@ -53,20 +56,22 @@ def make_entries(
     q = numbers(batch, q_heads, tokens, dim)
     q_positions = 50 + torch.arange(tokens).expand(batch, -1)
     fields: dict[str, Any] = {
-        "exact_k": [numbers(batch, kv_heads, exact, dim)],
-        "exact_v": [numbers(batch, kv_heads, exact, value_dim)],
-        "exact_positions": [places(batch, heads, exact, high=50 + tokens)],
+        "block_k": [numbers(batch, kv_heads, exact, dim)],
+        "block_v": [numbers(batch, kv_heads, exact, value_dim)],
+        "block_positions": [places(batch, heads, exact, high=50 + tokens)],
     }
-    fields["exact_positions"][0][..., -1] = 49
+    fields["block_positions"][0][..., -1] = 49
     if biased:
-        fields["exact_bias"] = [bias(batch, q_heads, tokens, exact)]
+        fields["block_bias"] = [bias(batch, q_heads, tokens, exact)]
     if coarse:
-        fields |= {
-            "coarse_k": numbers(batch, kv_heads, coarse, dim),
-            "coarse_v": numbers(batch, kv_heads, coarse, value_dim),
-            "coarse_positions": places(batch, 1, coarse, high=50),
-            "coarse_bias": bias(batch, 1, 1, coarse),
-        }
+        for name, size, width in (("k", dim, bits[0]), ("v", value_dim, bits[1])):
+            means = numbers(batch, kv_heads, coarse, size)
+            packed = quantize(means, width) if width else None
+            fields[f"block_{name}"].append(means if packed is None else packed.codes)
+            if packed is not None:
+                fields[f"block_{name}_scale"] = [None, packed.scale]
+        fields["block_positions"].append(places(batch, 1, coarse, high=50))
+        fields["block_bias"] = [*fields.get("block_bias", [None]), bias(batch, 1, 1, coarse)]
     if spans:
         fields |= {
             "key_u": numbers(batch, kv_heads, spans, length, rank),

@@ -7,13 +7,16 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import semkv.kernels.codes as codes
 import semkv.kernels.mixed_attention.blocked as blocked
 import semkv.kernels.mixed_attention.streaming as streaming
 from semkv.errors import InputError
 from semkv.ir.memory import Entries
 from semkv.ir.ops import mixed_attention
 from semkv.kernels.mixed_attention import FLOAT_ARGUMENTS, mixed_attention_blocked, mixed_attention_reference
+from semkv.runtime.quantization import Quantized, dequantize, quantize
 
 SCALE = 0.4
 SHAPES = {
@@ -26,8 +29,14 @@ SHAPES = {
     "shared positions": {"heads_of_positions": 1, "exact": 111, "spans": 2},
     "one token": {"tokens": 1, "coarse": 5, "spans": 2, "biased": True},
     "long span": {"spans": 1, "length": 31, "rank": 1, "exact": 1},
+    "codes": {"coarse": 70, "bits": (8, 8), "spans": 1, "biased": True},
+    "short codes, odd dims": {"dim": 15, "value_dim": 9, "coarse": 33, "bits": (4, 4)},
+    "codes of keys": {"tokens": 1, "coarse": 9, "bits": (4, 0)},
+    "codes of two widths": {"dim": 15, "coarse": 9, "bits": (8, 4)},
 }
 TERMS = ("sinks", "slopes", "table", "softcap", "window")
+FACTORED = ("key_u", "key_s", "key_v", "value_u", "value_s", "value_v", "factored_positions")
+BLOCKS = ("block_k", "block_v", "block_positions", "block_bias", "block_k_scale", "block_v_scale")
 
 
 def extras(q_heads: int, terms: tuple[str, ...], dtype: torch.dtype = torch.float64) -> dict:
@@ -84,23 +93,22 @@ def test_a_fresh_forward_equals_the_reference(monkeypatch, terms, scores):
 
 
 def divided(own: Entries, edges: tuple[int, ...]) -> Entries:
-    """The same entries, the exact ones in blocks that end at `edges`."""
-    exact = own.exact_k[0].shape[2]
-    ends = [0, *(edge for edge in edges if edge < exact), exact]
+    """The same entries, each block in blocks that end at `edges`."""
 
-    def cut(x: torch.Tensor, dim: int) -> list[torch.Tensor]:
-        return [x.narrow(dim, start, end - start) for start, end in pairwise(ends)]
+    def cut(blocks: list[torch.Tensor | None] | None, dim: int) -> list[torch.Tensor | None] | None:
+        parts: list[torch.Tensor | None] = []
+        for x, k in zip(blocks or (), own.block_k):
+            ends = [0, *(edge for edge in edges if edge < k.shape[2]), k.shape[2]]
+            parts += [None if x is None else x.narrow(dim, start, end - start) for start, end in pairwise(ends)]
+        return None if blocks is None else parts
 
-    return own._replace(
-        exact_k=cut(own.exact_k[0], 2), exact_v=cut(own.exact_v[0], 2), exact_positions=cut(own.exact_positions[0], 2),
-        exact_bias=None if own.exact_bias is None else cut(own.exact_bias[0], 3),
-    )  # fmt: skip
+    return own._replace(**{name: cut(getattr(own, name), 3 if name == "block_bias" else 2) for name in BLOCKS})
 
 
 @pytest.mark.parametrize("terms", [(), ("sinks", "slopes", "softcap"), ("table", "window")])
 @pytest.mark.parametrize("name", SHAPES)
 def test_blocks_are_one_list_of_entries(entries, name, terms):
-    """Wherever the exact entries are cut, and with a bias for some blocks only: the reference with one block."""
+    """Wherever entries are cut, and with a bias for some blocks only: the reference with whole blocks."""
     q, where, own = entries(**SHAPES[name])
     options = extras(q.shape[1], terms)
     expected = mixed_attention_reference(q, where, *own, **options)
@@ -108,11 +116,11 @@ def test_blocks_are_one_list_of_entries(entries, name, terms):
         for function in (mixed_attention_reference, mixed_attention_blocked):
             got = function(q, where, *divided(own, edges), **options)
             torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
-    if own.exact_bias is not None:
-        own.exact_bias[0][..., :1] = 0
+    if own.block_bias is not None and own.block_bias[0] is not None:
+        own.block_bias[0][..., :1] = 0
         expected = mixed_attention_reference(q, where, *own, **options)
         some = divided(own, (1,))
-        some = some._replace(exact_bias=[None, some.exact_bias[1]])
+        some = some._replace(block_bias=[None, *some.block_bias[1:]])
         torch.testing.assert_close(mixed_attention(q, where, *some, **options), expected, rtol=1e-10, atol=1e-12)
 
 
@@ -120,60 +128,122 @@ def test_blocks_are_one_list_of_entries(entries, name, terms):
 @pytest.mark.parametrize("terms", [(), TERMS[:-1]])
 def test_blocks_may_be_of_some_rows_and_heads(entries, tokens, terms):
     """Ragged heads without padding: each place (row, KV head) alone gives the same output."""
-    q, where, own = entries(batch=2, tokens=tokens, q_heads=6, kv_heads=3, exact=70, coarse=4, spans=2, biased=True)
+    q, where, own = entries(
+        batch=2, tokens=tokens, q_heads=6, kv_heads=3, exact=70, coarse=40, bits=(8, 4), spans=2, biased=True
+    )
     options = extras(6, terms)
-    k, v, positions, bias = own.exact_k[0], own.exact_v[0], own.exact_positions[0], own.exact_bias[0]
     cuts = [
-        ((0, 0, 3), 0, 9),
-        ((0, 0, 2), 9, 30),
-        ((0, 2, 3), 9, 11),
-        ((1, 0, 1), 0, 70),
-        ((1, 1, 3), 5, 5),
-        ((1, 1, 3), 60, 70),
-    ]
-    parts = [
-        (k[row, a:b], v[row, a:b], positions[row, a:b], bias[row, 2 * a : 2 * b], (i, j)) for (row, a, b), i, j in cuts
+        (0, (0, 0, 3), 0, 9),
+        (0, (0, 0, 2), 9, 30),
+        (0, (0, 2, 3), 9, 11),
+        (0, (1, 0, 1), 0, 70),
+        (0, (1, 1, 3), 5, 5),
+        (1, (0, 1, 3), 0, 40),
+        (1, (1, 0, 2), 3, 20),
+        (0, (1, 1, 3), 60, 70),
     ]
     ragged = own._replace(
-        exact_k=[x[None, :, i:j] for x, _, _, _, (i, j) in parts],
-        exact_v=[x[None, :, i:j] for _, x, _, _, (i, j) in parts],
-        exact_positions=[x[None, :, i:j] for _, _, x, _, (i, j) in parts],
-        exact_bias=[x[None, ..., i:j] for _, _, _, x, (i, j) in parts],
-        exact_heads=[3 * row + a for (row, a, _), _, _ in cuts],
+        **{name: [part_of(own, name, *cut) for cut in cuts] for name in BLOCKS},
+        block_heads=[3 * row + a for _, (row, a, _), _, _ in cuts],
     )
     got = mixed_attention(q, where, *ragged, **options)
     torch.testing.assert_close(mixed_attention_reference(q, where, *ragged, **options), got, rtol=1e-10, atol=1e-12)
     for row in range(2):
         for head in range(3):
-            here = [(i, j) for (r, a, b), i, j in cuts if r == row and a <= head < b]
-            seen = torch.cat([torch.arange(i, j) for i, j in here])
-            one = Entries(*(None if x is None or isinstance(x, list) else x[row : row + 1] for x in own))
+            here = [
+                (block, (row, head, head + 1), i, j) for block, (r, a, b), i, j in cuts if r == row and a <= head < b
+            ]
+            heads = slice(2 * head, 2 * head + 2)
             one = Entries(
-                [k[row, head][None, None, seen]], [v[row, head][None, None, seen]], [positions[row, head][None, None, seen]],
-                [bias[row, 2 * head : 2 * head + 2][None, ..., seen]], None, one.coarse_k[:, [head]], one.coarse_v[:, [head]],
-                one.coarse_positions, one.coarse_bias, *(x[:, [head]] for x in one[9:16]), one.factored_bias[:, 2 * head : 2 * head + 2],
-            )  # fmt: skip
-            own_options = {
-                name: x[2 * head : 2 * head + 2] if isinstance(x, torch.Tensor) else x for name, x in options.items()
-            }
-            alone = mixed_attention_reference(q[row : row + 1, 2 * head : 2 * head + 2], where[:1], *one, **own_options)
-            torch.testing.assert_close(got[row, 2 * head : 2 * head + 2], alone[0], rtol=1e-10, atol=1e-12)
+                **{name: [part_of(own, name, *cut) for cut in here] for name in BLOCKS},
+                **{name: getattr(own, name)[row : row + 1, [head]] for name in FACTORED},
+                factored_bias=own.factored_bias[row : row + 1, heads],
+            )
+            own_options = {name: x[heads] if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+            alone = mixed_attention_reference(q[row : row + 1, heads], where[:1], *one, **own_options)
+            torch.testing.assert_close(got[row, heads], alone[0], rtol=1e-10, atol=1e-12)
+
+
+def part_of(
+    own: Entries, name: str, block: int, heads: tuple[int, int, int], first: int, last: int
+) -> torch.Tensor | None:
+    """Of one tensor of a block, its entries [first, last) of KV heads [a, b) of a row."""
+    x, (row, a, b) = getattr(own, name)[block], heads
+    if x is None:
+        return None
+    if name == "block_bias":
+        return x[row : row + 1, 2 * a : 2 * b][..., first:last] if x.shape[1] > 1 else x[row : row + 1, ..., first:last]
+    return x[row : row + 1, a:b, first:last] if x.shape[1] > 1 else x[row : row + 1, :, first:last]
+
+
+def packed(x: torch.Tensor, bits: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    made = quantize(x, bits)
+    return [made.codes], [made.scale]
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("dim", "value_dim"), [(15, 15), (6, 9)])
+def test_codes_alone(entries, bits, dim, value_dim):
+    """Values of another dim than the keys' need a plain block, which may be empty, to say so."""
+    q, where, own = entries(dim=dim, value_dim=value_dim)
+    (k, k_scale), (v, v_scale) = packed(own.block_k[0], bits), packed(own.block_v[0], bits)
+    coded = own._replace(block_k=k, block_v=v, block_k_scale=k_scale, block_v_scale=v_scale)
+    if dim != value_dim:
+        with pytest.raises(
+            InputError, match=f"codes are torch.uint8 with {v[0].shape[3]} bytes a vector; expected torch.uint8 with 6"
+        ):
+            mixed_attention(q, where, *coded, scale=SCALE)
+        coded = divided(coded, (0,))
+        coded.block_v[0], coded.block_v_scale[0] = own.block_v[0][:, :, :0], None
+    plain = own._replace(
+        block_k=[dequantize(Quantized(k[0], k_scale[0], bits, dim))],
+        block_v=[dequantize(Quantized(v[0], v_scale[0], bits, value_dim))],
+    )
+    expected = mixed_attention_reference(q, where, *plain, scale=SCALE)
+    for function in (mixed_attention_reference, mixed_attention):
+        torch.testing.assert_close(function(q, where, *coded, scale=SCALE), expected, rtol=1e-10, atol=1e-12)
+
+
+def test_reading_codes_allocates_no_more_than_a_tile(entries, monkeypatch):
+    """Of the numbers that many codes stand for, a tile at a time."""
+    monkeypatch.setattr(codes, "TILE_NUMBERS", 1 << 10)
+    count = 4096
+    q, where, own = entries(batch=1, tokens=1, dim=64, coarse=count, bits=(4, 4), dtype=torch.float32)
+    largest = 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            nonlocal largest
+            out = function(*args, **(kwargs or {}))
+            made = [x for x in (out if isinstance(out, (list, tuple)) else [out]) if isinstance(x, torch.Tensor)]
+            largest = max(largest, *(x.untyped_storage().nbytes() for x in made if x.dtype.is_floating_point), 0)
+            return out
+
+    with torch.no_grad(), Watch():
+        got = mixed_attention_blocked(q, where, *own, scale=SCALE)
+    assert largest < count * 64  # the scores and biases of all heads; the means are eight times that
+    torch.testing.assert_close(got, mixed_attention_reference(q, where, *own, scale=SCALE))
 
 
 def test_blocks_that_do_not_fit_are_refused(entries):
     q, where, own = entries()
-    with pytest.raises(InputError, match="1 exact blocks and exact_heads 2 first places; expected at least one block"):
-        mixed_attention(q, where, *own._replace(exact_heads=[0, 1]), scale=SCALE)
-    with pytest.raises(InputError, match="no exact block has places 0 to 0"):
+    for bad in (own.block_k[0].to(torch.uint8), own.block_k[0][..., :5]):
+        with pytest.raises(
+            InputError, match=r"keys or values of a block are .* numbers; expected 6 floating-point ones, or codes"
+        ):
+            mixed_attention(q, where, *own._replace(block_k=[bad]), scale=SCALE)
+    with pytest.raises(InputError, match="1 blocks and block_heads 2 first places; expected at least one block"):
+        mixed_attention(q, where, *own._replace(block_heads=[0, 1]), scale=SCALE)
+    with pytest.raises(InputError, match="no block has places 0 to 0"):
         mixed_attention(q, where, *(x[:1] if isinstance(x, torch.Tensor) else x for x in own._replace(
-            exact_k=[own.exact_k[0][:1, :1]], exact_v=[own.exact_v[0][:1, :1]], exact_positions=[own.exact_positions[0][:1, :1]],
-            exact_heads=[1])), scale=SCALE)  # fmt: skip
+            block_k=[own.block_k[0][:1, :1]], block_v=[own.block_v[0][:1, :1]], block_positions=[own.block_positions[0][:1, :1]],
+            block_heads=[1])), scale=SCALE)  # fmt: skip
     with pytest.raises(InputError, match="4 query heads for 3 KV heads of 1 rows; expected a multiple"):
         mixed_attention(
-            q[:1], where[:1], *own._replace(exact_k=[own.exact_k[0][:1, :1]] * 1, exact_heads=[2]), scale=SCALE
+            q[:1], where[:1], *own._replace(block_k=[own.block_k[0][:1, :1]] * 1, block_heads=[2]), scale=SCALE
         )
-    leaf = own.exact_k[0].new_zeros(2, 1, 1, 7).requires_grad_()
-    pair = divided(own, (3,))._replace(exact_bias=[None, leaf[..., 3:]])
+    leaf = own.block_k[0].new_zeros(2, 1, 1, 7).requires_grad_()
+    pair = divided(own, (3,))._replace(block_bias=[None, leaf[..., 3:]])
     with pytest.raises(InputError, match="a list of tensors and None takes no gradient"):
         mixed_attention(q.clone().requires_grad_(), where, *pair, scale=SCALE)
 
@@ -201,7 +271,7 @@ def test_streamed_products_equal_matrix_products(stored, count):
 def test_fresh_entries_with_a_bias_are_not_left_to_the_fused_kernel(entries):
     q, where, own = entries(exact=3, tokens=3)
     own = own._replace(
-        exact_positions=[where[:, None]], exact_bias=[torch.tensor([0.0, 1.0, 2.0]).expand(2, 1, 1, 3).double()]
+        block_positions=[where[:, None]], block_bias=[torch.tensor([0.0, 1.0, 2.0]).expand(2, 1, 1, 3).double()]
     )
     expected = mixed_attention_reference(q, where, *own, scale=SCALE)
     torch.testing.assert_close(mixed_attention_blocked(q, where, *own, scale=SCALE, fresh=True), expected)
@@ -212,12 +282,9 @@ def test_one_softmax_over_all_kinds(entries):
     q, where, own = entries(coarse=3, spans=2, biased=True)
     keys = ((own.key_u * own.key_s[..., None, :]) @ own.key_v.mT).flatten(2, 3)
     values = ((own.value_u * own.value_s[..., None, :]) @ own.value_v.mT).flatten(2, 3)
-    coarse_bias = own.coarse_bias.expand(2, 4, 3, 3)
-    k, v = torch.cat((*own.exact_k, own.coarse_k, keys), 2), torch.cat((*own.exact_v, own.coarse_v, values), 2)
-    places = torch.cat(
-        (*own.exact_positions, own.coarse_positions.expand(-1, 2, -1), own.factored_positions.flatten(2, 3)), 2
-    )
-    bias = torch.cat((*own.exact_bias, coarse_bias, own.factored_bias.flatten(3, 4)), 3)
+    k, v = torch.cat((*own.block_k, keys), 2), torch.cat((*own.block_v, values), 2)
+    places = torch.cat((*(x.expand(-1, 2, -1) for x in own.block_positions), own.factored_positions.flatten(2, 3)), 2)
+    bias = torch.cat((*(x.expand(2, 4, 3, -1) for x in own.block_bias), own.factored_bias.flatten(3, 4)), 3)
     joined = mixed_attention(q, where, [k], [v], [places], [bias], scale=SCALE)
     torch.testing.assert_close(mixed_attention(q, where, *own, scale=SCALE), joined)
 
@@ -225,18 +292,18 @@ def test_one_softmax_over_all_kinds(entries):
 def test_absent_and_later_entries_have_no_weight(entries):
     """Whatever finite numbers hidden entries hold, the output is bit for bit the same."""
     q, where, own = entries(exact=9, coarse=4, spans=2, biased=True)
-    own.exact_positions[0][:, :, 0] = 99
-    own.exact_bias[0][..., 1] = float("-inf")
+    own.block_positions[0][:, :, 0] = 99
+    own.block_bias[0][..., 1] = float("-inf")
     gone = torch.zeros(2, 2, 9, dtype=torch.bool)
     gone[..., :2] = True
     expected = mixed_attention(q, where, *own, scale=SCALE)
-    k = own.exact_k[0].masked_fill(gone[..., None], 1e3)
-    v = own.exact_v[0].masked_fill(gone[..., None], -1e30)
-    dropped = own.coarse_bias[:, :, 0, :, None].expand(-1, 2, -1, 6) == float("-inf")
+    k = own.block_k[0].masked_fill(gone[..., None], 1e3)
+    v = own.block_v[0].masked_fill(gone[..., None], -1e30)
+    dropped = own.block_bias[1][:, :, 0, :, None].expand(-1, 2, -1, 6) == float("-inf")
     assert dropped.any()
-    changed = own._replace(exact_k=[k], exact_v=[v], coarse_v=own.coarse_v.masked_fill(dropped, 1e30))
+    changed = own._replace(block_k=[k, own.block_k[1]], block_v=[v, own.block_v[1].masked_fill(dropped, 1e30)])
     assert torch.equal(mixed_attention(q, where, *changed, scale=SCALE), expected)
-    visible = own._replace(exact_v=[own.exact_v[0] + 1.0])
+    visible = own._replace(block_v=[own.block_v[0] + 1.0, own.block_v[1]])
     assert not torch.equal(mixed_attention(q, where, *visible, scale=SCALE), expected)
 
 
@@ -274,17 +341,22 @@ def test_error_is_at_most_twice_that_of_plain_pytorch(dtype):
 
 def test_keys_may_be_stored_in_less_precision_than_queries(entries):
     q, where, own = entries(coarse=2)
-    half = own._replace(exact_k=[own.exact_k[0].half()], exact_v=[own.exact_v[0].half()])
-    wide = own._replace(exact_k=[half.exact_k[0].double()], exact_v=[half.exact_v[0].double()])
+    half = own._replace(block_k=[x.half() for x in own.block_k], block_v=[x.half() for x in own.block_v])
+    wide = own._replace(block_k=[x.double() for x in half.block_k], block_v=[x.double() for x in half.block_v])
     got = mixed_attention(q, where, *half, scale=SCALE)
     assert got.dtype == torch.float64
     torch.testing.assert_close(got, mixed_attention(q, where, *wide, scale=SCALE))
 
 
-@pytest.mark.parametrize("name", ["odd", "value dim", "multi-query"])
+@pytest.mark.parametrize("name", ["odd", "value dim", "multi-query", "codes"])
 @pytest.mark.parametrize("blocks", [False, True])
 def test_gradients_equal_autograd_through_the_reference(entries, name, blocks):
     q, where, own = entries(**SHAPES[name])
+    own = own._replace(
+        block_bias=[
+            q.new_zeros(2, 1, 1, k.shape[2]) if bias is None else bias for k, bias in zip(own.block_k, own.block_bias)
+        ]
+    )
     own = divided(own, (3, 5)) if blocks else own
     options = extras(q.shape[1], ("sinks", "slopes", "softcap", "table"))
     keywords = {key: options[key] for key in ("scale", "softcap")}
@@ -293,14 +365,14 @@ def test_gradients_equal_autograd_through_the_reference(entries, name, blocks):
     def leaf(x):
         if isinstance(x, list):
             return [leaf(part) for part in x]
-        return x.clone().requires_grad_() if isinstance(x, torch.Tensor) else x
+        return x.clone().requires_grad_() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
 
     def gradients(function) -> list[torch.Tensor | None]:
         leaves = [leaf(x) if place in FLOAT_ARGUMENTS else x for place, x in enumerate(arguments)]
         out = function(*leaves, **keywords)
         (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)).sum().backward()
         found = [leaves[place] for place in FLOAT_ARGUMENTS if leaves[place] is not None]
-        return [part.grad for x in found for part in (x if isinstance(x, list) else [x])]
+        return [part.grad for x in found for part in (x if isinstance(x, list) else [x]) if part.requires_grad]
 
     ours, reference = gradients(mixed_attention), gradients(mixed_attention_reference)
     assert len(ours) == len(reference) > 5
@@ -318,16 +390,21 @@ def test_operator_registration(entries):
 def test_fake_shapes_follow_queries_and_values(entries):
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    q, where, own = entries(value_dim=9, coarse=2)
+    q, where, own = entries(value_dim=9, coarse=2, bits=(8, 4))
+    _, _, factored = entries(value_dim=9, spans=1)
     with FakeTensorMode() as mode:
-        fakes = [
-            [mode.from_tensor(part) for part in x]
-            if isinstance(x, list)
-            else None
-            if x is None
-            else mode.from_tensor(x)
-            for x in (q, where, *own)
-        ]
-        out = mixed_attention(*fakes, scale=SCALE)
-    assert out.shape == (2, 4, 3, 9)
-    assert out.dtype == torch.float64
+
+        def fake(x):
+            if isinstance(x, list):
+                return [fake(part) for part in x]
+            return x if x is None else mode.from_tensor(x)
+
+        def shape(own: Entries) -> tuple[int, ...]:
+            out = mixed_attention(fake(q), fake(where), *map(fake, own), scale=SCALE)
+            assert out.dtype == torch.float64
+            return tuple(out.shape)
+
+        assert shape(own) == (2, 4, 3, 9)
+        alone = own._replace(**{name: given[1:] for name in BLOCKS if (given := getattr(own, name)) is not None})
+        assert shape(alone) == (2, 4, 3, 6)
+        assert shape(alone._replace(**{name: getattr(factored, name) for name in FACTORED})) == (2, 4, 3, 9)

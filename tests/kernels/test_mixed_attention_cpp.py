@@ -21,11 +21,16 @@ ODD = {"batch": 2, "tokens": 1, "q_heads": 6, "kv_heads": 2, "dim": 15, "value_d
 EVEN = {"batch": 1, "tokens": 1, "q_heads": 4, "kv_heads": 2, "dim": 128}
 SHAPES = {
     "odd": {**ODD, "exact": 63, "coarse": 11, "biased": True},
+    "odd, codes": {**ODD, "exact": 63, "coarse": 75, "bits": (8, 8), "biased": True},
+    "odd, short codes": {**ODD, "exact": 5, "coarse": 75, "bits": (4, 4)},
+    "odd, codes of keys": {**ODD, "tokens": 3, "exact": 5, "coarse": 31, "bits": (4, 0)},
+    "odd, codes of values": {**ODD, "exact": 5, "coarse": 31, "bits": (0, 8)},
     "odd, few": {**ODD, "exact": 1},
     "odd, tokens": {**ODD, "tokens": 5, "exact": 31, "coarse": 3, "biased": True},
     "odd, splits": {**ODD, "batch": 1, "exact": 2 * SPLIT_ENTRIES + 37},
     "one place for all heads": {**ODD, "heads_of_positions": 1, "exact": 111},
     "128": {**EVEN, "exact": 200, "coarse": 70},
+    "128, codes": {**EVEN, "exact": 20, "coarse": 270, "bits": (8, 4)},
     "128, tokens": {**EVEN, "tokens": 16, "exact": 77, "biased": True},
 }
 TERMS = {"plain": (), "all": ("sinks", "softcap", "slopes", "table"), "window": ("sinks", "window")}
@@ -69,24 +74,21 @@ def wide(x):
     return x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
 
 
-def largest(error: torch.Tensor) -> torch.Tensor:
-    return error.abs().max()
-
-
 def root_mean_square(error: torch.Tensor) -> torch.Tensor:
     return error.square().mean().sqrt()
 
 
-def check(got, q, where, own, options, norm=largest) -> None:
-    """The error against float64 is at most twice that of plain PyTorch in the same dtype."""
+def check(got, q, where, own, options) -> None:
+    """The root mean square of the error against float64 is at most twice that of plain PyTorch in the same dtype; of the largest of so
+    many errors a few exceed twice another's by the luck of one rounding."""
     options64 = {name: wide(x) for name, x in options.items()}
     exact = mixed_attention_reference(wide(q), where, *wide(own), **options64)
     forms = (mixed_attention_reference, mixed_attention_blocked)
-    plain = max(norm(form(q, where, *own, **options) - exact) for form in forms)
+    plain = max(root_mean_square(form(q, where, *own, **options) - exact) for form in forms)
     assert got.dtype == q.dtype
     assert got.shape == exact.shape
     assert torch.isfinite(got).all()
-    assert norm(got - exact) <= 2 * plain
+    assert root_mean_square(got - exact) <= 2 * plain
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -100,22 +102,21 @@ def test_it_equals_the_reference(entries, case):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", MORE, ids=str)
 def test_it_equals_the_reference_at_other_sizes(entries, case):
-    """By the mean error: of the largest of so many comparisons a few exceed twice another's by the luck of one rounding."""
     dim, value_dim, group, dtype = case
-    for tokens, exact, terms in ((1, 333, "plain"), (3, 65, "all")):
+    for tokens, exact, bits, terms in ((1, 333, (8, 4), "plain"), (3, 65, (4, 8), "all")):
         q, where, own = entries(
-            batch=1, tokens=tokens, q_heads=2 * group, kv_heads=2, dim=dim, value_dim=value_dim, exact=exact, coarse=5, dtype=dtype,
-            biased=True,
+            batch=1, tokens=tokens, q_heads=2 * group, kv_heads=2, dim=dim, value_dim=value_dim, exact=exact, coarse=21, bits=bits,
+            dtype=dtype, biased=True,
         )  # fmt: skip
         options = extras(q, TERMS[terms])
-        check(mixed_attention_cpp(q, where, *own, **options), q, where, own, options, root_mean_square)
+        check(mixed_attention_cpp(q, where, *own, **options), q, where, own, options)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_entries_may_be_stored_in_less_precision_than_queries(entries, dtype):
     q, where, own = entries(**ODD, exact=40, dtype=torch.float32)
-    stored = own._replace(exact_k=[x.to(dtype) for x in own.exact_k])  # values stay as they are
-    single = stored._replace(exact_k=[x.float() for x in stored.exact_k])
+    stored = own._replace(block_k=[x.to(dtype) for x in own.block_k])  # values stay as they are
+    single = stored._replace(block_k=[x.float() for x in stored.block_k])
     got = mixed_attention_cpp(q, where, *stored, scale=SCALE)
     check(got, q, where, single, {"scale": SCALE})
 
@@ -147,25 +148,25 @@ def part_of_a_buffer(x: torch.Tensor) -> torch.Tensor:
 def test_blocks_are_read_where_they_are(entries):
     """Two blocks of all heads, one with a bias, one that only the last head of the first row has and one that is empty; each is part of
     a buffer that holds NaN beside it, and they are not stored alike."""
-    q, where, own = entries(**ODD, exact=90, coarse=3, biased=True, dtype=torch.float32)
-    k, v, places, bias = own.exact_k[0], own.exact_v[0], own.exact_positions[0], own.exact_bias[0]
+    q, where, own = entries(**ODD, exact=90, biased=True, dtype=torch.float32)
+    k, v, places, bias = own.block_k[0], own.block_v[0], own.block_positions[0], own.block_bias[0]
     cuts = [(slice(0, 2), slice(0, 2), slice(0, 29)), (slice(0, 2), slice(0, 2), slice(29, 90))]
     cuts += [(slice(0, 1), slice(1, 2), slice(0, 70)), (slice(0, 2), slice(0, 2), slice(0, 0))]
     half = part_of_a_buffer(k[cuts[1]].bfloat16())
     ragged = own._replace(
-        exact_k=[part_of_a_buffer(k[cuts[0]]), half, *(part_of_a_buffer(k[cut]) for cut in cuts[2:])],
-        exact_v=[part_of_a_buffer(v[cut]) for cut in cuts],
-        exact_positions=[places[cuts[0]].int(), places[cuts[1]], places[cuts[2]], places[cuts[3]]],
-        exact_bias=[None, bias[..., 29:], None, None], exact_heads=[0, 0, 1, 0],
+        block_k=[part_of_a_buffer(k[cuts[0]]), half, *(part_of_a_buffer(k[cut]) for cut in cuts[2:])],
+        block_v=[part_of_a_buffer(v[cut]) for cut in cuts],
+        block_positions=[places[cuts[0]].int(), places[cuts[1]], places[cuts[2]], places[cuts[3]]],
+        block_bias=[None, bias[..., 29:], None, None], block_heads=[0, 0, 1, 0],
     )  # fmt: skip
     got = mixed_attention_cpp(q, where, *ragged, scale=SCALE)
-    single = ragged._replace(exact_k=[x.float() for x in ragged.exact_k])
+    single = ragged._replace(block_k=[x.float() for x in ragged.block_k])
     check(got, q, where, single, {"scale": SCALE})
 
 
 def test_numbers_that_are_not_dense_are_copied(entries):
     q, where, own = entries(**ODD, exact=33, dtype=torch.float32)
-    across = own._replace(exact_k=[own.exact_k[0].mT.contiguous().mT], exact_v=[own.exact_v[0].mT.contiguous().mT])
+    across = own._replace(block_k=[own.block_k[0].mT.contiguous().mT], block_v=[own.block_v[0].mT.contiguous().mT])
     assert torch.equal(
         mixed_attention_cpp(q, where, *across, scale=SCALE), mixed_attention_cpp(q, where, *own, scale=SCALE)
     )
@@ -173,11 +174,11 @@ def test_numbers_that_are_not_dense_are_copied(entries):
 
 def test_absent_and_later_entries_have_no_weight(entries):
     q, where, own = entries(**ODD, exact=140, biased=True, dtype=torch.float32)
-    own.exact_positions[0][:, :, :70] = 1 << 40
-    own.exact_bias[0][..., 99] = float("-inf")
+    own.block_positions[0][:, :, :70] = 1 << 40
+    own.block_bias[0][..., 99] = float("-inf")
     wanted = mixed_attention_cpp(q, where, *own, scale=SCALE)
-    changed = own._replace(exact_k=[own.exact_k[0].clone()], exact_v=[own.exact_v[0].clone()])
-    for x in (changed.exact_k[0], changed.exact_v[0]):
+    changed = own._replace(block_k=[own.block_k[0].clone()], block_v=[own.block_v[0].clone()])
+    for x in (changed.block_k[0], changed.block_v[0]):
         x[:, :, :70], x[:, :, 99] = 1e30, -1e3
     assert torch.equal(mixed_attention_cpp(q, where, *changed, scale=SCALE), wanted)
 
@@ -220,7 +221,7 @@ def test_the_operator_takes_it_by_name_and_by_itself(entries, monkeypatch):
 def test_factored_spans_are_pytorchs(entries):
     q, where, own = entries(**ODD, exact=50, spans=2, dtype=torch.float32)
     assert dispatch.refusal(q, where, *own, scale=SCALE) == "factored spans are attended to in matrix products"
-    assert dispatch.refusal(q, where, *own[:9], scale=SCALE) is None
+    assert dispatch.refusal(q, where, *own[:7], scale=SCALE) is None
 
 
 def test_a_kernel_that_does_not_compile_is_a_warning_or_an_error(entries, monkeypatch, tmp_path):

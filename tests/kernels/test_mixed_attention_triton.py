@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from semkv.errors import InputError
+from semkv.ir.memory import Entries
 from semkv.kernels.mixed_attention import mixed_attention_blocked, mixed_attention_reference
 from semkv.kernels.mixed_attention.configuration import Configuration
 from semkv.kernels.mixed_attention.paged import PagedTokens
@@ -15,6 +16,7 @@ pytest.importorskip("triton", reason='kernels need triton: pip install -e ".[tri
 from semkv.kernels.mixed_attention.triton import mixed_attention_launches, mixed_attention_triton, splits_for
 
 SCALE = 0.3
+BLOCKS = ("block_k", "block_v", "block_positions", "block_bias", "block_k_scale", "block_v_scale")
 SMALL = {"batch": 1, "tokens": 1}
 SHAPES = {
     "exact, group 1": {**SMALL, "q_heads": 1, "kv_heads": 1, "dim": 60, "exact": 63},
@@ -24,6 +26,10 @@ SHAPES = {
     "all kinds, odd": {**SMALL, "dim": 15, "exact": 31, "coarse": 11, "spans": 3, "length": 7, "rank": 5, "biased": True},
     "tokens": {"batch": 2, "tokens": 3, "q_heads": 4, "kv_heads": 1, "coarse": 3, "spans": 1, "biased": True},
     "one place for all heads": {**SMALL, "heads_of_positions": 1, "exact": 19, "spans": 1, "length": 21},
+    "codes": {**SMALL, "dim": 64, "exact": 20, "coarse": 40, "bits": (8, 8), "biased": True},
+    "short codes, group 4": {**SMALL, "q_heads": 4, "kv_heads": 1, "dim": 60, "coarse": 33, "bits": (4, 4)},
+    "codes of two widths, odd": {"batch": 2, "tokens": 3, "dim": 15, "value_dim": 9, "coarse": 17, "bits": (4, 8), "spans": 1},
+    "codes of keys": {**SMALL, "coarse": 9, "bits": (4, 0)},
     "two blocks of rows": {"batch": 1, "tokens": 17, "q_heads": 4, "kv_heads": 1, "exact": 5, "spans": 1, "biased": True},
 }  # fmt: skip
 TERMS = {
@@ -42,6 +48,13 @@ CASES = [
     ("all kinds, odd", "plain", 4, torch.bfloat16),
     ("group 5, dim 128", "window", 2, torch.bfloat16),
     ("exact, group 1", "plain", 8, torch.float32),  # more splits than tiles
+    *(
+        (name, "plain", 2, dtype)
+        for name in ("codes", "short codes, group 4")
+        for dtype in (torch.float16, torch.bfloat16)
+    ),
+    ("codes of two widths, odd", "sinks, soft-cap, slopes, table", 3, torch.float32),
+    ("codes", "window", 3, torch.float32),
 ]
 MORE = [
     (name, terms, splits, dtype)
@@ -68,6 +81,10 @@ def extras(q_heads: int, dim: int, terms: tuple[str, ...]) -> dict:
 
 
 def cast(values, dtype: torch.dtype) -> list:
+    """Numbers in `dtype`; scales of codes stay what they are."""
+    if isinstance(values, Entries):
+        named = {name: x for name, x in values._asdict().items() if not name.endswith("_scale")}
+        return list(values._replace(**dict(zip(named, cast(named.values(), dtype)))))
     return [
         cast(x, dtype)
         if isinstance(x, list)
@@ -128,13 +145,15 @@ def test_the_kernel_equals_the_reference_in_every_combination(on_device, entries
 def test_blocks_are_read_where_they_are(on_device, entries):
     """Two blocks of all heads, one with a bias, and one that only the last head of the first row has; each is part of a buffer
     that holds NaN beside it."""
-    q, where, own = entries(batch=2, tokens=1, exact=20, coarse=3, biased=True, dtype=torch.float32)
-    k, v, places, bias = own.exact_k[0], own.exact_v[0], own.exact_positions[0], own.exact_bias[0]
+    q, where, own = entries(batch=2, tokens=1, exact=20, coarse=9, bits=(8, 4), biased=True, dtype=torch.float32)
+    k, v, places, bias = own.block_k[0], own.block_v[0], own.block_positions[0], own.block_bias[0]
     ragged = own._replace(
-        exact_k=[part_of_a_buffer(x) for x in (k[:, :, :9], k[:, :, 9:], k[:1, 1:, :4])],
-        exact_v=[part_of_a_buffer(x) for x in (v[:, :, :9], v[:, :, 9:], v[:1, 1:, :4])],
-        exact_positions=[places[:, :, :9], places[:, :, 9:], places[:1, 1:, :4]],
-        exact_bias=[None, bias[..., 9:], None], exact_heads=[0, 0, 1],
+        block_k=[part_of_a_buffer(x) for x in (k[:, :, :9], k[:, :, 9:], k[:1, 1:, :4], own.block_k[1])],
+        block_v=[part_of_a_buffer(x) for x in (v[:, :, :9], v[:, :, 9:], v[:1, 1:, :4], own.block_v[1])],
+        block_positions=[places[:, :, :9], places[:, :, 9:], places[:1, 1:, :4], own.block_positions[1]],
+        block_bias=[None, bias[..., 9:], None, own.block_bias[1]], block_heads=[0, 0, 1, 0],
+        block_k_scale=[None, None, None, part_of_a_buffer(own.block_k_scale[1])],
+        block_v_scale=[None, None, None, part_of_a_buffer(own.block_v_scale[1])],
     )  # fmt: skip
     got = on_device(
         mixed_attention_triton, q, where, *ragged, scale=SCALE, configuration=Configuration(block=16, splits=2)
@@ -143,8 +162,9 @@ def test_blocks_are_read_where_they_are(on_device, entries):
 
 
 def part_of_a_buffer(x: torch.Tensor) -> torch.Tensor:
-    """The same numbers as the front of longer rows whose ends are NaN."""
-    buffer = torch.full((*x.shape[:2], x.shape[2] + 5, x.shape[3]), float("nan"), dtype=x.dtype)
+    """The same numbers as the front of longer rows whose ends are NaN, of codes 255."""
+    other = float("nan") if x.is_floating_point() else 255
+    buffer = torch.full((*x.shape[:2], x.shape[2] + 5, x.shape[3]), other, dtype=x.dtype)
     buffer[:, :, : x.shape[2]] = x
     return buffer[:, :, : x.shape[2]]
 
@@ -153,16 +173,15 @@ def part_of_a_buffer(x: torch.Tensor) -> torch.Tensor:
 def test_two_dtypes_are_one_softmax(on_device, entries, splits):
     """Keys in half precision under queries in single, beside means in single that only the second row's heads have."""
     q, where, own = entries(batch=2, tokens=1, exact=20, coarse=3, dtype=torch.float32)
-    kv = [x.half() for x in own.exact_k], [x.half() for x in own.exact_v]
     mixed = own._replace(
-        exact_k=[*kv[0], own.coarse_k[1:]], exact_v=[*kv[1], own.coarse_v[1:]],
-        exact_positions=[*own.exact_positions, own.coarse_positions[1:]], exact_bias=[None, own.coarse_bias[1:]],
-        exact_heads=[0, 2], coarse_k=None, coarse_v=None, coarse_positions=None, coarse_bias=None,
+        block_k=[own.block_k[0].half(), own.block_k[1][1:]], block_v=[own.block_v[0].half(), own.block_v[1][1:]],
+        block_positions=[own.block_positions[0], own.block_positions[1][1:]], block_bias=[None, own.block_bias[1][1:]],
+        block_heads=[0, 2],
     )  # fmt: skip
     got = on_device(
         mixed_attention_triton, q, where, *mixed, scale=SCALE, configuration=Configuration(block=16, splits=splits)
     )
-    single = mixed._replace(exact_k=[x.float() for x in mixed.exact_k], exact_v=[x.float() for x in mixed.exact_v])
+    single = mixed._replace(block_k=[x.float() for x in mixed.block_k], block_v=[x.float() for x in mixed.block_v])
     check(got, q, where, single, {"scale": SCALE}, torch.float32)
 
 
@@ -189,20 +208,25 @@ def pool(page_size: int, heads: int, dtype: torch.dtype = torch.float32) -> Page
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("page_size", "heads", "biased"), [(1, 2, False), (4, 1, True), (16, 2, True)])
-def test_tokens_are_read_from_their_pages(on_device, entries, page_size, heads, biased):
+@pytest.mark.parametrize(
+    ("page_size", "heads", "biased", "bits"), [(1, 2, False, (0, 0)), (4, 1, True, (0, 0)), (16, 2, True, (8, 4))]
+)
+def test_tokens_are_read_from_their_pages(on_device, entries, page_size, heads, biased, bits):
     """Ragged rows: what a row does not have is neither read nor counted."""
     paged = pool(page_size, heads)
-    q, where, own = entries(batch=2, tokens=1, coarse=3)
-    q = q.float()
+    q, where, own = entries(batch=2, tokens=1, coarse=3, bits=bits, dtype=torch.float32)
+    rest = own._replace(**{name: given[1:] for name in BLOCKS if (given := getattr(own, name)) is not None})
     bias = torch.randn(2, 4, 1, paged.capacity) if biased else None
-    gathered = paged.gathered(bias)
-    rest = cast(own[5:], torch.float32)
-    got = on_device(
-        mixed_attention_triton, q, where, None, None, None, None if bias is None else [bias], None, *rest,
-        scale=SCALE, paged=paged, configuration=Configuration(block=16, splits=2),
+    k, v, places, absent = paged.gathered(bias)
+    whole = own._replace(
+        block_k=[k, rest.block_k[0]], block_v=[v, rest.block_v[0]], block_positions=[places, rest.block_positions[0]],
+        block_bias=[absent, rest.block_bias[0]],
     )  # fmt: skip
-    check(got, q, where, (*([x] for x in gathered), None, *rest), {"scale": SCALE}, torch.float32)
+    got = on_device(
+        mixed_attention_triton, q, where, *rest, scale=SCALE, paged=paged, paged_bias=bias,
+        configuration=Configuration(block=16, splits=2),
+    )  # fmt: skip
+    check(got, q, where, whole, {"scale": SCALE}, torch.float32)
 
 
 def test_gathered_pages_are_the_tokens_in_order():
@@ -222,10 +246,11 @@ def test_what_cannot_be_launched_is_refused(entries):
     with pytest.raises(InputError, match=r"q is torch\.float64; the kernel computes in float16"):
         mixed_attention_launches(q, where, *own, scale=SCALE)
     q = q.float()
-    with pytest.raises(InputError, match="exact_k, exact_v and exact_positions are missing"):
+    with pytest.raises(InputError, match="neither blocks nor `paged` tokens are given"):
         mixed_attention_launches(q, where, scale=SCALE)
-    with pytest.raises(InputError, match="exact_k and `paged` are both given"):
-        mixed_attention_launches(q, where, *own, scale=SCALE, paged=pool(4, 1))
+    one = own._replace(block_k=[x[:, :1] for x in own.block_k], block_v=[x[:, :1] for x in own.block_v])
+    with pytest.raises(InputError, match="4 query heads for 1 or 2 KV heads"):
+        mixed_attention_launches(q, where, *one, scale=SCALE, paged=pool(4, 1))
     with pytest.raises(InputError, match="3 query heads for 2 KV heads"):
         mixed_attention_launches(q[:, :3], where, *own, scale=SCALE)
     paged = pool(4, 1)

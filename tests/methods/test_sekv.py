@@ -181,8 +181,8 @@ def test_a_head_reads_only_the_spans_that_it_zoomed():
     assert (groups[:, 0] != groups[:, 1]).any(), "heads of a group that differ"
     union = groups.any(dim=(1, 2))
     held = sum(LENGTHS[unit] for unit in range(4) if bool(union[:, unit].any()))
-    unfolded, (*plain, bias) = entries.exact_k[-1], entries.exact_bias
-    assert [part.shape[1] for part in entries.exact_k[:-1]] == [KEPT, RECENT]
+    unfolded, (*plain, bias, _) = entries.block_k[-2], entries.block_bias
+    assert [part.shape[1] for part in entries.block_k[:-2]] == [KEPT, RECENT]
     assert plain == [None, None]
     assert unfolded.shape[1] <= held
     most = max(sum(LENGTHS[unit] for unit in range(4) if bool(union[kv, unit])) for kv in range(2))
@@ -194,7 +194,7 @@ def test_a_head_reads_only_the_spans_that_it_zoomed():
 def test_without_coarse_entries_folded_spans_are_unseen():
     store, made = memory(gate(3), summary={"attend": False}, fill=False)
     entries = store.entries(SITE, made["q"], ALL, Step.alone(SITE, made["q"]))
-    assert entries.coarse_k is None
+    assert entries.block_k_scale is None
     expected = naive_attention(made, store.zoomed, coarse=False)
     torch.testing.assert_close(attend(entries, made["q"]), expected, rtol=0, atol=1e-4)
 

@@ -114,7 +114,7 @@ class Side(PlainMemory):
     def entries(self, site, q, k, v, positions):
         rows = [s.entries(site, *(x[i : i + 1] for x in (q, k, v, positions))) for i, s in enumerate(self.states)]
         blocks = ([block for row in rows for block in row[field]] for field in range(3))
-        return memory.Entries(*blocks, exact_heads=[i * k.shape[1] for i in range(len(rows))])
+        return memory.Entries(*blocks, block_heads=[i * k.shape[1] for i in range(len(rows))])
 
 
 def test_parameters_are_shared_with_the_model(lowered, decoder):

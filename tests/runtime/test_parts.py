@@ -17,6 +17,7 @@ from semkv.methods import SeKV, StreamingLLM
 from semkv.methods.base import Method
 from semkv.runtime.components import Part, Plan
 from semkv.runtime.join import join_parts, stack_rows
+from semkv.runtime.quantization import quantize
 
 SITE = AttentionSite(index=0, name="layer", store=0, q_heads=6, kv_heads=3, key_dim=8, value_dim=6, scale=0.35)
 
@@ -101,17 +102,19 @@ def _entries(heads: int, exact: int, coarse: int, spans: int, bias: bool, genera
         return torch.randint(0, 40, shape, generator=generator)
 
     made = {
-        "exact_k": [draw(heads, exact, 8)],
-        "exact_v": [draw(heads, exact, 6)],
-        "exact_positions": [where(1, exact)],
+        "block_k": [draw(heads, exact, 8)],
+        "block_v": [draw(heads, exact, 6)],
+        "block_positions": [where(1, exact)],
     }
     if bias:
-        made["exact_bias"] = [draw(2 * heads, 2, exact)]
+        made["block_bias"] = [draw(2 * heads, 2, exact)]
     if coarse:
-        made |= {
-            "coarse_k": draw(heads, coarse, 8), "coarse_v": draw(heads, coarse, 6), "coarse_positions": where(heads, coarse),
-            "coarse_bias": draw(2 * heads, 1, coarse),
-        }  # fmt: skip
+        mean_k = quantize(draw(heads, coarse, 8), 4)
+        made["block_k"].append(mean_k.codes)
+        made["block_k_scale"] = [None, mean_k.scale]
+        made["block_v"].append(draw(heads, coarse, 6))
+        made["block_positions"].append(where(heads, coarse))
+        made["block_bias"] = [*made.get("block_bias", [None]), draw(2 * heads, 1, coarse)]
     if spans:
         rank, length = spans + 1, spans + 2
         made |= {

@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from semkv.errors import ConfigError
-from semkv.runtime import quantization
+from semkv.kernels import codes
 from semkv.runtime.quantization import (
     bytes_per_vector,
-    code_products,
     concatenate,
     dequantize,
     norms,
@@ -63,23 +62,10 @@ def test_other_widths_are_refused():
     [(2, 3, 1000, 7), (8, 2, 700, 128), (1, 1, 5, 16), (3, 20, 17, 33), (2, 2, 0, 8)],
 )
 def test_products_and_lengths_of_codes_are_those_of_what_they_stand_for(bits, heads, rows, vectors, dim, monkeypatch):
-    monkeypatch.setattr(quantization, "TILE_NUMBERS", 1 << 14)  # several tiles
+    monkeypatch.setattr(codes, "TILE_NUMBERS", 1 << 14)  # several tiles
     torch.manual_seed(3)
     q, packed = torch.randn(heads, rows, dim), quantize(torch.randn(heads, max(1, vectors), dim), bits)[:, :vectors]
     whole = dequantize(packed).double()
     largest = float((q.abs().double() @ whole.abs().mT).max()) if vectors else 0.0
     torch.testing.assert_close(products(q, packed).double(), q.double() @ whole.mT, rtol=1e-5, atol=1e-6 * largest)
     torch.testing.assert_close(norms(packed).double(), whole.norm(dim=-1), rtol=1e-5, atol=0)
-
-
-@pytest.mark.parametrize("bits", [1, 2, 4, 8])
-@pytest.mark.parametrize("columns", [False, True])
-def test_products_of_codes_in_rows_and_in_columns(bits, columns, monkeypatch):
-    monkeypatch.setattr(quantization, "TILE_NUMBERS", 1 << 10)
-    torch.manual_seed(4)
-    width, per = 3, 8 // bits
-    codes, q = torch.randint(0, 256, (2, 301, width), dtype=torch.uint8), torch.randn(2, 3, width * per - per // 2)
-    plain = torch.stack([(codes >> (bits * place)) & ((1 << bits) - 1) for place in range(per)], -1).flatten(-2)
-    plain = (plain.double() - 2 ** (bits - 1))[..., : q.shape[-1]]
-    got = code_products(q, codes.mT.contiguous().mT if columns else codes, bits)
-    torch.testing.assert_close(got.double(), q.double() @ plain.mT, rtol=1e-5, atol=1e-6 * 2**bits * width * per)

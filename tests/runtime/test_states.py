@@ -11,6 +11,7 @@ from semkv.ir.plain_memory import PlainMemory
 from semkv.ir.site import AttentionSite
 from semkv.kernels.mixed_attention import mixed_attention_reference
 from semkv.runtime.join import stack_rows
+from semkv.runtime.quantization import quantize
 from semkv.runtime.step import Step
 
 SETTINGS = {
@@ -272,11 +273,15 @@ def test_rows_in_a_batch_attend_as_each_alone():
     torch.manual_seed(0)
     rows = []
     for exact, coarse, spans in ((5, 3, 2), (9, 0, 0), (2, 4, 1)):
+        blocks = [torch.randn(2, exact, 6)], [torch.randn(2, exact, 6)], [torch.zeros(1, exact).long()]
         more = {}
         if coarse:
+            means = quantize(torch.randn(2, coarse, 6), 8), quantize(torch.randn(2, coarse, 6), 4)
+            for given, x in zip(blocks, (*(packed.codes for packed in means), torch.zeros(1, coarse).long())):
+                given.append(x)
             more |= {
-                "coarse_k": torch.randn(2, coarse, 6), "coarse_v": torch.randn(2, coarse, 6),
-                "coarse_positions": torch.zeros(1, coarse).long(), "coarse_bias": torch.randn(4, 1, coarse),
+                "block_bias": [None, torch.randn(4, 1, coarse)], "block_k_scale": [None, means[0].scale],
+                "block_v_scale": [None, means[1].scale],
             }  # fmt: skip
         if spans:
             length, rank = 3 + spans, 1 + spans
@@ -289,9 +294,7 @@ def test_rows_in_a_batch_attend_as_each_alone():
                 "factored_positions": torch.zeros(2, spans, length).long(),
                 "factored_bias": torch.randn(4, 1, spans, length),
             }
-        rows.append(
-            Entries([torch.randn(2, exact, 6)], [torch.randn(2, exact, 6)], [torch.zeros(1, exact).long()], **more)
-        )
+        rows.append(Entries(*blocks, **more))
     site = AttentionSite(0, "layer", 0, 4, 2, 6, 6, scale=0.4)
     q, where = torch.randn(3, 4, 1, 6), torch.ones(3, 1).long()
     together = mixed_attention_reference(q, where, *stack_rows(rows, site, 1), scale=0.4)

@@ -81,9 +81,10 @@ def test_attention_agrees_with_the_operator():
     coarse = torch.where(zoom > 0, float("-inf"), 0.0) + folded.log_size
     expected = mixed_attention_reference(
         call.q[None], call.positions[None],
-        [site.kept_k[None], call.k[None], k.flatten(1, 2)[None]], [site.kept_v[None], call.v[None], v.flatten(1, 2)[None]],
-        [x.flatten()[None, None] for x in (site.kept_positions, call.positions, positions)], [None, None, fine[None]], None,
-        folded.mean_k[None], folded.mean_v[None], starts[None, None], coarse[None],
+        [x[None] for x in (site.kept_k, call.k, k.flatten(1, 2), folded.mean_k)],
+        [x[None] for x in (site.kept_v, call.v, v.flatten(1, 2), folded.mean_v)],
+        [x.flatten()[None, None] for x in (site.kept_positions, call.positions, positions, starts)],
+        [None, None, fine[None], coarse[None]],
         sinks=call.sinks, scale=call.scale, softcap=call.softcap,
     )[0]  # fmt: skip
     assert torch.allclose(got, expected, atol=1e-5)
