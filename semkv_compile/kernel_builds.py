@@ -10,6 +10,7 @@ from semkv.ir.program import Program
 from semkv.kernels.cpp import MISSING
 from semkv.kernels.mixed_attention.cpp import attention_library
 from semkv.kernels.mixed_attention.dispatch import DTYPES, form_of
+from semkv.kernels.slots.cpp import slots_library
 
 
 def start_builds(program: Program, kernels: str, device: torch.device) -> None:
@@ -20,6 +21,8 @@ def start_builds(program: Program, kernels: str, device: torch.device) -> None:
     form, reason = form_of(kernels, device)
     if reason == MISSING:
         warnings.warn(f"{reason}: attention on this CPU is PyTorch's, which is slower; install one", stacklevel=3)
+    if form == "cpp":
+        slots_library().start()
     if form == "cpp" and program.dtype in DTYPES:
         for shape in {(site.key_dim, site.value_dim, site.group_size) for site in program.sites}:
             attention_library(*shape).start()

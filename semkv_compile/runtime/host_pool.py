@@ -76,7 +76,9 @@ class GrowingTensor:
             if self.device is not None:
                 ahead = min(ahead, self.length + AHEAD)
             if self.length == 0:
-                counted = self.device is not None or self.tier.limit is not None  # bytes that nothing fills yet count there
+                counted = (
+                    self.device is not None or self.tier.limit is not None
+                )  # bytes that nothing fills yet count there
                 ahead = self.expected if counted else self.expected + self.expected // ROOM
             self._allocate(max(end, ahead))
         self._data[:, self.length : end] = x

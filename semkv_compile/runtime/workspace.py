@@ -8,10 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from semkv.kernels.slots import EMPTY, assign_slots, extent, release_slots
 from semkv.runtime.prefetch import Source
-
-EMPTY = torch.iinfo(torch.int32).max
-"""Position of a slot that holds nothing: after every query, so that the causal rule hides it."""
 
 ROUND, ROUND_FROM = 64, 1024
 """Slots that a workspace of at least `ROUND_FROM` grows and shrinks by."""
@@ -74,8 +72,7 @@ class Workspace:
     @property
     def extent(self) -> int:
         """One more than the last slot that any head uses."""
-        used = (self.segment >= 0).any(0).nonzero()
-        return int(used[-1]) + 1 if len(used) else 0
+        return extent(self.segment)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -96,27 +93,17 @@ class Workspace:
         were fetched and those that were there, over all heads.
         """
         self.held = pad(self.held, (0, wanted.shape[1] - self.held.shape[1]))
-        heads, missing = torch.nonzero(wanted & ~self.held, as_tuple=True)
-        self._release(self.held & ~wanted)
-        self.held = wanted.clone()
-        lengths = segments.length[missing]
-        places = ranges(segments.start[missing], lengths)
-        heads, missing = heads.repeat_interleave(lengths), missing.repeat_interleave(lengths)
-        counts = heads.bincount(minlength=len(wanted))
-        kept = (self.segment >= 0).sum(1)
-        self._resize(int((kept + counts).max()) if slots is None else slots)
-        free = self.segment < 0
-        room = free.sum(1)
-        if bool((counts > room).any()):
+        kept, lacking = release_slots(wanted, self.held, segments.length, self.segment, self.tokens, self.positions)
+        self._resize(int((kept + lacking).max()) if slots is None else slots)
+        if bool((kept + lacking > self.slots).any()):
             raise RuntimeError(
-                f"segments of {(kept + counts).tolist()} tokens per KV head for {self.slots} slots; choose what fits"
+                f"segments of {(kept + lacking).tolist()} tokens per KV head for {self.slots} slots; choose what fits"
             )
-        nth = torch.arange(len(heads)) + (room.cumsum(0) - room - counts.cumsum(0) + counts)[heads]
-        at = free.flatten().nonzero()[:, 0][nth]  # a head's first missing token goes to its first free slot
-        self.tokens.view(-1)[at] = places
-        self.segment.view(-1)[at] = missing
+        count = int(lacking.sum())
+        at, heads = assign_slots(wanted, self.held, segments.length, segments.start, self.segment, self.tokens, count)
+        self.held = wanted.clone()
         self._fetch(at, heads, segments, host)
-        return len(places), int(kept.sum())
+        return count, int(kept.sum())
 
     def lay_out(self, tokens: Tensor, segment: Tensor, segments: Segments, host: Source) -> None:
         """Hold, in an empty workspace, what `tokens` and `segment` of another say, in the same slots, from `host`."""
@@ -142,17 +129,11 @@ class Workspace:
         for held, new in ((self.k, k), (self.v, v), (self.positions, positions.to(device))):
             held.flatten(0, 1).index_copy_(0, at, new)
 
-    def _release(self, gone: Tensor) -> None:
-        """Empty the slots of the segments `gone` bool [Hkv, S]."""
-        if not self.slots or not gone.shape[1]:
-            return
-        at = (gone.gather(1, self.segment.clamp(min=0)) & (self.segment >= 0)).flatten().nonzero()[:, 0]
-        for held, empty in ((self.tokens, -1), (self.segment, -1), (self.positions, EMPTY)):
-            held.view(-1).index_fill_(0, at.to(held.device), empty)
-
     def renumber(self, gone: int) -> None:
         """The first `gone` segments are no more, and the others' numbers are smaller by as many."""
-        self._release(torch.cat([self.held[:, :gone], torch.zeros_like(self.held[:, gone:])], 1))
+        wanted = torch.cat([torch.zeros_like(self.held[:, :gone]), self.held[:, gone:]], 1)
+        lengths = torch.zeros(self.held.shape[1], dtype=torch.int64)
+        release_slots(wanted, self.held, lengths, self.segment, self.tokens, self.positions)
         self.segment = torch.where(self.segment >= 0, self.segment - gone, -1)
         self.held = self.held[:, gone:].clone()
 

@@ -13,11 +13,11 @@ import torch
 from semkv import bundled
 from semkv.errors import BudgetError, ConfigError
 from semkv.ir.site import AttentionSite
+from semkv.kernels.slots import EMPTY
 from semkv.methods import HeteroCache, find_method
 from semkv.methods.pivots import PivotRouter
 from semkv.profiles.schema.allocation import head_budgets
 from semkv.runtime.step import Step
-from semkv.runtime.workspace import EMPTY
 
 SITE = AttentionSite(index=3, name="layer", store=3, q_heads=4, kv_heads=2, key_dim=8, value_dim=8, scale=0.4)
 CLUSTERS = {"tau_similar": 0.05}

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from semkv.errors import BudgetError, ConfigError
+from semkv.kernels.slots import EMPTY
 from semkv.methods import OmniKV, find_method
 from semkv.methods import omnikv as module
 from semkv.runtime.step import Step
-from semkv.runtime.workspace import EMPTY
 
 
 def naive_highest(q, k, scale, groups):

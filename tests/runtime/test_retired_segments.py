@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from semkv.runtime.workspace import EMPTY
+from semkv.kernels.slots import EMPTY
 
 
 def held_tokens(memory) -> list[dict[int, torch.Tensor]]:

@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from semkv.ir.site import AttentionSite
+from semkv.kernels.slots import EMPTY
 from semkv.methods.forms import LowRankForms
 from semkv.methods.routers import GateRouter
 from semkv.runtime.components import Components, IndexPart, Summary
 from semkv.runtime.quantization import dequantize
 from semkv.runtime.segments import Folding
 from semkv.runtime.spans import FoldedSpans, unit_cost_bytes
-from semkv.runtime.workspace import EMPTY, Workspace, ranges
+from semkv.runtime.workspace import Workspace, ranges
 
 SITE = AttentionSite(index=0, name="layer", store=0, q_heads=4, kv_heads=2, key_dim=16, value_dim=12, scale=0.25)
 LENGTHS = [3, 8, 1, 5, 6, 4]

@@ -7,8 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from semkv.kernels.slots import EMPTY
 from semkv.runtime.host_pool import HostTokens
-from semkv.runtime.workspace import EMPTY, ROUND, ROUND_FROM, Segments, Workspace, slots_within
+from semkv.runtime.workspace import ROUND, ROUND_FROM, Segments, Workspace, slots_within
 
 HEADS, KEY, VALUE = 3, 5, 4
 LENGTHS = torch.tensor([3, 1, 4, 2, 1, 5, 2, 3])
