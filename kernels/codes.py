@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from semkv.errors import InputError
+from semkv.kernels.code_products.cpp import answers, code_norms_cpp, code_products_cpp
 
 TILE_NUMBERS = 1 << 18
 """Numbers that are unpacked at a time on a CPU: 1 MiB."""
@@ -43,15 +44,30 @@ def rebuilt(codes: Tensor, scale: Tensor, bits: int, dim: int, dtype: torch.dtyp
     return codes.to(dtype).sub_(2 ** (bits - 1)).mul_(scale.to(dtype))
 
 
-def code_products(q: Tensor, codes: Tensor, bits: int) -> Tensor:
-    """q [H, R, D] times codes [H, M, width], before their scale: [H, R, M] in the dtype of q."""
+def code_products(q: Tensor, codes: Tensor, bits: int, scale: Tensor | None = None) -> Tensor:
+    """q [H, R, D] times codes [H, M, width] and their scale [H, M, 1], where it is given: [H, R, M] in the dtype of q.
+
+    In float32 on a CPU a kernel in C++ computes it where there is a compiler, with a float16 scale.
+    """
+    if answers(codes, scale, q):
+        return code_products_cpp(q, codes, bits, scale)
     asked = _by_place(q, codes.shape[-1], 8 // bits)
     out = q.new_empty(*q.shape[:2], codes.shape[1])
     for start, tile in code_tiles(codes, bits, q.dtype):
         # Queries times rows of codes is a product with a slow kernel for few queries; times columns it is the fast one.
         part = torch.bmm(asked, tile.mT) if _in_columns(codes) else torch.bmm(tile, asked.mT).mT
         out[..., start : start + tile.shape[1]] = part
-    return out
+    return out if scale is None else out.mul_(scale.to(q.dtype).mT)
+
+
+def code_norms(codes: Tensor, bits: int, scale: Tensor) -> Tensor:
+    """Lengths of the vectors that codes [H, M, width] with a scale [H, M, 1] stand for, float32 [H, M]."""
+    if answers(codes, scale):
+        return code_norms_cpp(codes, bits, scale)
+    out = torch.empty(codes.shape[:2], device=codes.device)
+    for start, tile in code_tiles(codes, bits):
+        torch.linalg.vector_norm(tile, dim=-1, out=out[:, start : start + tile.shape[1]])
+    return out.mul_(scale[..., 0].float())
 
 
 def code_sums(weights: Tensor, codes: Tensor, bits: int, dim: int) -> Tensor:

@@ -31,7 +31,8 @@ from semkv.files import replace_file
 COMPILERS = ("g++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fPIC", "-shared", "-w")
 MISSING = f"no C++ compiler was found ({' or '.join(COMPILERS)})"
-VECTORS = Path(__file__).parent / "vectors.h"
+SHARED = tuple(Path(__file__).parent / name for name in ("vectors.h", "threads.h"))
+"""What comes before every template."""
 SECONDS = 300
 """After which a compiler is given up."""
 
@@ -187,7 +188,7 @@ def library(template: Path, constants: Mapping[str, int]) -> Library:
 @cache
 def _library(template: Path, constants: tuple[tuple[str, int], ...]) -> Library:
     defined = [f"#define {name} {value}\n" for name, value in constants]
-    return Library(template.parent.name, "".join([*defined, VECTORS.read_text(), template.read_text()]))
+    return Library(template.parent.name, "".join([*defined, *(path.read_text() for path in (*SHARED, template))]))
 
 
 def _settle(future: Future[ctypes.CDLL], load: Callable[[], ctypes.CDLL]) -> None:

@@ -29,7 +29,7 @@ def scores(q: Tensor, k: Tensor, scale: Tensor | None = None) -> Tensor:
         bits = code_bits(k, q.shape[-1])
         if _has_gradient(q):
             return q @ rebuilt(k, scale, bits, q.shape[-1], q.dtype).mT
-        return code_products(q, k, bits).mul_(scale.to(q.dtype).mT)
+        return code_products(q, k, bits, scale)
     if not _streams(q, k):
         return q @ k.to(q.dtype).mT
     parts = [torch.bmm(tile, q.mT) for tile in _tiles(k, q.dtype)]

@@ -34,8 +34,6 @@ struct Block {
   int64_t bias_place_stride, bias_group_stride, bias_token_stride, bias_entry_stride;
 };
 
-using Function = void (*)(void*);
-
 struct Call {
   const float* q;          // [places, rows, DIM], scaled; a row is a query head of the group and a token
   const int64_t* where;    // [batch, tokens]
@@ -47,7 +45,7 @@ struct Call {
   const Block* blocks;
   int64_t block_count, places, kv_heads, group, tokens, splits, threads, table_length, window;
   double softcap;
-  void (*parallel)(Function, void*, unsigned, unsigned);  // GOMP_parallel, or null
+  Parallel parallel;
 };
 
 struct Float32 {
@@ -337,26 +335,6 @@ void merge_splits(const Call& call, int64_t place) {
     for (int64_t i = 0; i < VALUE_VECTORS; ++i) store(wide + i * LANES, sums[i] / mass);
     std::memcpy(call.out + (place * rows + row) * VALUE_DIM, wide, VALUE_DIM * sizeof(float));
   }
-}
-
-// Tasks in the order in which threads are free for them.
-struct Work {
-  void (*run)(const Call&, int64_t);
-  const Call* call;
-  int64_t count, next;
-};
-
-void take(void* given) {
-  Work& work = *(Work*)given;
-  for (int64_t task; (task = __atomic_fetch_add(&work.next, 1, __ATOMIC_RELAXED)) < work.count;) work.run(*work.call, task);
-}
-
-void share(const Call& call, void (*run)(const Call&, int64_t), int64_t count) {
-  Work work = {run, &call, count, 0};
-  if (call.parallel && call.threads > 1 && count > 1)
-    call.parallel(take, &work, call.threads, 0);
-  else
-    take(&work);
 }
 
 }  // namespace

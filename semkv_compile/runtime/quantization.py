@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from semkv.errors import ConfigError
-from semkv.kernels.codes import code_products, code_tiles, rebuilt
+from semkv.kernels.codes import code_norms, code_products, rebuilt
 
 
 @dataclass(frozen=True)
@@ -61,15 +61,12 @@ def dequantize(x: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def products(q: Tensor, x: Quantized) -> Tensor:
     """q [H, R, D] in float32 times the vectors that x [H, M, D] stands for: float32 [H, R, M]."""
-    return code_products(q, x.codes, x.bits).mul_(x.scale.to(q.dtype).transpose(1, 2))
+    return code_products(q, x.codes, x.bits, x.scale)
 
 
 def norms(x: Quantized) -> Tensor:
     """Lengths of the vectors that x [H, M, D] stands for, float32 [H, M]."""
-    out = torch.empty(x.codes.shape[:2], device=x.codes.device)
-    for start, tile in code_tiles(x.codes, x.bits):
-        torch.linalg.vector_norm(tile, dim=-1, out=out[:, start : start + tile.shape[1]])
-    return out.mul_(x.scale[..., 0].float())
+    return code_norms(x.codes, x.bits, x.scale)
 
 
 def concatenate(parts: list[Quantized], dim: int) -> Quantized:

@@ -17,6 +17,8 @@ FOLDERS = {"semkv": "semkv_compile", "semkv.passes": "passes", "semkv.kernels": 
 DATA = (
     "semkv/py.typed",
     "semkv/kernels/vectors.h",
+    "semkv/kernels/threads.h",
+    "semkv/kernels/code_products/template.cpp",
     "semkv/kernels/mixed_attention/template.cpp",
     "semkv/profiles/bundled/model/config.json",
     "semkv/profiles/bundled/model/model.safetensors",

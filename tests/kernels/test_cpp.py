@@ -141,7 +141,7 @@ def test_arithmetic_of_vectors():
     """Half-precision numbers, all of them, by instruction and by hand; e^x and tanh to two units in the last place."""
     halves = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(torch.float16)
     for first in ("", "#undef __F16C__\n"):
-        own = Library("halves", first + cpp.VECTORS.read_text() + HALVES)
+        own = Library("halves", first + cpp.SHARED[0].read_text() + HALVES)
         torch.testing.assert_close(
             applied(own.function("widened"), halves), halves.float(), rtol=0, atol=0, equal_nan=True
         )

@@ -1,0 +1,1 @@
+"""Products of queries with packed codes."""

@@ -1,0 +1,69 @@
+"""Products with packed codes in C++ on a CPU."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from semkv.kernels.cpp import Library, compiler, library, team
+
+TEMPLATE = Path(__file__).parent / "template.cpp"
+
+
+class _Call(ctypes.Structure):
+    """`Call` of the template, whose fields it names."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("q", "codes", "scale", "out")),
+        *((name, ctypes.c_int64) for name in ("heads", "rows", "count", "width", "bits", "threads")),
+        *((name, ctypes.c_int64) for name in ("head_stride", "vector_stride", "byte_stride")),
+        *((name, ctypes.c_int64) for name in ("scale_head_stride", "scale_vector_stride")),
+        ("parallel", ctypes.c_void_p),
+    )  # fmt: skip
+
+
+def code_library() -> Library:
+    """The object, the same for all sizes and bits."""
+    return library(TEMPLATE, {})
+
+
+def answers(codes: Tensor, scale: Tensor | None, q: Tensor | None = None) -> bool:
+    """Whether the functions below compute this: in float32 on a CPU with a compiler, without gradients. Waits for the compiler."""
+    if codes.device.type != "cpu" or compiler() is None or (scale is not None and scale.dtype != torch.float16):
+        return False
+    if q is not None and (
+        q.dtype != torch.float32 or q.device.type != "cpu" or (torch.is_grad_enabled() and q.requires_grad)
+    ):
+        return False
+    return code_library().failure() is None
+
+
+def code_products_cpp(q: Tensor, codes: Tensor, bits: int, scale: Tensor | None = None) -> Tensor:
+    """float32 q [H, R, D] times codes uint8 [H, M, ceil(D * bits / 8)] of 1, 2, 4 or 8 bits, in rows or in columns: float32 [H, R, M].
+
+    scale: float16 [H, M, 1] of the vectors; None: 1. Raises `BuildError` where the kernel cannot be compiled.
+    """
+    codes = codes if 1 in codes.stride()[1:] else codes.contiguous()
+    asked = torch.nn.functional.pad(q, (0, codes.shape[2] * 8 // bits - q.shape[2])).contiguous()
+    out = q.new_empty(*q.shape[:2], codes.shape[1])
+    _call("code_products", asked, codes, bits, scale, out)
+    return out
+
+
+def code_norms_cpp(codes: Tensor, bits: int, scale: Tensor) -> Tensor:
+    """Lengths of the vectors that codes uint8 [H, M, width] with a scale float16 [H, M, 1] stand for: float32 [H, M]."""
+    out = torch.empty(codes.shape[0], 1, codes.shape[1])
+    _call("code_norms", None, codes if codes.stride(2) == 1 else codes.contiguous(), bits, scale, out)
+    return out[:, 0]
+
+
+def _call(name: str, q: Tensor | None, codes: Tensor, bits: int, scale: Tensor | None, out: Tensor) -> None:
+    along = (0, 0) if scale is None else (scale.stride(0) * 2, scale.stride(1) * 2)
+    call = _Call(
+        *(None if x is None else x.data_ptr() for x in (q, codes, scale, out)), *out.shape, codes.shape[2], bits,
+        torch.get_num_threads(), *codes.stride(), *along, team(),
+    )  # fmt: skip
+    code_library().function(name)(ctypes.byref(call))

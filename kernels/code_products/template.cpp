@@ -1,0 +1,173 @@
+// Products of queries with packed codes, read as they are: in rows, one vector after the other, or in columns, one byte of all
+// vectors after the other. A code c of b bits stands for c - 2^(b - 1), times the scale of its vector where there is one.
+
+namespace {
+
+constexpr int64_t STEP = 64, STEPS_OF_A_TASK = 32;  // vectors that are read at once; steps of a task
+
+// Fields of 8 bytes each, as semkv.kernels.code_products.cpp writes them. Strides are bytes.
+struct Call {
+  const float* q;        // [heads, rows, width * 8 / bits], 0 beyond the numbers of a vector; null for lengths
+  const uint8_t* codes;  // [heads, count, width]
+  const char* scale;     // float16 [heads, count], or null
+  float* out;            // [heads, rows, count]
+  int64_t heads, rows, count, width, bits, threads;
+  int64_t head_stride, vector_stride, byte_stride, scale_head_stride, scale_vector_stride;
+  Parallel parallel;
+};
+
+// What a task has of one head: vectors [start, start + count) of it and all of its queries.
+struct Part {
+  const float* q;
+  const uint8_t* codes;
+  const char* scale;
+  float* out;
+  int64_t count;
+};
+
+// Sixteen codes from 2 * Bits bytes on, of which `bytes` are read.
+template <int64_t Bits>
+inline Floats codes_in_row(const uint8_t* from, int64_t bytes) {
+  constexpr int32_t middle = 1 << (Bits - 1);
+  if constexpr (Bits == 8) {
+    if (bytes == 16) return from_bytes(loaded<16, Bytes>(from), middle);
+    Bytes some = {};
+    std::memcpy(&some, from, bytes);
+    return from_bytes(some, middle);
+  } else {
+    uint32_t words[2] = {};
+    bytes == 2 * Bits ? std::memcpy(words, from, 2 * Bits) : std::memcpy(words, from, bytes);
+    constexpr uint32_t per = 32 / Bits;  // codes of a word
+    Words lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    Words both = Bits == 4 ? (lanes < 8 ? Words{} + words[0] : Words{} + words[1]) : Words{} + words[0];
+    Words codes = both >> (lanes % per * (uint32_t)Bits) & (uint32_t)(2 * middle - 1);
+    return __builtin_convertvector((Ints)codes - middle, Floats);
+  }
+}
+
+template <int64_t Bits, int64_t Rows>
+void in_rows(const Call& call, const Part& part, int64_t row) {
+  const int64_t padded = call.width * 8 / Bits;
+  const float* q = part.q + row * padded;
+  for (int64_t n = 0; n < part.count; n += 4) {
+    Floats sums[4][Rows] = {};
+    const uint8_t* vector[4];
+    for (int64_t j = 0; j < 4; ++j) vector[j] = part.codes + (n + j < part.count ? n + j : part.count - 1) * call.vector_stride;
+    int64_t at = 0, number = 0;
+    for (; at + 2 * Bits <= call.width; at += 2 * Bits, number += LANES)
+      for (int64_t j = 0; j < 4; ++j) {
+        Floats x = codes_in_row<Bits>(vector[j] + at, 2 * Bits);
+        for (int64_t i = 0; i < Rows; ++i) sums[j][i] += x * load(q + i * padded + number);
+      }
+    if (at < call.width)
+      for (int64_t i = 0; i < Rows; ++i) {
+        Floats last = {};
+        std::memcpy(&last, q + i * padded + number, (padded - number) * sizeof(float));
+        for (int64_t j = 0; j < 4; ++j) sums[j][i] += codes_in_row<Bits>(vector[j] + at, call.width - at) * last;
+      }
+    for (int64_t i = 0; i < Rows; ++i) {
+      Four four = sums_of(sums[0][i], sums[1][i], sums[2][i], sums[3][i]);
+      for (int64_t j = 0; j < 4 && n + j < part.count; ++j) part.out[(row + i) * call.count + n + j] = four[j];
+    }
+  }
+}
+
+template <int64_t Bits, int64_t Rows>
+void in_columns(const Call& call, const Part& part, int64_t row) {
+  constexpr int64_t per = 8 / Bits, vectors = STEP / LANES;
+  const float* q = part.q + row * call.width * per;
+  for (int64_t n = 0; n < part.count; n += STEP) {
+    int64_t left = part.count - n < STEP ? part.count - n : STEP;
+    Floats sums[Rows][vectors] = {};
+    for (int64_t byte = 0; byte < call.width; ++byte) {
+      const uint8_t* from = part.codes + byte * call.byte_stride + n;
+      uint8_t some[STEP] = {};
+      if (left < STEP) from = (const uint8_t*)std::memcpy(some, from, left);
+      for (int64_t i = 0; i < vectors; ++i) {
+        Bytes packed = loaded<LANES, Bytes>(from + i * LANES);
+        for (int64_t place = 0; place < per; ++place) {
+          Bytes codes = Bits == 8 ? packed : packed >> (uint8_t)(Bits * place) & (uint8_t)((1 << Bits % 8) - 1);
+          Floats x = from_bytes(codes, 1 << (Bits - 1));
+          for (int64_t j = 0; j < Rows; ++j) sums[j][i] += x * q[j * call.width * per + byte * per + place];
+        }
+      }
+    }
+    for (int64_t j = 0; j < Rows; ++j) std::memcpy(part.out + (row + j) * call.count + n, sums[j], left * sizeof(float));
+  }
+}
+
+// Lengths of vectors in rows, into one row.
+template <int64_t Bits>
+void lengths(const Call& call, const Part& part) {
+  const Words lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  for (int64_t n = 0; n < part.count; ++n) {
+    const uint8_t* vector = part.codes + n * call.vector_stride;
+    Floats squares = {};
+    int64_t at = 0;
+    for (; at + 2 * Bits <= call.width; at += 2 * Bits) {
+      Floats x = codes_in_row<Bits>(vector + at, 2 * Bits);
+      squares += x * x;
+    }
+    if (at < call.width) {
+      Floats x = codes_in_row<Bits>(vector + at, call.width - at);
+      squares += lanes < (uint32_t)((call.width - at) * 8 / Bits) ? x * x : Floats{};
+    }
+    part.out[n] = __builtin_sqrtf(sum(squares));
+  }
+}
+
+void multiply(const Call& call, const Part& part) {
+  for (int64_t n = 0; n < part.count; n += LANES) {
+    int64_t left = part.count - n < LANES ? part.count - n : LANES;
+    Shorts half = {};
+    for (int64_t i = 0; i < left; ++i) half[i] = *(const uint16_t*)(part.scale + (n + i) * call.scale_vector_stride);
+    Floats scale = from_float16(half);
+    for (int64_t row = 0; row < call.rows; ++row) {
+      float* out = part.out + row * call.count + n;
+      Floats x = {};
+      std::memcpy(&x, out, left * sizeof(float));
+      x *= scale;
+      std::memcpy(out, &x, left * sizeof(float));
+    }
+  }
+}
+
+template <int64_t Bits>
+void products(const Call& call, const Part& part) {
+  bool columns = call.vector_stride == 1;
+  for (int64_t row = 0; row < call.rows;) {
+    int64_t left = call.rows - row, taken = left >= 4 ? 4 : left >= 2 ? 2 : 1;
+    if (taken == 4) columns ? in_columns<Bits, 4>(call, part, row) : in_rows<Bits, 4>(call, part, row);
+    if (taken == 2) columns ? in_columns<Bits, 2>(call, part, row) : in_rows<Bits, 2>(call, part, row);
+    if (taken == 1) columns ? in_columns<Bits, 1>(call, part, row) : in_rows<Bits, 1>(call, part, row);
+    row += taken;
+  }
+}
+
+using OfPart = void (*)(const Call&, const Part&);
+constexpr int64_t SIZE = STEP * STEPS_OF_A_TASK;
+
+// One task, by the function for the bits of its codes.
+template <OfPart Of8, OfPart Of4, OfPart Of2, OfPart Of1>
+void run(const Call& call, int64_t task) {
+  int64_t parts = (call.count + SIZE - 1) / SIZE, head = task / parts, start = task % parts * SIZE;
+  Part part = {
+      call.q + head * call.rows * call.width * 8 / call.bits,
+      call.codes + head * call.head_stride + start * call.vector_stride,
+      call.scale ? call.scale + head * call.scale_head_stride + start * call.scale_vector_stride : nullptr,
+      call.out + head * call.rows * call.count + start,
+      call.count - start < SIZE ? call.count - start : SIZE,
+  };
+  (call.bits == 8 ? Of8 : call.bits == 4 ? Of4 : call.bits == 2 ? Of2 : Of1)(call, part);
+  if (part.scale) multiply(call, part);
+}
+
+}  // namespace
+
+extern "C" void code_products(const Call* call) {
+  share(*call, run<products<8>, products<4>, products<2>, products<1>>, call->heads * ((call->count + SIZE - 1) / SIZE));
+}
+
+extern "C" void code_norms(const Call* call) {
+  share(*call, run<lengths<8>, lengths<4>, lengths<2>, lengths<1>>, call->heads * ((call->count + SIZE - 1) / SIZE));
+}
