@@ -97,7 +97,7 @@ class CompiledModel(GenerationMixin, nn.Module):
         object.__setattr__(self, "_source", source)
         self.profile, self.method, self.budget, self.settings = profile, method, budget, settings
         self.tuning = tuning
-        start_builds(source, settings.kernels, self.device, codes=method.compresses)
+        start_builds(source, settings.kernels, self.device, routes=method.compresses)
         dtype = settings.torch_kv_dtype(source.dtype)
         decided = method.for_budget(source, profile, Budget(budget, dtype))
         program = source if lowered else lower(source, _pass_options(source, decided, profile))

@@ -11,13 +11,14 @@ from semkv.kernels.code_products.cpp import code_library
 from semkv.kernels.cpp import MISSING
 from semkv.kernels.mixed_attention.cpp import attention_library
 from semkv.kernels.mixed_attention.dispatch import DTYPES, form_of
+from semkv.kernels.selection.cpp import selection_library
 from semkv.kernels.slots.cpp import slots_library
 
 
-def start_builds(program: Program, kernels: str, device: torch.device, *, codes: bool) -> None:
+def start_builds(program: Program, kernels: str, device: torch.device, *, routes: bool) -> None:
     """Begin to load what the sites of `program` need on `device`, and to compile what is not on disk; returns at once.
 
-    codes: whether the method may route by packed codes.
+    routes: whether the method may choose among units.
 
     Warns where `kernels` is `auto` and there is no compiler. Raises `ConfigError` for kernels that cannot run.
     """
@@ -29,5 +30,6 @@ def start_builds(program: Program, kernels: str, device: torch.device, *, codes:
     if form == "cpp" and program.dtype in DTYPES:
         for shape in {(site.key_dim, site.value_dim, site.group_size) for site in program.sites}:
             attention_library(*shape).start()
-        if codes:
+        if routes:
             code_library().start()
+            selection_library().start()

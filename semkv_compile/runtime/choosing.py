@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from semkv.ir.site import AttentionSite
+from semkv.kernels.selection.cpp import MAX_ALLOWANCE, answers, select_cpp
 from semkv.runtime.components import Components
 from semkv.runtime.largest import largest
 from semkv.runtime.spans import FoldedSpans
@@ -51,20 +52,29 @@ def choose_units(
 ) -> Zoom:
     """Which units each query head unfolds by score float32 [Hq, T, M] on the host: those above its threshold, or all in order of score
     where the method fills the cap; over the cap of `allowance` device bytes, per KV head, the highest-scored of the group's union."""
-    grouped = score.unflatten(0, (site.kv_heads, site.group_size))
-    if not components.fill:
-        threshold = components.router.threshold(site).float().view(site.kv_heads, site.group_size, 1, 1)
-        grouped = grouped.masked_fill(grouped <= threshold, NEG_INF)
-    best = grouped.amax(dim=(1, 2))  # [Hkv, M]
+    group, tokens = site.group_size, score.shape[1]
+    threshold = torch.full((site.q_heads,), NEG_INF) if components.fill else components.router.threshold(site).float()
     room, (least, greatest) = allowance / site.kv_heads, spans.unit_nbytes_range
-    most = best.shape[1] if room == float("inf") else min(best.shape[1], int(room // max(1, least)))
+    most = score.shape[2] if room == float("inf") else min(score.shape[2], int(room // max(1, least)))
+    if answers(score):
+        equal = least == greatest
+        cost = None if equal else spans.unit_nbytes()
+        chosen, differ = select_cpp(
+            score, threshold, cost, most if equal else int(min(room, MAX_ALLOWANCE)), site.kv_heads
+        )
+        wanted = ((score > NEG_INF) & (score > threshold[:, None, None])) if differ else None
+        own = None if wanted is None else wanted.unflatten(0, (site.kv_heads, group)) & chosen[:, None, None]
+        return Zoom(chosen, group, tokens, own)
+    grouped = score.unflatten(0, (site.kv_heads, group))
+    grouped = grouped.masked_fill(grouped <= threshold.view(site.kv_heads, group, 1, 1), NEG_INF)
+    best = grouped.amax(dim=(1, 2))  # [Hkv, M]
     if least == greatest:
         chosen = largest(best, most) & (best > NEG_INF)
     else:
         chosen = in_order(best, spans.unit_nbytes(), room, most)
     if not bool((chosen & (grouped.amin(dim=(1, 2)) == NEG_INF)).any()):
-        return Zoom(chosen, site.group_size, score.shape[1])  # every head and token wants what any of them does
-    return Zoom(chosen, site.group_size, score.shape[1], (grouped > NEG_INF) & chosen[:, None, None])
+        return Zoom(chosen, group, tokens)  # every head and token wants what any of them does
+    return Zoom(chosen, group, tokens, (grouped > NEG_INF) & chosen[:, None, None])
 
 
 def in_order(best: Tensor, costs: Tensor, room: float, most: int) -> Tensor:
@@ -84,7 +94,7 @@ def choose_there(
     components: Components, spans: FoldedSpans, site: AttentionSite, score: Tensor, allowance: float
 ) -> Zoom:
     """`choose_units` by the kernel, on the device of the scores; what was chosen comes to the host, the scores do not."""
-    from semkv.kernels.selection.triton import MAX_ALLOWANCE, select_triton
+    from semkv.kernels.selection import triton
 
     there, group = spans.on(score.device), site.group_size
     if components.fill:
@@ -92,8 +102,8 @@ def choose_there(
     else:
         name = f"threshold.{site.index}.{site.first_head}"
         threshold = there.constant(name, lambda: components.router.threshold(site).float())
-    room = int(min(allowance / site.kv_heads, MAX_ALLOWANCE))
-    read, chosen = select_triton(score, threshold, there.costs(spans), room)
+    room = int(min(allowance / site.kv_heads, triton.MAX_ALLOWANCE))
+    read, chosen = triton.select_triton(score, threshold, there.costs(spans), room)
     own = read.unflatten(0, (site.kv_heads, group))
     same = bool((own | ~chosen[:, None, None]).all())
     return Zoom(chosen.cpu(), group, score.shape[1], None if same else own.cpu())

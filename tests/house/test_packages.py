@@ -20,6 +20,7 @@ DATA = (
     "semkv/kernels/threads.h",
     "semkv/kernels/code_products/template.cpp",
     "semkv/kernels/mixed_attention/template.cpp",
+    "semkv/kernels/selection/template.cpp",
     "semkv/profiles/bundled/model/config.json",
     "semkv/profiles/bundled/model/model.safetensors",
     "semkv/profiles/bundled/model/tokenizer.json",

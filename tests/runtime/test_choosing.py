@@ -1,9 +1,13 @@
 """Units of different sizes are taken in order of score until one does not fit, whether or not all of them were sorted."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from semkv.runtime.choosing import in_order
+from semkv.kernels.cpp import compiler
+from semkv.runtime import choosing
+from semkv.runtime.choosing import choose_units, in_order
 
 
 def naive(best, costs, room):
@@ -28,3 +32,25 @@ def test_units_are_taken_in_order_until_one_does_not_fit(room, short_first):
     best[0, 1:] = float("-inf")
     most = int(min(500, room // int(costs.min())))
     assert torch.equal(in_order(best, costs, room, most), naive(best, costs, room))
+
+
+@pytest.mark.skipif(compiler() is None, reason="kernels in C++ need g++ or clang++")
+@pytest.mark.parametrize("fill", [True, False])
+@pytest.mark.parametrize("equal", [True, False])
+@pytest.mark.parametrize("allowance", [0.0, 1000.5, float("inf")])
+def test_both_forms_choose_the_same(fill, equal, allowance, monkeypatch):
+    """In C++ and in PyTorch, with a threshold and without, for units of one size and of several."""
+    generator = torch.Generator().manual_seed(1)
+    score = torch.randn(6, 2, 200, generator=generator)
+    score[:, :, :20] = float("-inf")
+    costs = torch.full((2, 200), 9) if equal else torch.randint(1, 60, (2, 200), generator=generator)
+    spans = SimpleNamespace(unit_nbytes=lambda: costs, unit_nbytes_range=(int(costs.min()), int(costs.max())))
+    router = SimpleNamespace(threshold=lambda site: torch.linspace(-1, 1, 6))
+    site = SimpleNamespace(kv_heads=2, group_size=3, q_heads=6)
+    given = SimpleNamespace(fill=fill, router=router), spans, site, score, allowance
+    fast = choose_units(*given)
+    monkeypatch.setattr(choosing, "answers", lambda score: False)
+    plain = choose_units(*given)
+    assert torch.equal(fast.chosen, plain.chosen)
+    assert torch.equal(fast.heads, plain.heads)
+    assert (fast.own is None) == (plain.own is None)
