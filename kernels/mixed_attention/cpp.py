@@ -24,6 +24,8 @@ CODES = {8: 3, 4: 4}
 LANES = 16
 MAX_TILE_ROWS = 8
 """Query rows that are computed at once, at most: their sums are in registers."""
+MAX_ROWS = 64
+"""Query rows per KV head, at most: with more, matrix products are the faster form."""
 SPLIT_ENTRIES, MAX_SPLITS = 1024, 16
 """Entries of a split, about, and splits of a KV head: sizes alone say what is split where, so that threads change no bit."""
 
@@ -47,7 +49,7 @@ def tile_rows(group: int) -> int:
 
 def attention_library(dim: int, value_dim: int, group: int) -> Library:
     """The object for these head dims and query heads per KV head; it reads every way of storing entries."""
-    return library(TEMPLATE, {"DIM": dim, "VALUE_DIM": value_dim, "ROWS": tile_rows(group)})
+    return library(TEMPLATE, {"DIM": dim, "VALUE_DIM": value_dim, "ROWS": tile_rows(group), "MAX_ROWS": MAX_ROWS})
 
 
 def mixed_attention_cpp(
@@ -80,11 +82,18 @@ def mixed_attention_cpp(
     """What `mixed_attention_reference` computes of blocks, on a CPU, with its shapes; accumulated in float32.
 
     Keys and values are read once, where they are and as they are; copied are only those whose numbers are not dense. `fresh` is taken
-    for the operator's sake: a decode step looks at all entries. Raises `BuildError` where the kernel cannot be compiled.
+    for the operator's sake: a decode step looks at all entries.
+
+    Raises
+    ------
+    BuildError: the kernel cannot be compiled. InputError: more than `MAX_ROWS` query rows per KV head, or blocks whose parts are not of one
+        size.
     """
     batch, q_heads, tokens, dim = q.shape
     kv_heads = kv_heads_of(batch, q_heads, block_k, block_heads)
     group, places = q_heads // kv_heads, batch * kv_heads
+    if group * tokens > MAX_ROWS:
+        raise InputError(f"{tokens} queries for each of {group} heads of a group; expected {MAX_ROWS} rows at most")
     size = value_dim(q, block_v, block_v_scale)
     blocks = flat_blocks(
         block_k, block_v, block_positions, block_bias, block_heads, block_k_scale, block_v_scale, group, dim, size
@@ -97,8 +106,11 @@ def mixed_attention_cpp(
     own = [_readable(block, group, tokens) for block in blocks]
     table = array("q", [number for block in own for number in _fields(block, dim, size)])
     asked = (q.float() * scale).contiguous()
-    where = q_positions.to(torch.int64).contiguous()
-    terms = [None if x is None else x.float().contiguous() for x in (sinks, bias_slopes, bias_table)]
+    where = q_positions.to(torch.int64).expand(batch, tokens).contiguous()
+    terms = [
+        None if x is None else x.float().expand(q_heads, *x.shape[1:]).contiguous()
+        for x in (sinks, bias_slopes, bias_table)
+    ]
     out, partial = (
         q.new_empty((batch, q_heads, tokens, size), dtype=torch.float32),
         asked.new_empty(places * splits * stored),
@@ -113,11 +125,16 @@ def mixed_attention_cpp(
 
 
 def _readable(block: Block, group: int, tokens: int) -> Block:
-    """The block with dense vectors, positions of 4 or 8 bytes, and a bias float32 [h, G, T, N]."""
+    """The block with dense vectors, positions of 4 or 8 bytes, and a bias float32 [h, G, T, N]; all of one size, as addresses tell none."""
+    sizes = {x.shape[:2] for x in (block.k, block.v, block.k_scale, block.v_scale) if x is not None}
+    if len(sizes) > 1:
+        raise InputError(
+            f"keys, values and scales of a block are of {sorted(map(tuple, sizes))} heads and entries; expected one size"
+        )
     k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (block.k, block.v))
     positions = block.positions if block.positions.dtype in (torch.int32, torch.int64) else block.positions.long()
     bias = None if block.bias is None else block.bias.float().expand(k.shape[0], group, tokens, k.shape[1])
-    return replace(block, k=k, v=v, positions=positions.expand(k.shape[0], -1), bias=bias)
+    return replace(block, k=k, v=v, positions=positions.expand(k.shape[:2]), bias=bias)
 
 
 def _fields(block: Block, dim: int, value_dim: int) -> list[int]:

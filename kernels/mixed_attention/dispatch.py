@@ -15,13 +15,11 @@ from semkv.kernels.cpp import MISSING, compiler
 from semkv.kernels.mixed_attention.blocked import mixed_attention_blocked
 from semkv.kernels.mixed_attention.blocks import each, kv_heads_of
 from semkv.kernels.mixed_attention.configuration import Configuration
-from semkv.kernels.mixed_attention.cpp import attention_library, mixed_attention_cpp
+from semkv.kernels.mixed_attention.cpp import MAX_ROWS, attention_library, mixed_attention_cpp
 
 KERNELS = ("auto", "torch", "cpp", "triton")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_DIM = 256
-MAX_ROWS = 64
-"""Query rows per KV head that one tile has: with more, the kernel would read keys and values more than once."""
 
 
 def mixed_attention(*arguments: Any, kernel: str = "auto", layout: Sequence[int] = (), **keywords: Any) -> Tensor:
@@ -69,9 +67,10 @@ def refusal(*arguments: Any, kernel: str = "auto", fresh: bool = False, **keywor
     dims = q.shape[3], value_dim(q, block_v, v_scale, value_v)
     if max(dims) > MAX_DIM:
         return f"head dims are {dims[0]} and {dims[1]}; the kernel takes up to {MAX_DIM}"
-    tensors = [x for value in (*arguments, *keywords.values()) for x in (value if isinstance(value, list) else [value])]
-    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors):
-        return "gradients flow through it"
+    if torch.is_grad_enabled():
+        lists = [value if isinstance(value, list) else [value] for value in (*arguments, *keywords.values())]
+        if any(isinstance(x, Tensor) and x.requires_grad for own in lists for x in own):
+            return "gradients flow through it"
     if form == "triton":
         return None
     if key_u is not None:

@@ -1,7 +1,8 @@
 // Mixed-resolution decode attention on a CPU: keys and values are read once, in tiles that stay in the first cache. A tile is a
 // run of entries at each of four places, far from one another: four streams are read about 1.5 times as fast as one.
 //
-// Constants that a specialisation defines: DIM and VALUE_DIM, the head dims; ROWS, query rows that are computed at once.
+// Constants that a specialisation defines: DIM and VALUE_DIM, the head dims; ROWS, query rows that are computed at once; MAX_ROWS, the
+// most that a place has.
 // A task is one KV head of one row of the batch (a place) and one split of its entries, with a softmax of its own (the
 // online softmax of Milakov and Gimelshein, arXiv:1805.02867); splits are merged as in Flash-Decoding. What is split where
 // depends on sizes alone, so threads change no bit.
@@ -9,7 +10,6 @@
 namespace {
 
 constexpr int64_t RUNS = 4, RUN = 16, TILE = RUNS * RUN;  // entries
-constexpr int64_t MAX_ROWS = 64;                          // query rows per place
 constexpr int64_t MAX_TILES = (MAX_ROWS + ROWS - 1) / ROWS;
 constexpr int64_t KEY_VECTORS = (DIM + LANES - 1) / LANES, KEY_WIDTH = KEY_VECTORS * LANES;
 constexpr int64_t VALUE_VECTORS = (VALUE_DIM + LANES - 1) / LANES, VALUE_WIDTH = VALUE_VECTORS * LANES;

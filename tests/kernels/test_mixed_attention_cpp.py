@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from semkv.errors import ConfigError
+from semkv.errors import ConfigError, InputError
 from semkv.ir.ops import mixed_attention
 from semkv.kernels.cpp import compiler
 from semkv.kernels.mixed_attention import dispatch, mixed_attention_blocked, mixed_attention_reference
@@ -234,3 +234,21 @@ def test_a_kernel_that_does_not_compile_is_a_warning_or_an_error(entries, monkey
     assert torch.equal(got, mixed_attention_blocked(q, where, *own, scale=SCALE))
     with pytest.raises(ConfigError, match="kernel wrong"):
         mixed_attention(q, where, *own, scale=SCALE, kernel="cpp")
+
+
+def test_what_is_not_of_one_size_is_refused(entries):
+    """Before anything is read: addresses do not tell how far it goes."""
+    q, where, own = entries(**ODD, exact=50, coarse=4, bits=(8, 8), dtype=torch.float32)
+    short = own._replace(block_v=[own.block_v[0][:, :, 1:], own.block_v[1]])
+    with pytest.raises(
+        InputError, match=r"keys, values and scales of a block are of .* heads and entries; expected one size"
+    ):
+        mixed_attention_cpp(q, where, *short, scale=SCALE)
+    with pytest.raises(InputError, match=r"the scale of a block's codes is torch\.float32; expected torch\.float16"):
+        mixed_attention_cpp(q, where, *own._replace(block_k_scale=[None, own.block_k_scale[1].float()]), scale=SCALE)
+    for bad in (own._replace(block_positions=[own.block_positions[0][..., 1:], own.block_positions[1]]), own):
+        with pytest.raises(RuntimeError, match="expand"):
+            mixed_attention_cpp(q, where if bad is not own else where[:, :0], *bad, scale=SCALE)
+    many = q.expand(-1, -1, 22, -1)
+    with pytest.raises(InputError, match="22 queries for each of 3 heads of a group; expected 64 rows at most"):
+        mixed_attention_cpp(many, where.expand(-1, 22), *own, scale=SCALE)
