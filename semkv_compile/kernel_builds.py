@@ -9,6 +9,7 @@ import torch
 from semkv.ir.program import Program
 from semkv.kernels.code_products.cpp import code_library
 from semkv.kernels.cpp import MISSING
+from semkv.kernels.linear.cpp import linear_library
 from semkv.kernels.mixed_attention.cpp import attention_library
 from semkv.kernels.mixed_attention.dispatch import DTYPES, form_of
 from semkv.kernels.selection.cpp import selection_library
@@ -27,6 +28,7 @@ def start_builds(program: Program, kernels: str, device: torch.device, *, routes
         warnings.warn(f"{reason}: attention on this CPU is PyTorch's, which is slower; install one", stacklevel=3)
     if form == "cpp":
         slots_library().start()
+        linear_library(1).start()
     if form == "cpp" and program.dtype in DTYPES:
         for shape in {(site.key_dim, site.value_dim, site.group_size) for site in program.sites}:
             attention_library(*shape).start()
