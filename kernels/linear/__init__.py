@@ -20,8 +20,8 @@ SMALL_WEIGHT = 1 << 14
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [..., K] times weight [N, K], plus bias [N] -> [..., N].
 
-    For few tokens in float32 on a CPU with a compiler by the kernel in C++, which reads a weight up to twice as fast as the BLAS
-    that PyTorch takes for it (for one token; for several up to four times). Everything else is PyTorch's `linear`.
+    For few tokens in float32 on a CPU with a compiler by the kernel in C++, which reads a weight once, as several streams.
+    Everything else is PyTorch's `linear`.
     """
     return linear_cpp(x, weight, bias) if _waits_for_weight(x, weight, bias) else F.linear(x, weight, bias)
 

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from semkv.ir.ops import value_dim
-from semkv.kernels.mixed_attention.blocks import (
-    Block,
-    PerBlock,
-    flat_bias,
-    flat_blocks,
-    flat_rows,
-    kv_heads_of,
-    segments,
-)
+from semkv.kernels.mixed_attention.blocks import Block, flat_bias, flat_rows, segments
+from semkv.kernels.mixed_attention.call import AttentionCall
 from semkv.kernels.mixed_attention.streaming import scores, weighted_sum
 from semkv.kernels.mixed_attention.suffix import is_suffix, suffix_attention
 
@@ -26,61 +18,34 @@ BLOCK_SCORES = 1 << 23
 """Scores held at once, over all rows and heads: 32 MiB in float32."""
 
 
-def mixed_attention_blocked(
-    q: Tensor,
-    q_positions: Tensor,
-    block_k: Sequence[Tensor],
-    block_v: Sequence[Tensor],
-    block_positions: Sequence[Tensor],
-    block_bias: PerBlock = None,
-    block_heads: Sequence[int] | None = None,
-    block_k_scale: PerBlock = None,
-    block_v_scale: PerBlock = None,
-    key_u: Tensor | None = None,
-    key_s: Tensor | None = None,
-    key_v: Tensor | None = None,
-    value_u: Tensor | None = None,
-    value_s: Tensor | None = None,
-    value_v: Tensor | None = None,
-    factored_positions: Tensor | None = None,
-    factored_bias: Tensor | None = None,
-    sinks: Tensor | None = None,
-    bias_slopes: Tensor | None = None,
-    bias_table: Tensor | None = None,
-    *,
-    scale: float,
-    softcap: float = 0.0,
-    window: int = 0,
-    fresh: bool = False,
-) -> Tensor:
-    """What `mixed_attention_reference` computes, with its shapes.
+def mixed_attention_blocked(*arguments: Any, **keywords: Any) -> Tensor:
+    """What `mixed_attention_reference` computes, with its arguments.
 
     `fresh` says that there is one block, the queries' own tokens in ascending order, so that a block of queries needs the
     keys up to its own end only. Half-precision inputs are accumulated in float32. Blocks are read where they are and as they are:
     nothing is joined or padded, and codes are unpacked a tile at a time (`streaming.py`).
     """
-    plain = not (softcap or window) and sinks is None and bias_slopes is None and bias_table is None
-    plain = plain and block_bias is None and key_u is None and len(block_k) == 1 and block_heads is None
-    plain = plain and q.dtype == block_k[0].dtype == block_v[0].dtype
-    if fresh and plain:
-        return F.scaled_dot_product_attention(q, block_k[0], block_v[0], is_causal=True, scale=scale, enable_gqa=True)
-    # log-sum-exps have no gradient
-    if plain and not torch.is_grad_enabled() and is_suffix(q, q_positions, block_k[0], block_v[0], block_positions[0]):
-        return suffix_attention(q, block_k[0], block_v[0], scale)
+    call = AttentionCall.of(*arguments, **keywords)
+    q, own = call.q, call.entries
+    if call.plain:
+        k, v = own.block_k[0], own.block_v[0]
+        if call.fresh:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=call.scale, enable_gqa=True)
+        # log-sum-exps have no gradient
+        if not torch.is_grad_enabled() and is_suffix(q, call.q_positions, k, v, own.block_positions[0]):
+            return suffix_attention(q, k, v, call.scale)
 
-    batch, q_heads, tokens, dim = q.shape
-    kv_heads = kv_heads_of(batch, q_heads, block_k, block_heads)
+    batch, q_heads, tokens, _ = q.shape
+    kv_heads = call.kv_heads
     group = q_heads // kv_heads
     compute = q.dtype if q.dtype in (torch.float32, torch.float64) else torch.float32
-    size = value_dim(q, block_v, block_v_scale, value_v)
-    blocks = flat_blocks(
-        block_k, block_v, block_positions, block_bias, block_heads, block_k_scale, block_v_scale, group, dim, size
-    )
+    size, blocks = call.value_dim, call.blocks()
     factors = None
-    if key_u is not None:
-        six = [x.flatten(0, 1).to(compute) for x in (key_u, key_s, key_v, value_u, value_s, value_v)]
-        bias = None if factored_bias is None else factored_bias.flatten(3, 4)
-        places = flat_rows(factored_positions.flatten(2, 3), kv_heads)
+    if own.key_u is not None:
+        stored = (own.key_u, own.key_s, own.key_v, own.value_u, own.value_s, own.value_v)
+        six = [x.flatten(0, 1).to(compute) for x in stored]
+        bias = None if own.factored_bias is None else own.factored_bias.flatten(3, 4)
+        places = flat_rows(own.factored_positions.flatten(2, 3), kv_heads)
         factors = _Factors(*six, positions=places, bias=flat_bias(bias, kv_heads, group))  # type: ignore[misc]
 
     def of_heads(x: Tensor | None) -> Tensor | None:
@@ -89,15 +54,15 @@ def mixed_attention_blocked(
             None if x is None else x.to(compute).unflatten(0, (kv_heads, group)).repeat(batch, 1, *[1] * (x.dim() - 1))
         )
 
-    terms = _Terms(softcap, window, of_heads(sinks), of_heads(bias_slopes), of_heads(bias_table))
-    asked = (q.to(compute) * scale).reshape(batch * kv_heads, group, tokens, -1)
-    where = q_positions if batch == 1 else q_positions.repeat_interleave(kv_heads, 0)
+    terms = _Terms(call.softcap, call.window, *map(of_heads, (call.sinks, call.bias_slopes, call.bias_table)))
+    asked = (q.to(compute) * call.scale).reshape(batch * kv_heads, group, tokens, -1)
+    where = call.q_positions if batch == 1 else call.q_positions.repeat_interleave(kv_heads, 0)
     outputs = [
         _attend(
-            asked[first:last], where if batch == 1 else where[first:last], own, terms.of(first, last),
-            None if factors is None else factors.of(first, last), fresh, size,
+            asked[first:last], where if batch == 1 else where[first:last], part, terms.of(first, last),
+            None if factors is None else factors.of(first, last), call.fresh, size,
         )
-        for first, last, own in segments(blocks, batch * kv_heads)
+        for first, last, part in segments(blocks, batch * kv_heads)
     ]  # fmt: skip
     out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return out.reshape(batch, q_heads, tokens, -1).to(q.dtype)

@@ -9,6 +9,7 @@ from itertools import pairwise
 from torch import Tensor
 
 from semkv.errors import InputError
+from semkv.ir.memory import Entries
 from semkv.kernels.codes import code_bits
 
 PerBlock = Sequence[Tensor | None] | None
@@ -73,33 +74,25 @@ def kv_heads_of(batch: int, q_heads: int, block_k: Sequence[Tensor], block_heads
     return kv_heads
 
 
-def flat_blocks(
-    block_k: Sequence[Tensor], block_v: Sequence[Tensor], block_positions: Sequence[Tensor], block_bias: PerBlock,
-    block_heads: Sequence[int] | None, block_k_scale: PerBlock, block_v_scale: PerBlock,
-    group: int, dim: int, value_dim: int,
-) -> list[Block]:  # fmt: skip
-    """Blocks as `semkv.ir.memory.Entries` has them, with rows and heads in one dimension; nothing is copied but where a
-    block of several rows is not contiguous. dim, value_dim: numbers of a key and of a value, D and Dv.
+def flat_blocks(entries: Entries, group: int, dim: int, value_dim: int) -> list[Block]:
+    """The blocks of `entries` with rows and heads in one dimension; nothing is copied but where a block of several rows is not
+    contiguous. dim, value_dim: numbers of a key and of a value, D and Dv.
 
     Raises
     ------
     InputError: keys or values that are neither plain numbers nor codes of those sizes.
     """
-    made = []
+    made, count = [], len(entries.block_k)
     for first, k, v, positions, bias, k_scale, v_scale in zip(
-        first_places(block_k, block_heads), block_k, block_v, block_positions,
-        *(each(x, len(block_k)) for x in (block_bias, block_k_scale, block_v_scale)),
+        first_places(entries.block_k, entries.block_heads), entries.block_k, entries.block_v, entries.block_positions,
+        *(each(x, count) for x in (entries.block_bias, entries.block_k_scale, entries.block_v_scale)),
     ):  # fmt: skip
         _check(k, k_scale, dim)
         _check(v, v_scale, value_dim)
         heads = k.shape[1]
         scales = (None if scale is None else scale.flatten(0, 1) for scale in (k_scale, v_scale))
-        made.append(
-            Block(
-                first, k.flatten(0, 1), v.flatten(0, 1), flat_rows(positions, heads), flat_bias(bias, heads, group),
-                *scales,
-            )
-        )  # fmt: skip
+        where, own = flat_rows(positions, heads), flat_bias(bias, heads, group)
+        made.append(Block(first, k.flatten(0, 1), v.flatten(0, 1), where, own, *scales))
     return made
 
 

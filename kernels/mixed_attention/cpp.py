@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from semkv.errors import InputError
-from semkv.ir.ops import value_dim
 from semkv.kernels.codes import code_bits
 from semkv.kernels.cpp import Library, library, team
-from semkv.kernels.mixed_attention.blocks import Block, PerBlock, flat_blocks, kv_heads_of, segments
+from semkv.kernels.mixed_attention.blocks import Block, segments
+from semkv.kernels.mixed_attention.call import AttentionCall
 
 TEMPLATE = Path(__file__).parent / "template.cpp"
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -52,52 +52,27 @@ def attention_library(dim: int, value_dim: int, group: int) -> Library:
     return library(TEMPLATE, {"DIM": dim, "VALUE_DIM": value_dim, "ROWS": tile_rows(group), "MAX_ROWS": MAX_ROWS})
 
 
-def mixed_attention_cpp(
-    q: Tensor,
-    q_positions: Tensor,
-    block_k: Sequence[Tensor],
-    block_v: Sequence[Tensor],
-    block_positions: Sequence[Tensor],
-    block_bias: PerBlock = None,
-    block_heads: Sequence[int] | None = None,
-    block_k_scale: PerBlock = None,
-    block_v_scale: PerBlock = None,
-    key_u: None = None,
-    key_s: None = None,
-    key_v: None = None,
-    value_u: None = None,
-    value_s: None = None,
-    value_v: None = None,
-    factored_positions: None = None,
-    factored_bias: None = None,
-    sinks: Tensor | None = None,
-    bias_slopes: Tensor | None = None,
-    bias_table: Tensor | None = None,
-    *,
-    scale: float,
-    softcap: float = 0.0,
-    window: int = 0,
-    fresh: bool = False,
-) -> Tensor:
-    """What `mixed_attention_reference` computes of blocks, on a CPU, with its shapes; accumulated in float32.
+def mixed_attention_cpp(*arguments: Any, **keywords: Any) -> Tensor:
+    """What `mixed_attention_reference` computes of blocks, on a CPU, with its arguments; accumulated in float32.
 
     Keys and values are read once, where they are and as they are; copied are only those whose numbers are not dense. `fresh` is taken
     for the operator's sake: a decode step looks at all entries.
 
     Raises
     ------
-    BuildError: the kernel cannot be compiled. InputError: more than `MAX_ROWS` query rows per KV head, or blocks whose parts are not of one
-        size.
+    BuildError: the kernel cannot be compiled. InputError: more than `MAX_ROWS` query rows per KV head, factored spans, or blocks whose
+        parts are not of one size.
     """
+    asking = AttentionCall.of(*arguments, **keywords)
+    if asking.entries.key_u is not None:
+        raise InputError("factored spans are given; expected blocks alone: use `blocked`")
+    q = asking.q
     batch, q_heads, tokens, dim = q.shape
-    kv_heads = kv_heads_of(batch, q_heads, block_k, block_heads)
+    kv_heads = asking.kv_heads
     group, places = q_heads // kv_heads, batch * kv_heads
     if group * tokens > MAX_ROWS:
         raise InputError(f"{tokens} queries for each of {group} heads of a group; expected {MAX_ROWS} rows at most")
-    size = value_dim(q, block_v, block_v_scale)
-    blocks = flat_blocks(
-        block_k, block_v, block_positions, block_bias, block_heads, block_k_scale, block_v_scale, group, dim, size
-    )
+    size, blocks = asking.value_dim, asking.blocks()
     entries = max(sum(block.k.shape[1] for block in own) for *_, own in segments(blocks, places))
     splits = min(MAX_SPLITS, entries // SPLIT_ENTRIES + 1)
     rows = tile_rows(group)
@@ -105,11 +80,11 @@ def mixed_attention_cpp(
 
     own = [_readable(block, group, tokens) for block in blocks]
     table = array("q", [number for block in own for number in _fields(block, dim, size)])
-    asked = (q.float() * scale).contiguous()
-    where = q_positions.to(torch.int64).expand(batch, tokens).contiguous()
+    asked = (q.float() * asking.scale).contiguous()
+    where = asking.q_positions.to(torch.int64).expand(batch, tokens).contiguous()
     terms = [
         None if x is None else x.float().expand(q_heads, *x.shape[1:]).contiguous()
-        for x in (sinks, bias_slopes, bias_table)
+        for x in (asking.sinks, asking.bias_slopes, asking.bias_table)
     ]
     out, partial = (
         q.new_empty((batch, q_heads, tokens, size), dtype=torch.float32),
@@ -118,7 +93,7 @@ def mixed_attention_cpp(
     call = _Call(
         asked.data_ptr(), where.data_ptr(), *(None if x is None else x.data_ptr() for x in terms), out.data_ptr(),
         partial.data_ptr(), table.buffer_info()[0], len(own), places, kv_heads, group, tokens, splits, torch.get_num_threads(),
-        0 if bias_table is None else bias_table.shape[1], window, softcap, team(),
+        0 if asking.bias_table is None else asking.bias_table.shape[1], asking.window, asking.softcap, team(),
     )  # fmt: skip
     attention_library(dim, size, group).function("mixed_attention")(ctypes.byref(call))
     return out.to(q.dtype)

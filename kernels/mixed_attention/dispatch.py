@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from semkv.errors import ConfigError
-from semkv.ir.ops import value_dim
 from semkv.kernels.cpp import MISSING, compiler
 from semkv.kernels.mixed_attention.blocked import mixed_attention_blocked
-from semkv.kernels.mixed_attention.blocks import each, kv_heads_of
+from semkv.kernels.mixed_attention.blocks import each
+from semkv.kernels.mixed_attention.call import AttentionCall
 from semkv.kernels.mixed_attention.configuration import Configuration
 from semkv.kernels.mixed_attention.cpp import MAX_ROWS, attention_library, mixed_attention_cpp
 
@@ -31,49 +31,48 @@ def mixed_attention(*arguments: Any, kernel: str = "auto", layout: Sequence[int]
     ------
     ConfigError: an unknown `kernel`, or one that was asked for by name and cannot run.
     """
-    if refusal(*arguments, kernel=kernel, **keywords) is not None:
+    call = AttentionCall.of(*arguments, **keywords)
+    if refusal(call, kernel) is not None:
         return mixed_attention_blocked(*arguments, **keywords)
-    if form_of(kernel, arguments[0].device)[0] == "cpp":
+    if form_of(kernel, call.q.device)[0] == "cpp":
         return mixed_attention_cpp(*arguments, **keywords)
     from semkv.kernels.mixed_attention.triton import mixed_attention_triton
 
     return mixed_attention_triton(*arguments, configuration=Configuration(*layout), **keywords)
 
 
-def refusal(*arguments: Any, kernel: str = "auto", fresh: bool = False, **keywords: Any) -> str | None:
+def refusal(call: AttentionCall, kernel: str = "auto") -> str | None:
     """Why PyTorch answers this call of the operator; None where the kernel of `form_of` does. It is made for calls of few queries.
 
     Raises
     ------
     ConfigError: an unknown `kernel`, or one that was asked for by name and cannot run.
     """
-    q, block_k, block_v = arguments[0], arguments[2], arguments[3]
-    block_heads, k_scale, v_scale, key_u, value_v = (
-        arguments[place] if place < len(arguments) else None for place in (6, 7, 8, 9, 14)
-    )
+    q, own = call.q, call.entries
     form, reason = form_of(kernel, q.device)
     if form == "torch":
         return reason
-    if fresh:
+    if call.fresh:
         return "a prompt attends to its own tokens"
-    group = q.shape[1] // kv_heads_of(q.shape[0], q.shape[1], block_k, block_heads)
+    group = q.shape[1] // call.kv_heads
     if group * q.shape[2] > MAX_ROWS:
         return f"{q.shape[2]} queries for each of {group} heads of a group; the kernel takes {MAX_ROWS} rows"
-    stored = [*zip(block_k, each(k_scale, len(block_k))), *zip(block_v, each(v_scale, len(block_v)))]
+    stored = [
+        *zip(own.block_k, each(own.block_k_scale, len(own.block_k))),
+        *zip(own.block_v, each(own.block_v_scale, len(own.block_v))),
+    ]
     others = [x.dtype for x, scale in stored if scale is None and x.dtype not in DTYPES]
     if q.dtype not in DTYPES or others:
-        kept = others[0] if others else block_k[0].dtype
+        kept = others[0] if others else own.block_k[0].dtype
         return f"queries are {q.dtype} and entries {kept}; the kernel takes float16, bfloat16, float32 and codes"
-    dims = q.shape[3], value_dim(q, block_v, v_scale, value_v)
+    dims = q.shape[3], call.value_dim
     if max(dims) > MAX_DIM:
         return f"head dims are {dims[0]} and {dims[1]}; the kernel takes up to {MAX_DIM}"
-    if torch.is_grad_enabled():
-        lists = [value if isinstance(value, list) else [value] for value in (*arguments, *keywords.values())]
-        if any(isinstance(x, Tensor) and x.requires_grad for own in lists for x in own):
-            return "gradients flow through it"
+    if torch.is_grad_enabled() and any(x.requires_grad for x in call.tensors()):
+        return "gradients flow through it"
     if form == "triton":
         return None
-    if key_u is not None:
+    if own.key_u is not None:
         return "factored spans are attended to in matrix products"
     return attention_library(*dims, group).failure(asked=kernel == "cpp")
 

@@ -1,5 +1,5 @@
 // Mixed-resolution decode attention on a CPU: keys and values are read once, in tiles that stay in the first cache. A tile is a
-// run of entries at each of four places, far from one another: four streams are read about 1.5 times as fast as one.
+// run of entries at each of four places, far from one another: a core reads four streams faster than one.
 //
 // Constants that a specialisation defines: DIM and VALUE_DIM, the head dims; ROWS, query rows that are computed at once; MAX_ROWS, the
 // most that a place has.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,10 +9,10 @@ import triton
 from torch import Tensor
 
 from semkv.errors import InputError
-from semkv.ir.ops import value_dim
 from semkv.kernels.generation import Launch, padded
 from semkv.kernels.mixed_attention.block_table import FIELDS, PLACE_FIELDS, BlockTable, block_table
-from semkv.kernels.mixed_attention.blocks import PerBlock, flat_blocks, kv_heads_of
+from semkv.kernels.mixed_attention.blocks import flat_blocks
+from semkv.kernels.mixed_attention.call import AttentionCall
 from semkv.kernels.mixed_attention.configuration import Configuration
 from semkv.kernels.mixed_attention.dispatch import DTYPES, MAX_ROWS
 from semkv.kernels.mixed_attention.paged import PagedTokens
@@ -29,50 +28,30 @@ def splits_for(programs: int, tiles: int, processors: int) -> int:
 
 
 def mixed_attention_launches(
-    q: Tensor,
-    q_positions: Tensor,
-    block_k: Sequence[Tensor] = (),
-    block_v: Sequence[Tensor] = (),
-    block_positions: Sequence[Tensor] = (),
-    block_bias: PerBlock = None,
-    block_heads: Sequence[int] | None = None,
-    block_k_scale: PerBlock = None,
-    block_v_scale: PerBlock = None,
-    key_u: Tensor | None = None,
-    key_s: Tensor | None = None,
-    key_v: Tensor | None = None,
-    value_u: Tensor | None = None,
-    value_s: Tensor | None = None,
-    value_v: Tensor | None = None,
-    factored_positions: Tensor | None = None,
-    factored_bias: Tensor | None = None,
-    sinks: Tensor | None = None,
-    bias_slopes: Tensor | None = None,
-    bias_table: Tensor | None = None,
-    *,
-    scale: float,
-    softcap: float = 0.0,
-    window: int = 0,
+    *arguments: Any,
     paged: PagedTokens | None = None,
     paged_bias: Tensor | None = None,
     configuration: Configuration | None = None,
+    **keywords: Any,
 ) -> tuple[Tensor, list[Launch]]:
     """The output [B, Hq, T, Dv] and the launches that write it; nothing runs yet, so tensors may be on `meta`.
 
     Arguments are those of `mixed_attention_reference`, and `paged` tokens besides or in place of blocks, with their bias
     [B, Hq|1, T|1, capacity]. Blocks are read where they are, see `block_table`.
     """
+    call = AttentionCall.of(*arguments, **keywords)
+    q, own = call.q, call.entries
     if q.dtype not in DTYPES:
         raise InputError(
             f"q is {q.dtype}; the kernel computes in float16, bfloat16 or float32: cast it, or use `blocked`"
         )
     configuration = configuration or Configuration()
     batch, q_heads, tokens, dim = q.shape
-    coded = any(x is not None for x in (block_k_scale, block_v_scale))
-    block = configuration.block or (64 if key_u is None and not coded else 32)
-    if not block_k and paged is None:
+    coded = any(x is not None for x in (own.block_k_scale, own.block_v_scale))
+    block = configuration.block or (64 if own.key_u is None and not coded else 32)
+    if not own.block_k and paged is None:
         raise InputError("neither blocks nor `paged` tokens are given; expected at least one of them")
-    heads = {kv_heads_of(batch, q_heads, block_k, block_heads)} if block_k else set()
+    heads = {call.kv_heads} if own.block_k else set()
     heads |= set() if paged is None else {paged.k.shape[0]}
     kv_heads, *others = heads
     if others or q_heads % kv_heads:
@@ -80,15 +59,13 @@ def mixed_attention_launches(
             f"{q_heads} query heads for {' or '.join(map(str, sorted(heads)))} KV heads; expected a multiple"
         )
     group = q_heads // kv_heads
-    size = value_dim(q, block_v, block_v_scale, value_v) if paged is None else paged.v.shape[-1]
+    size = call.value_dim if paged is None else paged.v.shape[-1]
     table = None
-    if block_k:
-        blocks = flat_blocks(
-            block_k, block_v, block_positions, block_bias, block_heads, block_k_scale, block_v_scale, group, dim, size
-        )
+    if own.block_k:
+        blocks = flat_blocks(own, group, dim, size)
         table = block_table(blocks, batch * kv_heads, group, tokens, block, (dim, size), q.dtype)
-    spans, length = (0, 1) if key_u is None else key_u.shape[2:4]
-    key_rank, value_rank = (0, 0) if key_u is None else (key_u.shape[-1], value_u.shape[-1])
+    spans, length = (0, 1) if own.key_u is None else own.key_u.shape[2:4]
+    key_rank, value_rank = (0, 0) if own.key_u is None else (own.key_u.shape[-1], own.value_u.shape[-1])
 
     rows = min(MAX_ROWS, padded(group * tokens))
     block_length = min(block, padded(length))
@@ -109,22 +86,22 @@ def mixed_attention_launches(
     def of_kind(tensors: str, kind: int) -> Tensor | None:
         return getattr(table, tensors)[kind] if table is not None and kind < len(table.kinds) else None
 
-    arguments: dict[str, Tensor | float | None] = {
-        "p_q": dense(q), "p_where": dense(q_positions), "p_blocks": None if table is None else table.table,
+    values: dict[str, Tensor | float | None] = {
+        "p_q": dense(q), "p_where": dense(call.q_positions), "p_blocks": None if table is None else table.table,
         "p_k": of_kind("k", 0), "p_v": of_kind("v", 0), "p_other_k": of_kind("k", 1), "p_other_v": of_kind("v", 1),
         "p_scale": None if table is None else table.scale, "p_places": None if table is None else table.positions,
         "p_bias": None if table is None else table.bias,
         "p_paged_k": None if paged is None else dense(paged.k), "p_paged_v": None if paged is None else dense(paged.v),
         "p_paged_places": None if paged is None else dense(paged.positions), "p_paged_bias": dense(paged_bias),
         "p_pages": None if paged is None else dense(paged.pages), "p_counts": None if paged is None else dense(paged.counts),
-        "p_key_u": dense(key_u), "p_key_s": dense(key_s), "p_key_v": dense(key_v),
-        "p_value_u": dense(value_u), "p_value_s": dense(value_s), "p_value_v": dense(value_v),
-        "p_factored_places": dense(factored_positions), "p_factored_bias": dense(factored_bias),
-        "p_sinks": dense(sinks), "p_slopes": dense(bias_slopes), "p_table": dense(bias_table),
+        "p_key_u": dense(own.key_u), "p_key_s": dense(own.key_s), "p_key_v": dense(own.key_v),
+        "p_value_u": dense(own.value_u), "p_value_s": dense(own.value_s), "p_value_v": dense(own.value_v),
+        "p_factored_places": dense(own.factored_positions), "p_factored_bias": dense(own.factored_bias),
+        "p_sinks": dense(call.sinks), "p_slopes": dense(call.bias_slopes), "p_table": dense(call.bias_table),
         "p_out": partial, "p_top": top, "p_mass": mass,
         "tokens": tokens, "slots": 0 if paged is None else paged.k.shape[1],
         "pages": 0 if paged is None else paged.pages.shape[-1], "spans": spans, "length": length,
-        "scale": float(scale), "softcap": float(softcap), "window": window,
+        "scale": float(call.scale), "softcap": float(call.softcap), "window": call.window,
     }  # fmt: skip
     constants = {
         "KV_HEADS": kv_heads, "GROUP": group, "DIM": dim, "VALUE_DIM": size,
@@ -134,11 +111,11 @@ def mixed_attention_launches(
         "PAGE_SIZE": 0 if paged is None else paged.page_size, "PAGE_HEADS": 0 if paged is None else paged.pages.shape[1],
         "PAGED_PLACES": 0 if paged is None else paged.positions.shape[0], "PAGED_BIAS": _rows_of(paged_bias),
         "KEY_RANK": key_rank, "VALUE_RANK": value_rank,
-        "FACTORED_PLACES": 0 if factored_positions is None else factored_positions.shape[1],
-        "FACTORED_BIAS": _rows_of(factored_bias),
-        "SINKS": int(sinks is not None), "SLOPES": int(bias_slopes is not None),
-        "TABLE": 0 if bias_table is None else bias_table.shape[1],
-        "SOFTCAP": int(softcap != 0), "WINDOW": int(window != 0),
+        "FACTORED_PLACES": 0 if own.factored_positions is None else own.factored_positions.shape[1],
+        "FACTORED_BIAS": _rows_of(own.factored_bias),
+        "SINKS": int(call.sinks is not None), "SLOPES": int(call.bias_slopes is not None),
+        "TABLE": 0 if call.bias_table is None else call.bias_table.shape[1],
+        "SOFTCAP": int(call.softcap != 0), "WINDOW": int(call.window != 0),
         "SPLITS": splits, "ROWS": rows, "BLOCK": block, "BLOCK_LENGTH": block_length,
         "BLOCK_DIM": padded(dim), "BLOCK_VALUE": padded(size),
         "BLOCK_KEY_RANK": padded(key_rank), "BLOCK_VALUE_RANK": padded(value_rank),
@@ -148,7 +125,7 @@ def mixed_attention_launches(
     held = () if table is None else table.held
     launches = [
         Launch(
-            decode_partials, grid, arguments, constants, configuration.warps, configuration.stages, registers, held,
+            decode_partials, grid, values, constants, configuration.warps, configuration.stages, registers, held,
         )
     ]  # fmt: skip
     if splits > 1:
@@ -168,13 +145,13 @@ def mixed_attention_launches(
     return out, launches
 
 
-def mixed_attention_triton(*arguments: Any, fresh: bool = False, **keywords: object) -> Tensor:
+def mixed_attention_triton(*arguments: Any, **keywords: Any) -> Tensor:
     """What `mixed_attention_reference` computes, on the device of `q`; accumulated in float32.
 
     Arguments are those of `mixed_attention_launches`. `fresh` is taken for the operator's sake: a decode step looks at all
     entries. Tensors that are not contiguous are copied.
     """
-    out, launches = mixed_attention_launches(*arguments, **keywords)  # type: ignore[arg-type]
+    out, launches = mixed_attention_launches(*arguments, **keywords)
     for launch in launches:
         launch.run()
     return out

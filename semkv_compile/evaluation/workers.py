@@ -22,7 +22,6 @@ Result = TypeVar("Result")
 POLL_SECONDS = 1.0
 """After which it is looked whether a worker has died."""
 
-
 SMALL_PARAMETERS = 100_000_000
 """Parameters of a model up to which a step is too short for several threads to help it."""
 

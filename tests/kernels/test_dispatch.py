@@ -9,6 +9,7 @@ from semkv.errors import ConfigError
 from semkv.ir import ops
 from semkv.kernels import cpp
 from semkv.kernels.mixed_attention import dispatch, mixed_attention, mixed_attention_blocked
+from semkv.kernels.mixed_attention.call import AttentionCall
 from semkv.kernels.mixed_attention.dispatch import form_of, refusal
 
 pytest.importorskip("triton", reason='kernels need triton: pip install -e ".[triton]"')
@@ -23,43 +24,43 @@ class OnCuda(torch.Tensor):
     device = CUDA
 
 
-def call(entries, **shape):
-    """Arguments of a decode step, queries on a pretended GPU."""
+def call(entries, fresh=False, window=0, **shape):
+    """A decode step, queries on a pretended GPU."""
     q, where, own = entries(**{"batch": 1, "tokens": 1, "dtype": torch.float32} | shape)
-    return q.as_subclass(OnCuda), where, *own
+    return AttentionCall.of(q.as_subclass(OnCuda), where, *own, scale=SCALE, window=window, fresh=fresh)
 
 
 def test_a_decode_step_on_cuda_is_tritons(entries):
-    assert refusal(*call(entries, coarse=3, spans=2, biased=True), scale=SCALE) is None
-    assert refusal(*call(entries, batch=3, tokens=4), scale=SCALE, window=9) is None
+    assert refusal(call(entries, coarse=3, spans=2, biased=True)) is None
+    assert refusal(call(entries, batch=3, tokens=4, window=9)) is None
 
 
 @pytest.mark.parametrize(
-    ("shape", "keywords", "said"),
+    ("step", "kernel", "said"),
     [
-        ({}, {"kernel": "torch"}, "PyTorch was asked for"),
-        ({}, {"fresh": True}, "a prompt attends to its own tokens"),
-        ({"tokens": 33}, {}, "33 queries for each of 2 heads of a group; the kernel takes 64 rows"),
-        ({"dtype": torch.float64}, {}, "queries are torch.float64"),
-        ({"dim": 257}, {}, "head dims are 257 and 257; the kernel takes up to 256"),
+        ({}, "torch", "PyTorch was asked for"),
+        ({"fresh": True}, "auto", "a prompt attends to its own tokens"),
+        ({"tokens": 33}, "auto", "33 queries for each of 2 heads of a group; the kernel takes 64 rows"),
+        ({"dtype": torch.float64}, "auto", "queries are torch.float64"),
+        ({"dim": 257}, "auto", "head dims are 257 and 257; the kernel takes up to 256"),
     ],
 )
-def test_what_the_kernel_is_not_made_for(entries, shape, keywords, said):
-    assert refusal(*call(entries, **shape), scale=SCALE, **keywords).startswith(said)
+def test_what_the_kernel_is_not_made_for(entries, step, kernel, said):
+    assert refusal(call(entries, **step), kernel).startswith(said)
 
 
 def test_gradients_are_pytorchs(entries):
-    arguments = call(entries)
-    arguments[2][0].requires_grad_()
-    assert refusal(*arguments, scale=SCALE) == "gradients flow through it"
+    step = call(entries)
+    step.entries.block_k[0].requires_grad_()
+    assert refusal(step) == "gradients flow through it"
     with torch.no_grad():
-        assert refusal(*arguments, scale=SCALE) is None
+        assert refusal(step) is None
 
 
 def test_a_cpu_without_a_compiler_is_pytorchs_unless_the_interpreter_is_asked_for(entries, monkeypatch):
     monkeypatch.setattr(dispatch, "compiler", lambda: None)
     q, where, own = entries(dtype=torch.float32)
-    assert refusal(q, where, *own, scale=SCALE) == "no C++ compiler was found (g++ or clang++)"
+    assert refusal(AttentionCall.of(q, where, *own, scale=SCALE)) == "no C++ compiler was found (g++ or clang++)"
     wanted = mixed_attention_blocked(q, where, *own, scale=SCALE)
     assert torch.equal(mixed_attention(q, where, *own, scale=SCALE), wanted)
     with pytest.raises(ConfigError, match=r"kernels 'triton' on cpu: .* TRITON_INTERPRET=1"):

@@ -12,6 +12,7 @@ from semkv.errors import ConfigError, InputError
 from semkv.ir.ops import mixed_attention
 from semkv.kernels.cpp import compiler
 from semkv.kernels.mixed_attention import dispatch, mixed_attention_blocked, mixed_attention_reference
+from semkv.kernels.mixed_attention.call import AttentionCall
 from semkv.kernels.mixed_attention.cpp import SPLIT_ENTRIES, attention_library, mixed_attention_cpp, tile_rows
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="kernels in C++ need g++ or clang++")
@@ -220,8 +221,11 @@ def test_the_operator_takes_it_by_name_and_by_itself(entries, monkeypatch):
 
 def test_factored_spans_are_pytorchs(entries):
     q, where, own = entries(**ODD, exact=50, spans=2, dtype=torch.float32)
-    assert dispatch.refusal(q, where, *own, scale=SCALE) == "factored spans are attended to in matrix products"
-    assert dispatch.refusal(q, where, *own[:7], scale=SCALE) is None
+    assert (
+        dispatch.refusal(AttentionCall.of(q, where, *own, scale=SCALE))
+        == "factored spans are attended to in matrix products"
+    )
+    assert dispatch.refusal(AttentionCall.of(q, where, *own[:7], scale=SCALE)) is None
 
 
 def test_a_kernel_that_does_not_compile_is_a_warning_or_an_error(entries, monkeypatch, tmp_path):
