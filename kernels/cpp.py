@@ -31,7 +31,7 @@ from semkv.files import replace_file
 COMPILERS = ("g++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fPIC", "-shared", "-w")
 MISSING = f"no C++ compiler was found ({' or '.join(COMPILERS)})"
-SHARED = tuple(Path(__file__).parent / name for name in ("vectors.h", "threads.h"))
+SHARED = tuple(Path(__file__).parent / name for name in ("vectors.h", "threads.h", "products.h"))
 """What comes before every template."""
 SECONDS = 300
 """After which a compiler is given up."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -17,7 +18,7 @@ import semkv.kernels  # noqa: F401 - registers the operators
 from semkv.config import CompileConfig, check_budget
 from semkv.errors import BudgetError, ConfigError, InputError
 from semkv.ir.program import Program
-from semkv.kernel_builds import start_builds
+from semkv.kernel_builds import as_run, start_builds
 from semkv.kernel_layouts import site_layouts, tune_program
 from semkv.kernels.mixed_attention.dispatch import form_of
 from semkv.kernels.tuning import Tuning
@@ -142,6 +143,11 @@ class CompiledModel(GenerationMixin, nn.Module):
         for tensor in chain(self._source.body.parameters(), self._source.body.buffers()):
             return tensor.device
         return torch.device("cpu")
+
+    @cached_property
+    def _running(self) -> Program:
+        """`program` with what only this process can run; made for the first step."""
+        return as_run(self.program, self.settings.kernels, self.device)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -324,14 +330,14 @@ class CompiledModel(GenerationMixin, nn.Module):
             rows = [torch.cat(pair) for pair in zip(state.pending, rows)]
             state.pending = None
         if len({len(row) for row in rows}) == 1:
-            logits = extend(self.program, state, torch.stack(rows), self._chunk(ids.shape[1]), all_logits=all_logits)
+            logits = extend(self._running, state, torch.stack(rows), self._chunk(ids.shape[1]), all_logits=all_logits)
             return logits[:, unread:] if all_logits else logits
         if all_logits:
             raise InputError("all_logits needs rows of one length")
         parts = []
         for index, row in enumerate(rows):
             single = State(self.placement, [state.rows[index]], state.logits[index : index + 1])
-            parts.append(extend(self.program, single, row[None], self._chunk(len(row))))
+            parts.append(extend(self._running, single, row[None], self._chunk(len(row))))
         state.logits = torch.cat(parts)[:, 0]
         return torch.cat(parts)
 

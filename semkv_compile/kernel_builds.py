@@ -12,6 +12,7 @@ from semkv.kernels.cpp import MISSING
 from semkv.kernels.linear.cpp import linear_library
 from semkv.kernels.mixed_attention.cpp import attention_library
 from semkv.kernels.mixed_attention.dispatch import DTYPES, form_of
+from semkv.kernels.segments import fuse, segments_library
 from semkv.kernels.selection.cpp import selection_library
 from semkv.kernels.slots.cpp import slots_library
 
@@ -29,9 +30,17 @@ def start_builds(program: Program, kernels: str, device: torch.device, *, routes
     if form == "cpp":
         slots_library().start()
         linear_library(1).start()
+        if program.dtype == torch.float32:
+            segments_library().start()
     if form == "cpp" and program.dtype in DTYPES:
         for shape in {(site.key_dim, site.value_dim, site.group_size) for site in program.sites}:
             attention_library(*shape).start()
         if routes:
             code_library().start()
             selection_library().start()
+
+
+def as_run(program: Program, kernels: str, device: torch.device) -> Program:
+    """`program` as its steps run on `device`: on a CPU with a compiler, what lies between two attentions of `decode` is one call."""
+    native = form_of(kernels, device)[0] == "cpp" and program.dtype == torch.float32
+    return program.evolve(decode=fuse(program.decode)) if native and segments_library().failure() is None else program

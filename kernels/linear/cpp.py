@@ -16,7 +16,7 @@ MAX_TOKENS = 4
 
 
 class _Call(ctypes.Structure):
-    """`Call` of the template, whose fields it names."""
+    """`Product` of kernels/products.h, whose fields it names."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "weight", "bias", "out")),

@@ -1,0 +1,61 @@
+// Few vectors times a matrix: weights are read once, four rows at a time, far from one another: four streams are read faster than one.
+// Each product is summed in the same order whatever the threads and the other vectors, so they change no bit.
+
+namespace {
+
+constexpr int64_t STREAMS = 4, PART = 64;  // rows of weights at once; rows of a stream that a task computes
+
+struct Product {
+  const float* x;       // [tokens, inner]
+  const float* weight;  // [outer, inner]
+  const float* bias;    // [outer] or null
+  float* out;           // [tokens, outer]
+  int64_t tokens, inner, outer, threads;
+  Parallel parallel;
+};
+
+// STREAMS rows of weights times `Tokens` vectors, the last ones again where there are fewer, which nothing is written for.
+template <int64_t Tokens>
+void multiply(const Product& call, const int64_t* rows, int64_t first) {
+  const int64_t inner = call.inner, whole = inner / LANES * LANES;
+  Floats sums[Tokens][STREAMS] = {};
+  const float *asked[Tokens], *weights[STREAMS];
+  for (int64_t token = 0; token < Tokens; ++token)
+    asked[token] = call.x + (first + token < call.tokens ? first + token : call.tokens - 1) * inner;
+  for (int64_t stream = 0; stream < STREAMS; ++stream)
+    weights[stream] = call.weight + (rows[stream] < call.outer ? rows[stream] : 0) * inner;
+  for (int64_t at = 0; at < whole; at += LANES)
+    for (int64_t stream = 0; stream < STREAMS; ++stream) {
+      Floats part = load(weights[stream] + at);
+      for (int64_t token = 0; token < Tokens; ++token) sums[token][stream] += part * load(asked[token] + at);
+    }
+  for (int64_t token = 0; token < Tokens && first + token < call.tokens; ++token) {
+    Four made = sums_of(sums[token][0], sums[token][1], sums[token][2], sums[token][3]);
+    for (int64_t stream = 0; stream < STREAMS && rows[stream] < call.outer; ++stream) {
+      float total = made[stream];
+      for (int64_t at = whole; at < inner; ++at) total += weights[stream][at] * asked[token][at];
+      call.out[(first + token) * call.outer + rows[stream]] = total + (call.bias ? call.bias[rows[stream]] : 0.0f);
+    }
+  }
+}
+
+// Rows [task * PART, + PART) of each of the four parts of the matrix.
+template <int64_t Tokens>
+void compute(const Product& call, int64_t task) {
+  const int64_t part = (call.outer + STREAMS - 1) / STREAMS;
+  const int64_t last = (task + 1) * PART < part ? (task + 1) * PART : part;
+  for (int64_t row = task * PART; row < last; ++row) {
+    int64_t rows[STREAMS];
+    for (int64_t stream = 0; stream < STREAMS; ++stream)
+      rows[stream] = stream * part + row;
+    for (int64_t first = 0; first < call.tokens; first += Tokens) multiply<Tokens>(call, rows, first);
+  }
+}
+
+template <int64_t Tokens>
+void product(const Product& call) {
+  const int64_t part = (call.outer + STREAMS - 1) / STREAMS;
+  share(call, compute<Tokens>, (part + PART - 1) / PART);
+}
+
+}  // namespace
