@@ -6,12 +6,13 @@ import warnings
 
 import torch
 
+from semkv.ir import ops
 from semkv.ir.program import Program
 from semkv.kernels.code_products.cpp import code_library
 from semkv.kernels.cpp import MISSING
 from semkv.kernels.linear.cpp import linear_library
 from semkv.kernels.mixed_attention.cpp import attention_library
-from semkv.kernels.mixed_attention.dispatch import DTYPES, form_of
+from semkv.kernels.mixed_attention.dispatch import DTYPES, form_of, mixed_attention
 from semkv.kernels.segments import fuse, segments_library
 from semkv.kernels.selection.cpp import selection_library
 from semkv.kernels.slots.cpp import slots_library
@@ -41,6 +42,14 @@ def start_builds(program: Program, kernels: str, device: torch.device, *, routes
 
 
 def as_run(program: Program, kernels: str, device: torch.device) -> Program:
-    """`program` as its steps run on `device`: on a CPU with a compiler, what lies between two attentions of `decode` is one call."""
+    """`program` as its steps run on `device`: on a CPU with a compiler, what lies between two attentions of `decode` is one call, and
+    attention is called without PyTorch's dispatcher."""
     native = form_of(kernels, device)[0] == "cpp" and program.dtype == torch.float32
-    return program.evolve(decode=fuse(program.decode)) if native and segments_library().failure() is None else program
+    if not native or segments_library().failure() is not None:
+        return program
+    decode = fuse(program.decode)
+    for node in decode.graph.nodes:
+        if node.target == ops.mixed_attention:
+            node.target = mixed_attention
+    decode.recompile()
+    return program.evolve(decode=decode)

@@ -19,13 +19,17 @@ BLOCK_SCORES = 1 << 23
 
 
 def mixed_attention_blocked(*arguments: Any, **keywords: Any) -> Tensor:
-    """What `mixed_attention_reference` computes, with its arguments.
+    """What `mixed_attention_reference` computes, with its arguments."""
+    return attend_blocked(AttentionCall.of(*arguments, **keywords))
+
+
+def attend_blocked(call: AttentionCall) -> Tensor:
+    """What a call of the operator computes.
 
     `fresh` says that there is one block, the queries' own tokens in ascending order, so that a block of queries needs the
     keys up to its own end only. Half-precision inputs are accumulated in float32. Blocks are read where they are and as they are:
     nothing is joined or padded, and codes are unpacked a tile at a time (`streaming.py`).
     """
-    call = AttentionCall.of(*arguments, **keywords)
     q, own = call.q, call.entries
     if call.plain:
         k, v = own.block_k[0], own.block_v[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -36,11 +37,11 @@ class AttentionCall:
         own = arguments[:count] or (() if "block_k" in named else ([], [], []))
         return cls(q, q_positions, Entries(*own, **named), *arguments[count:], **keywords)
 
-    @property
+    @cached_property
     def kv_heads(self) -> int:
         return kv_heads_of(self.q.shape[0], self.q.shape[1], self.entries.block_k, self.entries.block_heads)
 
-    @property
+    @cached_property
     def value_dim(self) -> int:
         """Dv, see `semkv.ir.ops.value_dim`."""
         return value_dim(self.q, self.entries.block_v, self.entries.block_v_scale, self.entries.value_v)

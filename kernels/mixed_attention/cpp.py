@@ -53,7 +53,12 @@ def attention_library(dim: int, value_dim: int, group: int) -> Library:
 
 
 def mixed_attention_cpp(*arguments: Any, **keywords: Any) -> Tensor:
-    """What `mixed_attention_reference` computes of blocks, on a CPU, with its arguments; accumulated in float32.
+    """What `mixed_attention_reference` computes of blocks, on a CPU, with its arguments; see `attend_cpp`."""
+    return attend_cpp(AttentionCall.of(*arguments, **keywords))
+
+
+def attend_cpp(asking: AttentionCall) -> Tensor:
+    """What a call of the operator computes of blocks, on a CPU; accumulated in float32.
 
     Keys and values are read once, where they are and as they are; copied are only those whose numbers are not dense. `fresh` is taken
     for the operator's sake: a decode step looks at all entries.
@@ -63,7 +68,6 @@ def mixed_attention_cpp(*arguments: Any, **keywords: Any) -> Tensor:
     BuildError: the kernel cannot be compiled. InputError: more than `MAX_ROWS` query rows per KV head, factored spans, or blocks whose
         parts are not of one size.
     """
-    asking = AttentionCall.of(*arguments, **keywords)
     if asking.entries.key_u is not None:
         raise InputError("factored spans are given; expected blocks alone: use `blocked`")
     q = asking.q

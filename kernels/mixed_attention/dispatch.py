@@ -11,11 +11,11 @@ from torch import Tensor
 
 from semkv.errors import ConfigError
 from semkv.kernels.cpp import MISSING, compiler
-from semkv.kernels.mixed_attention.blocked import mixed_attention_blocked
+from semkv.kernels.mixed_attention.blocked import attend_blocked
 from semkv.kernels.mixed_attention.blocks import each
 from semkv.kernels.mixed_attention.call import AttentionCall
 from semkv.kernels.mixed_attention.configuration import Configuration
-from semkv.kernels.mixed_attention.cpp import MAX_ROWS, attention_library, mixed_attention_cpp
+from semkv.kernels.mixed_attention.cpp import MAX_ROWS, attend_cpp, attention_library
 
 KERNELS = ("auto", "torch", "cpp", "triton")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -33,12 +33,12 @@ def mixed_attention(*arguments: Any, kernel: str = "auto", layout: Sequence[int]
     """
     call = AttentionCall.of(*arguments, **keywords)
     if refusal(call, kernel) is not None:
-        return mixed_attention_blocked(*arguments, **keywords)
+        return attend_blocked(call)
     if form_of(kernel, call.q.device)[0] == "cpp":
-        return mixed_attention_cpp(*arguments, **keywords)
-    from semkv.kernels.mixed_attention.triton import mixed_attention_triton
+        return attend_cpp(call)
+    from semkv.kernels.mixed_attention.triton import attend_triton
 
-    return mixed_attention_triton(*arguments, configuration=Configuration(*layout), **keywords)
+    return attend_triton(call, configuration=Configuration(*layout))
 
 
 def refusal(call: AttentionCall, kernel: str = "auto") -> str | None:

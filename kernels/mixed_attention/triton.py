@@ -27,19 +27,27 @@ def splits_for(programs: int, tiles: int, processors: int) -> int:
     return 1 << max(0, wanted.bit_length() - 1)
 
 
-def mixed_attention_launches(
-    *arguments: Any,
+LAYOUT = ("paged", "paged_bias", "configuration")
+"""Arguments of `launches` besides the call."""
+
+
+def mixed_attention_launches(*arguments: Any, **keywords: Any) -> tuple[Tensor, list[Launch]]:
+    """`launches` of the arguments of `mixed_attention_reference`; by name also those of `LAYOUT`."""
+    own = {name: keywords.pop(name) for name in LAYOUT if name in keywords}
+    return launches(AttentionCall.of(*arguments, **keywords), **own)
+
+
+def launches(
+    call: AttentionCall,
     paged: PagedTokens | None = None,
     paged_bias: Tensor | None = None,
     configuration: Configuration | None = None,
-    **keywords: Any,
 ) -> tuple[Tensor, list[Launch]]:
     """The output [B, Hq, T, Dv] and the launches that write it; nothing runs yet, so tensors may be on `meta`.
 
-    Arguments are those of `mixed_attention_reference`, and `paged` tokens besides or in place of blocks, with their bias
-    [B, Hq|1, T|1, capacity]. Blocks are read where they are, see `block_table`.
+    `paged` tokens come besides or in place of blocks, with their bias [B, Hq|1, T|1, capacity]. Blocks are read where they are, see
+    `block_table`.
     """
-    call = AttentionCall.of(*arguments, **keywords)
     q, own = call.q, call.entries
     if q.dtype not in DTYPES:
         raise InputError(
@@ -123,7 +131,7 @@ def mixed_attention_launches(
     grid = (batch * kv_heads, -(-group * tokens // rows), splits)
     registers = configuration.registers or (168 if constants["BIAS"] else 128)
     held = () if table is None else table.held
-    launches = [
+    made = [
         Launch(
             decode_partials, grid, values, constants, configuration.warps, configuration.stages, registers, held,
         )
@@ -141,18 +149,25 @@ def mixed_attention_launches(
             "VALUE_DIM": size, "SPLITS": splits, "BLOCK_SPLITS": triton.next_power_of_2(splits),
             "BLOCK_VALUE": padded(size),
         }  # fmt: skip
-        launches.append(Launch(merge_partials, (count,), merged, sizes, 4, 1))
-    return out, launches
+        made.append(Launch(merge_partials, (count,), merged, sizes, 4, 1))
+    return out, made
 
 
 def mixed_attention_triton(*arguments: Any, **keywords: Any) -> Tensor:
-    """What `mixed_attention_reference` computes, on the device of `q`; accumulated in float32.
+    """What `mixed_attention_reference` computes, on the device of `q`; arguments are those of `mixed_attention_launches`."""
+    out, made = mixed_attention_launches(*arguments, **keywords)
+    for launch in made:
+        launch.run()
+    return out
 
-    Arguments are those of `mixed_attention_launches`. `fresh` is taken for the operator's sake: a decode step looks at all
-    entries. Tensors that are not contiguous are copied.
+
+def attend_triton(call: AttentionCall, configuration: Configuration) -> Tensor:
+    """What a call of the operator computes, on the device of `q`; accumulated in float32.
+
+    `fresh` is taken for the operator's sake: a decode step looks at all entries. Tensors that are not contiguous are copied.
     """
-    out, launches = mixed_attention_launches(*arguments, **keywords)
-    for launch in launches:
+    out, made = launches(call, configuration=configuration)
+    for launch in made:
         launch.run()
     return out
 
