@@ -53,10 +53,11 @@ class CompileConfig(BaseModel):
         `CapacityError`, for a prompt before it is read. Default: no limit; with host='disk', everything is in files.
         `progressive`: the lengths that fit follow from it.
     rows: `progressive` only: sequences that share the device.
-    kernels: which kernels answer the attention of a step, and on a CPU in float32 what lies between two of them. `auto`: Triton's on CUDA where it is installed, those in C++ on a CPU
-        where there is a compiler (g++ or clang++), PyTorch's elsewhere; `torch`: PyTorch's everywhere; `cpp`: those in C++;
-        `triton`: Triton's, which on a CPU runs in its interpreter (TRITON_INTERPRET=1, for tests). Calls that the others are not
-        made for (many queries, float64, gradients) are PyTorch's always.
+    kernels: which kernels answer the attention of a step, and on a CPU in float32 what lies between two of them. `auto`: Triton's
+        on CUDA where it is installed, those in C++ on a CPU where there is a compiler (g++ or clang++), PyTorch's elsewhere;
+        `torch`: PyTorch's everywhere; `cpp`: those in C++; `triton`: Triton's, which on a CPU runs in its interpreter
+        (TRITON_INTERPRET=1, for tests). Calls that the others are not made for (many queries, float64, gradients) are PyTorch's
+        always.
     prefetch: `elastic` only: a thread fetches what layers are likely to unfold in their next step while others are computed, into
         buffers beside the budget (`State.nbytes["prefetch"]`). Tokens are the same. Default: with host='disk' or a CUDA device; in
         memory of the same CPU it gains nothing.

@@ -54,8 +54,7 @@ class _Call(ctypes.Structure):
     """`Call` of the template."""
 
     _fields_ = (
-        ("bases", ctypes.c_void_p), ("instructions", ctypes.c_void_p), ("count", ctypes.c_int64), ("threads", ctypes.c_int64),
-        ("parallel", ctypes.c_void_p),
+        ("bases", ctypes.c_void_p), ("count", ctypes.c_int64), ("threads", ctypes.c_int64), ("parallel", ctypes.c_void_p),
     )  # fmt: skip
 
 
@@ -198,9 +197,7 @@ class Tape:
         scratch = torch.empty(self._scratch)
         addresses = [x.data_ptr() for x in (*given, *self._weights, *outputs, scratch, self._constants)]
         table = array("q", addresses)
-        call = _Call(
-            table.buffer_info()[0], ctypes.addressof(self._steps), len(self._steps), torch.get_num_threads(), team()
-        )
-        if segments_library().function("segment")(ctypes.byref(call)):
+        call = _Call(table.buffer_info()[0], len(self._steps), torch.get_num_threads(), team())
+        if segments_library().function("segment")(ctypes.byref(call), self._steps):
             raise IndexError("an index lies outside of the embedding")
         return tuple(outputs[x.number] if isinstance(x, Base) else x for x in self._returned)

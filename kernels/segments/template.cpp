@@ -24,7 +24,6 @@ struct Instruction {
 
 struct Call {
   void* const* bases;
-  const Instruction* instructions;
   int64_t count, threads;
   Parallel parallel;
 };
@@ -206,9 +205,9 @@ void run(const Call& call, const Instruction& in) {
 }  // namespace
 
 // 0, or 1 where an index lies outside of its matrix.
-extern "C" int64_t segment(const Call* call) {
+extern "C" int64_t segment(const Call* call, const Instruction* instructions) {
   for (int64_t i = 0; i < call->count; ++i) {
-    const Instruction& in = call->instructions[i];
+    const Instruction& in = instructions[i];
     if (in.code != OP_GATHER)
       run(*call, in);
     else if (!gather(*call, in))
