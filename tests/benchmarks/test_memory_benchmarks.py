@@ -78,17 +78,17 @@ def test_pages_hold_every_row(scripts, tmp_path):
     assert "| `sekv` | 10 % | 6.2 | 3.1 | 12.5 |" in text
     assert "| `sketch` | 8 layers | 16,384 | 400 | 50 | 100 | 12.5 |" in text
     rows = [
-        {"method": "sekv", "generated": 20_000, "median_ms": 12.34, "peak_share": 0.998, "host": 80 * MIB, "host_per_token": 2128.0,
-         "anonymous": 600 * MIB, "tensors": 321, "threads": 1}
+        {"method": "sekv", "generated": 20_000, "median_ms": 12.34, "busy_ms": 9.87, "peak_share": 0.998, "host": 80 * MIB,
+         "host_per_token": 2128.0, "anonymous": 600 * MIB, "tensors": 321, "threads": 1}
     ]  # fmt: skip
     held = dict.fromkeys(("budget", "host", "tensors", "tensor_bytes", "threads"), True)
     claims = [
-        {"method": "sekv", "generated": 20_000, "ratio": None, "largest_peak_share": 0.998,
+        {"method": "sekv", "generated": 20_000, "ratio": None, "clock_ratio": None, "largest_peak_share": 0.998,
          "held": {"budget": True, "time": None, **held}}
     ]  # fmt: skip
     text = long.page({"environment": ENVIRONMENT, "rows": rows, "claims": claims}).read_text(encoding="utf-8")
-    assert "| `sekv` | 20,000 | 12.3 | 99.8 | 80 | 2128.0 | 600 | 321 | 1 |" in text
-    assert "| `sekv` | 20,000 | - | 99.8 | yes | not said | yes | yes | yes | yes |" in text
+    assert "| `sekv` | 20,000 | 9.9 | 12.3 | 99.8 | 80 | 2128.0 | 600 | 321 | 1 |" in text
+    assert "| `sekv` | 20,000 | - | - | 99.8 | yes | not said | yes | yes | yes | yes |" in text
 
 
 def test_live_tensors_are_counted_once_per_storage(scripts):
