@@ -16,6 +16,10 @@ from torch import Tensor
 POLL_SECONDS = 0.05
 """How often a waiting step looks whether the worker still lives."""
 
+PIECE = 4096
+"""Tokens that are fetched at a time where nothing crosses a link: what they are on the way fits the caches, and takes no memory that
+grows with the step."""
+
 
 class Source(Protocol):
     """Where tokens wait; `semkv.runtime.host_pool.HostTokens` is one."""
@@ -26,6 +30,12 @@ class Source(Protocol):
 
 Wanted = Callable[[], tuple[Tensor, Tensor]]
 """What says which tokens to fetch: heads and places, int64 [n] each. The thread calls it, so that asking costs the caller nothing."""
+
+
+def pieces(count: int, device: torch.device) -> list[slice]:
+    """How `count` tokens are fetched to `device`: `PIECE` at a time in memory of the host, elsewhere all at once; at least one piece."""
+    size = PIECE if device.type == "cpu" else max(1, count)
+    return [slice(start, min(start + size, count)) for start in range(0, max(1, count), size)]
 
 
 def _none() -> Tensor:
@@ -191,11 +201,13 @@ class Prefetcher:
         fetch.heads, fetch.places = fetch.wanted()
         if fetch.count > self.capacity:
             raise ValueError(f"{fetch.count} tokens for a buffer of {self.capacity}")
-        got, buffer = fetch.source.gather(fetch.places, fetch.heads), fetch.buffer
+        buffer = fetch.buffer
         if self._copies is None:
-            for room, x in zip(buffer.tensors, got):
-                room[: fetch.count].copy_(x)
+            for piece in pieces(fetch.count, self._device):
+                for room, x in zip(buffer.tensors, fetch.source.gather(fetch.places[piece], fetch.heads[piece])):
+                    room[piece].copy_(x)
             return
+        got = fetch.source.gather(fetch.places, fetch.heads)
         if buffer.copied is not None:
             buffer.copied.synchronize()  # the pinned memory may still be on its way; only this thread waits
         for pinned, x in zip(buffer.pinned, got):
@@ -228,4 +240,4 @@ def _work(tasks: queue.SimpleQueue[Fetch | None], owner: weakref.ref[Prefetcher]
         del prefetcher, fetch
 
 
-__all__ = ["Buffer", "Fetch", "Prefetcher", "Source", "Wanted"]
+__all__ = ["Buffer", "Fetch", "Prefetcher", "Source", "Wanted", "pieces"]

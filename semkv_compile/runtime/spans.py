@@ -186,16 +186,19 @@ class FoldedSpans:
         return self._range[1]
 
     def _unit_nbytes(self) -> Tensor:
-        per_segment = (self.segment_length * self.token_nbytes()).expand(self.site.kv_heads, -1).clone()
+        heads = self.site.kv_heads
+        per_segment = (self.segment_length * self.token_nbytes())[None]
         factored = self.segment_kind == FACTORS
         if factored.any():
+            per_segment = per_segment.expand(heads, -1).clone()
             ids = self.segment_start[factored]
             per_segment[:, factored] = self.host_factors.span_nbytes()[:, ids] + 4 * self.segment_length[factored]
-        out = torch.zeros(self.site.kv_heads, self.count, dtype=torch.int64)
-        unit = self.segment_unit.expand(self.site.kv_heads, -1)
-        if not self.count:
-            return out
-        return out.scatter_add_(1, unit.clamp(min=0), per_segment * (unit >= 0))
+        rows = max(len(per_segment), len(self.segment_unit))  # one where heads do not differ
+        out = torch.zeros(rows, self.count, dtype=torch.int64)
+        if self.count:
+            unit = self.segment_unit.expand(rows, -1)
+            out.scatter_add_(1, unit.clamp(min=0), per_segment * (unit >= 0))
+        return out.expand(heads, -1)
 
     # -- folding -----------------------------------------------------------------------------------------------------
 

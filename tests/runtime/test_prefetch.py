@@ -148,6 +148,16 @@ def test_a_failure_is_counted_and_the_next_fetch_works():
     assert prefetcher.works
 
 
+@pytest.mark.parametrize("count", [0, 1, 4, 5])
+def test_a_fetch_in_pieces_is_the_whole(monkeypatch, count):
+    monkeypatch.setattr(prefetch, "PIECE", 2)
+    prefetcher = make(1)
+    fetch = prefetcher.submit(STORED, indices([(row % HEADS, row) for row in range(count)]))
+    check(prefetcher.wait(fetch), fetch, False)
+    assert fetch.count == count
+    prefetcher.release(fetch)
+
+
 def test_a_worker_that_dies_leaves_nobody_waiting():
     prefetcher = make(3)
     deadly, behind = Gated(SystemExit()), Gated()

@@ -145,6 +145,8 @@ def test_merging_joins_neighbours_shortest_first():
         torch.testing.assert_close(dequantize(spans.mean_k)[:, unit], expected, rtol=0, atol=0.02)
     tokens = [[place for member in members for place in range(*edges()[member])] for members in groups]
     check_tokens(spans, read(spans, [[2, 3], [0, 2]])[0], k, v, tokens, [[2, 3], [0, 2]])
+    assert spans.unit_nbytes().shape == (2, 4)
+    assert spans.unit_nbytes().untyped_storage().nbytes() == 4 * 8, "heads that share their units share their sizes"
     assert spans.unit_nbytes()[0].tolist() == [count * (28 * 4 + 4) for count in (3, 8, 6, 10)]
     assert spans.index["norms"].shape == (4, 4, 1)
 

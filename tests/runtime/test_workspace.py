@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from semkv.kernels.slots import EMPTY
+from semkv.runtime import prefetch
 from semkv.runtime.host_pool import HostTokens
 from semkv.runtime.workspace import ROUND, ROUND_FROM, Segments, Workspace, slots_within
 
@@ -110,6 +111,20 @@ def test_tokens_that_wait_in_8_bits_are_written_as_they_are_read():
     workspace = Workspace(HEADS, KEY, VALUE, torch.float32, CPU)
     wanted = torch.ones(HEADS, 8, dtype=torch.bool)
     workspace.take(wanted, segments, tokens)
+    check(workspace, tokens, segments, wanted)
+
+
+@pytest.mark.parametrize("size", [1, 4, 63])
+def test_pieces_of_any_size_write_the_same_slots(monkeypatch, size):
+    monkeypatch.setattr(prefetch, "PIECE", size)
+    tokens, segments = host(8, "int8")
+    workspace = Workspace(HEADS, KEY, VALUE, torch.float32, CPU)
+    wanted = torch.ones(HEADS, 8, dtype=torch.bool)
+    read, gather = [], tokens.gather
+    tokens.gather = lambda index, heads=None: read.append(len(index)) or gather(index, heads)
+    assert workspace.take(wanted, segments, tokens) == (63, 0)
+    assert sum(read) == 63
+    assert max(read) == size
     check(workspace, tokens, segments, wanted)
 
 
