@@ -25,7 +25,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from grids import measured_on, table, write_document
 from pages import Output
-from replay import overlapping, watch
+from replay import Clock, overlapping, watch
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
@@ -46,6 +46,7 @@ from semkv.profiles.schema import Profile, ProfileInfo, SketchSection
 from semkv.profiles.schema.retrieval_head import RetrievalHeadSection
 from semkv.runtime.host_tier import HostTier
 from semkv.runtime.record import RowRecord
+from semkv.runtime.state import State
 
 RESULTS = Path(__file__).resolve().parent / "results" / "decode_cpu.json"
 LAYERS, Q_HEADS, KV_HEADS, DIM, VOCAB, POSITIONS = 8, 16, 8, 128, 4096, 262_144
@@ -71,7 +72,8 @@ class Step:
 
     read_bytes: weights and what the cache has on the device; floor_ms: the time to read them at the measured bandwidth.
     asked: the overlap that was replayed, None for the own choice; overlap: share of what a step unfolded that was there from the step
-    before. choosing_ms: of the median step, what it took to find what to unfold.
+    before. choosing_ms: of the median step, what it took to find what to unfold. full_ms: median of `full` in the same turns, 0
+    where it was not there.
     """
 
     name: str
@@ -85,6 +87,7 @@ class Step:
     overlap: float = 0.0
     asked: float | None = None
     choosing_ms: float = 0.0
+    full_ms: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -209,8 +212,60 @@ def readings(entries: tuple[int, ...], repeats: int) -> Iterator[Reading]:
     torch.set_num_threads(before)
 
 
+@dataclass
+class Contender:
+    """A decode step of one state, and what was found of it. clock: of what our states choose by. asked: the overlap that
+    is replayed. times, choosing: milliseconds. moved, held: bytes."""
+
+    name: str
+    tokens: int
+    budget: float | int | None
+    step: Callable[[], object]
+    resident: Callable[[], int]
+    state: State | None = None
+    clock: Clock | None = None
+    asked: float | None = None
+    times: list[float] = field(default_factory=list)
+    choosing: list[float] = field(default_factory=list)
+    moved: float = 0.0
+    held: float = 0.0
+
+    def warm(self, steps: int) -> None:
+        """Untimed steps."""
+        for _ in range(steps):
+            self.step()
+        if self.clock is not None:
+            self.clock.read()
+
+    def burst(self, steps: int) -> None:
+        """Timed steps, after one that brings its own data to the caches."""
+        self.warm(1)
+        moved, held = self.traffic()
+        for _ in range(steps):
+            self.times += timed(self.step, 0, 1)
+            self.choosing.append(0.0 if self.clock is None else 1000 * self.clock.read())
+        moved_now, held_now = self.traffic()
+        self.moved, self.held = self.moved + moved_now - moved, self.held + held_now - held
+
+    def traffic(self) -> tuple[float, float]:
+        """Bytes that the state's row moved, and those that it had from the step before, so far."""
+        if self.state is None:
+            return 0.0, 0.0
+        found = self.state.rows[0].traffic
+        return found.moved_bytes, found.held_bytes
+
+    def overlap(self, share: float) -> None:
+        """From now on, choose what overlaps so."""
+        assert self.state is not None
+        overlapping(self.state, share)
+        self.asked = share
+
+
 class Bench:
-    """Contenders on one model; `bandwidth` in bytes per second."""
+    """Contenders on one model; `bandwidth` in bytes per second. What is compared takes turns, `BURST` steps each, so that what else
+    the machine does meets both."""
+
+    BURST = 4
 
     def __init__(self, warmup: int, steps: int, bandwidth: float) -> None:
         self.warmup, self.steps, self.bandwidth = warmup, steps, bandwidth
@@ -220,7 +275,7 @@ class Bench:
         self.full = semkv.compile(self.model, random_profile(self.model), method="full", config=config)
         self.found: list[Step] = []
 
-    def hugging_face(self, record: RowRecord) -> Step:
+    def hugging_face(self, record: RowRecord) -> Contender:
         """DynamicCache with SDPA."""
         cache = DynamicCache()
         for layer in range(LAYERS):
@@ -233,46 +288,44 @@ class Bench:
             self.model(ids, past_key_values=cache, position_ids=torch.full((1, 1), at), use_cache=True)
             at += 1
 
-        times = timed(step, self.warmup, self.steps)
-        read = self.weights + sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-        return self._add("DynamicCache", record.tokens, None, times, read)
+        resident = partial(sum, [layer.keys.nbytes + layer.values.nbytes for layer in cache.layers])
+        return Contender("DynamicCache", record.tokens, None, step, resident)
 
-    def ours(self, method: str, record: RowRecord, budget: float | int | None, overlap: float) -> None:
-        """A compiled model of this method: its own choice, and one that overlaps as asked."""
+    def ours(self, method: str, record: RowRecord, budget: float | int | None, *, release: bool = False) -> Contender:
+        """A compiled model of this method with a state of the record."""
         compiled = self.full
         if budget is not None:
             compiled = self.full.with_method(method.partition(",")[0], budget, **CONTENDERS[method])
-        state = compiled.compress(record)
-        clock, traffic, ids = watch(state), state.rows[0].traffic, torch.ones(1, 1, dtype=torch.int64)
-        for asked in (None,) if budget is None or method == DROPPING else (None, overlap):
-            if asked is not None:
-                overlapping(state, asked)
-            timed(lambda: compiled.extend(state, ids), self.warmup, 0)
-            moved, held, choosing, times = traffic.moved_bytes, traffic.held_bytes, [], []
-            clock.read()
-            for _ in range(self.steps):
-                times += timed(lambda: compiled.extend(state, ids), 0, 1)
-                choosing.append(1000 * clock.read())
-            moved, held = traffic.moved_bytes - moved, traffic.held_bytes - held
-            read = self.weights + state.nbytes["device"]
-            self._add(
-                method, record.tokens, budget, sorted(times), read, moved / self.steps, held / max(1, moved + held), asked,
-                statistics.median(choosing),
-            )  # fmt: skip
-
-    def _add(
-        self, name: str, tokens: int, budget: float | int | None, times: list[float], read: int, moved: float = 0.0,
-        overlap: float = 0.0, asked: float | None = None, choosing: float = 0.0,
-    ) -> Step:  # fmt: skip
-        late = times[min(len(times) - 1, int(0.95 * len(times)))]
-        floor = 1000 * read / self.bandwidth
-        step = Step(
-            name, tokens, budget, statistics.median(times), late, read, floor, moved, overlap, asked, choosing
+        state = compiled.compress(record, release=release)
+        ids = torch.ones(1, 1, dtype=torch.int64)
+        return Contender(
+            method, record.tokens, budget, partial(compiled.extend, state, ids), lambda: state.nbytes["device"], state, watch(state)
         )  # fmt: skip
-        self.found.append(step)
-        show(step)
+
+    def compare(self, *contenders: Contender) -> None:
+        """Let them take turns, and keep what was found of those that are new."""
+        for one in contenders:
+            one.times, one.choosing, one.moved, one.held = [], [], 0.0, 0.0
+            one.warm(self.warmup)
+        while len(contenders[0].times) < self.steps:
+            for one in contenders:
+                one.burst(min(self.BURST, self.steps))
+        full = next((statistics.median(one.times) for one in contenders if one.name == "full"), 0.0)
+        for one in contenders:
+            times, read = sorted(one.times), self.weights + one.resident()
+            step = Step(
+                one.name, one.tokens, one.budget, statistics.median(times), times[min(len(times) - 1, int(0.95 * len(times)))],
+                read, 1000 * read / self.bandwidth, one.moved / len(times), one.held / max(1, one.moved + one.held), one.asked,
+                statistics.median(one.choosing), full,
+            )  # fmt: skip
+            if all(_place(step) != _place(other) for other in self.found):
+                self.found.append(step)
+                show(step)
         gc.collect()
-        return step
+
+
+def _place(step: Step) -> tuple[Any, ...]:
+    return step.name, step.tokens, step.budget, step.asked
 
 
 def check(bench: Bench) -> None:
@@ -301,13 +354,13 @@ def show(step: Step) -> None:
 
 def claims(found: list[Step], read: list[Reading], length: int) -> dict[str, float]:
     """The ratios that the three claims are about."""
-    at = {(step.name, step.tokens, step.budget, step.asked): step for step in found}
+    at = {_place(step): step for step in found}
     theirs, full = at["DynamicCache", length, None, None].median_ms, at["full", length, None, None].median_ms
     out = {"full: DynamicCache over it": theirs / full}
     for step in found:
         if step.tokens == length and step.budget == 0.1:
             out[f"{named(step)}: DynamicCache over it"] = theirs / step.median_ms
-            out[f"{named(step)}: full over it"] = full / step.median_ms
+            out[f"{named(step)}: full over it"] = step.full_ms / step.median_ms
     for name in dict.fromkeys(named(step) for step in found if step.budget == FIXED):
         fixed = {step.tokens: step for step in found if step.budget == FIXED and named(step) == name}
         if len(fixed) > 1:
@@ -337,7 +390,7 @@ def page(report: dict[str, Any]) -> Path:
     steps = [
         [
             named(step), f"{step.median_ms:.0f}", f"{step.choosing_ms:.0f}", f"{step.floor_ms:.0f}",
-            f"{theirs.median_ms / step.median_ms:.1f}", f"{full.median_ms / step.median_ms:.2f}", f"{100 * step.overlap:.0f}",
+            f"{theirs.median_ms / step.median_ms:.1f}", f"{step.full_ms / step.median_ms:.2f}", f"{100 * step.overlap:.0f}",
         ]
         for step in found if step not in fixed
     ]  # fmt: skip
@@ -362,8 +415,9 @@ def page(report: dict[str, Any]) -> Path:
         "# A decode step on two CPU cores",
         "Made by `benchmarks/decode_cpu.py`, all in one process: a decoder of 8 layers with 8 KV heads of 128 and random "
         "float32 weights, states of random keys and values. Medians of 20 steps, in milliseconds; on a shared machine ratios "
-        "say more. `floor` is the time in which the bytes that a step must read can be read. `choosing`: of a step, what grows with "
-        "the length by design: the scores of all units, the selection among them, retrieval heads. `there before`: share of a "
+        "say more, and what a ratio is of takes turns, a few steps each (a method with `full`, a length with the other). "
+        "`floor` is the time in which the bytes that a step must read can be read. `choosing`: of a step, what grows with the length by "
+        "design: the scores of all units, the selection among them, retrieval heads. `there before`: share of a "
         "step's unfolded tokens that the step before had unfolded. A contender's own choice among random keys looks elsewhere in every "
         "step; with an overlap in its name it pays for that choice and then takes one that overlaps so, as text does. "
         f"`{DROPPING}` is the method as its paper has it: tokens that are not kept are gone, and no step chooses. The other methods fold "
@@ -420,15 +474,25 @@ def main() -> None:
     check(bench)
     methods = arguments.methods.split(";")
     record = synthetic_record(arguments.length)
-    bench.hugging_face(record)
-    bench.ours("full", record, None, arguments.overlap)
+    full = bench.ours("full", record, None)
+    bench.compare(full, bench.hugging_face(record))
     for method in methods:
-        bench.ours(method, record, 0.1, arguments.overlap)
-    for length in map(int, arguments.fixed.split(",")) if arguments.fixed else ():
-        del record
-        record = synthetic_record(length)
-        for method in methods:
-            bench.ours(method, record, FIXED, arguments.overlap)
+        one = bench.ours(method, record, 0.1)
+        bench.compare(full, one)
+        if method != DROPPING:
+            one.overlap(arguments.overlap)
+            bench.compare(full, one)
+        del one
+    del full, record
+    for method in methods if arguments.fixed else ():
+        lengths = map(int, arguments.fixed.split(","))
+        pair = [bench.ours(method, synthetic_record(length), FIXED, release=True) for length in lengths]
+        bench.compare(*pair)
+        if method != DROPPING:
+            for one in pair:
+                one.overlap(arguments.overlap)
+            bench.compare(*pair)
+        del pair
     found = claims(bench.found, read, arguments.length)
     for name, value in found.items():
         print(f"{name:70}{value:8.2f}")

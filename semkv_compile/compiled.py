@@ -277,12 +277,15 @@ class CompiledModel(GenerationMixin, nn.Module):
         return tokens * (read + waiting)
 
     @torch.no_grad()
-    def compress(self, record: RowRecord | list[RowRecord]) -> State:
-        """A state of this model's method and budget from records, a row each; records serve any number of states."""
-        return self._state([record] if isinstance(record, RowRecord) else record)
+    def compress(self, record: RowRecord | list[RowRecord], *, release: bool = False) -> State:
+        """A state of this model's method and budget from records, a row each; records serve any number of states.
+
+        release: they serve this one only, and let go of each layer as it is built, so that both are never held in full.
+        """
+        return self._state([record] if isinstance(record, RowRecord) else record, release=release)
 
     def _state(self, records: list[RowRecord], *, release: bool = False) -> State:
-        """`compress`; with `release` each record lets go of what a memory was built of, so that both are never held in full."""
+        """`compress` of checked records."""
         for one in records:
             if self.placement.plan.reads_surprisal and one.surprisal is None:
                 raise InputError(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache, partial
 from typing import NoReturn
 
 import torch
@@ -85,10 +85,17 @@ class Placement:
         """The site that owns each store, by the store's number."""
         return {store.store: store for store in self.program.stores}
 
+    @cached_property
+    def row_cap(self) -> Callable[[int], float]:
+        """Device bytes of the budget of a row with so many tokens; every layer of a step asks for the same."""
+        if self.budget.value is None:
+            return lambda tokens: float("inf")
+        return lru_cache(maxsize=64)(partial(self.budget.cap_bytes, self.budgeted))
+
     def parts(self, store: AttentionSite) -> tuple[Part, ...]:
         """How the KV heads of a store are divided; stores that no method treats are whole."""
-        whole = (Part(0, store.kv_heads, Components()),)
-        return self.plan.parts.get(store.store, whole) if store.treatment == "method" else whole
+        given = self.plan.parts.get(store.store) if store.treatment == "method" else None
+        return given or (Part(0, store.kv_heads, Components()),)
 
 
 class RowMemory:
@@ -193,10 +200,7 @@ class RowMemory:
 
     def whole_cap(self, tokens: int) -> float:
         """Device bytes of the row's budget at `tokens` tokens."""
-        placement = self.placement
-        return (
-            float("inf") if placement.budget.value is None else placement.budget.cap_bytes(placement.budgeted, tokens)
-        )
+        return self.placement.row_cap(tokens)
 
     def cap_bytes(self, tokens: int) -> float:
         """Device bytes that the budgeted stores together may hold at `tokens` tokens: what charged notes leave."""
