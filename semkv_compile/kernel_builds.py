@@ -10,6 +10,7 @@ from semkv.ir import ops
 from semkv.ir.program import Program
 from semkv.kernels.code_products.cpp import code_library
 from semkv.kernels.cpp import MISSING
+from semkv.kernels.gather.cpp import gather_library
 from semkv.kernels.linear.cpp import linear_library
 from semkv.kernels.mixed_attention.cpp import attention_library
 from semkv.kernels.mixed_attention.dispatch import DTYPES, form_of, mixed_attention
@@ -39,6 +40,7 @@ def start_builds(program: Program, kernels: str, device: torch.device, *, routes
         if routes:
             code_library().start()
             selection_library().start()
+            gather_library().start()
 
 
 def as_run(program: Program, kernels: str, device: torch.device) -> Program:

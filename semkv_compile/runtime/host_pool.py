@@ -7,7 +7,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from semkv.kernels.gather.cpp import copies_tokens, copy_tokens_cpp
 from semkv.runtime.host_tier import HostTier, on_disk
+from semkv.runtime.prefetch import fill_in_pieces
 from semkv.runtime.quantization import quantize
 
 Form = Literal["raw", "int8"]
@@ -33,6 +35,11 @@ class GrowingTensor:
         self.tier, self.device = HostTier() if tier is None else tier, device
         self._tail = tail
         self._data = torch.empty((heads, 0, *tail), dtype=dtype, device=device)
+
+    @property
+    def stored(self) -> Tensor:
+        """`data` with the room behind it."""
+        return self._data
 
     @property
     def data(self) -> Tensor:
@@ -156,6 +163,16 @@ class HostTokens:
             codes, scale = self.parts[name].rows(heads, index), self.parts[f"{name}_scale"].rows(heads, index)
             out.append(codes.to(torch.float32).sub_(128).mul_(scale.float()).to(self.dtype))
         return out[0], out[1]
+
+    def fill(self, k: Tensor, v: Tensor, at: Tensor, index: Tensor, heads: Tensor) -> None:
+        """See `semkv.runtime.prefetch.Source`."""
+        parts = self.parts
+        waiting = [parts[name].stored for name in ("k", "v")]
+        scales = [parts[name].stored if name in parts else None for name in ("k_scale", "v_scale")]
+        if copies_tokens(waiting, scales, (k, v)):
+            copy_tokens_cpp(waiting, scales, (k, v), heads, index, at)
+        else:
+            fill_in_pieces(self, k, v, at, index, heads)
 
     def all_tokens(self) -> tuple[Tensor, Tensor]:
         """Every stored token, in host memory: k [Hkv, n, D], v [Hkv, n, Dv]."""

@@ -27,6 +27,9 @@ class Source(Protocol):
     def gather(self, index: Tensor, heads: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Keys [n, D] and values [n, Dv] of places `index` int64 [n] in `heads` int64 [n]."""
 
+    def fill(self, k: Tensor, v: Tensor, at: Tensor, index: Tensor, heads: Tensor) -> None:
+        """The same tokens, written into the rows `at` int64 [n] of k [rows, D] and v [rows, Dv]."""
+
 
 Wanted = Callable[[], tuple[Tensor, Tensor]]
 """What says which tokens to fetch: heads and places, int64 [n] each. The thread calls it, so that asking costs the caller nothing."""
@@ -36,6 +39,18 @@ def pieces(count: int, device: torch.device) -> list[slice]:
     """How `count` tokens are fetched to `device`: `PIECE` at a time in memory of the host, elsewhere all at once; at least one piece."""
     size = PIECE if device.type == "cpu" else max(1, count)
     return [slice(start, min(start + size, count)) for start in range(0, max(1, count), size)]
+
+
+def fill_in_pieces(source: Source, k: Tensor, v: Tensor, at: Tensor, index: Tensor, heads: Tensor) -> None:
+    """What `Source.fill` does, of what `source` gathers; keys and values cross a link as one tensor."""
+    device = k.device
+    for piece in pieces(len(at), device):
+        new_k, new_v = source.gather(index[piece], heads[piece])
+        if new_k.device != device:
+            new_k, new_v = torch.cat((new_k, new_v), 1).to(device).split((new_k.shape[1], new_v.shape[1]), 1)
+        rows = at[piece].to(device)
+        k.index_copy_(0, rows, new_k)
+        v.index_copy_(0, rows, new_v)
 
 
 def _none() -> Tensor:
@@ -240,4 +255,4 @@ def _work(tasks: queue.SimpleQueue[Fetch | None], owner: weakref.ref[Prefetcher]
         del prefetcher, fetch
 
 
-__all__ = ["Buffer", "Fetch", "Prefetcher", "Source", "Wanted", "pieces"]
+__all__ = ["Buffer", "Fetch", "Prefetcher", "Source", "Wanted", "fill_in_pieces", "pieces"]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from semkv.runtime.prefetch import Fetch, Prefetcher, Source
+from semkv.runtime.prefetch import Fetch, Prefetcher, Source, fill_in_pieces
 
 HEAD_BITS = 32
 """A token's head and place are one number, so that one search finds it."""
@@ -69,6 +69,15 @@ class Supply:
             for all_, rest in zip((k, v), self._missed(index[missing], heads[missing])):
                 all_.index_copy_(0, missing.to(all_.device), rest.to(all_.device))
         return k, v
+
+    def fill(self, k: Tensor, v: Tensor, at: Tensor, index: Tensor, heads: Tensor) -> None:
+        """See `semkv.runtime.prefetch.Source`."""
+        if self._prefetcher is not None and self._fetch is not None:
+            fill_in_pieces(self, k, v, at, index, heads)
+        elif len(index):
+            self.told.missed += len(index)
+            with self.told.stall():
+                self._host.fill(k, v, at, index, heads)
 
     def _missed(self, index: Tensor, heads: Tensor | None) -> tuple[Tensor, Tensor]:
         if not len(index):

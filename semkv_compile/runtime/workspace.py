@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from semkv.kernels.slots import EMPTY, assign_slots, extent, release_slots
-from semkv.runtime.prefetch import Source, pieces
+from semkv.runtime.prefetch import Source
 
 ROUND, ROUND_FROM = 64, 1024
 """Slots that a workspace of at least `ROUND_FROM` grows and shrinks by."""
@@ -116,20 +116,11 @@ class Workspace:
 
     def _fetch(self, at: Tensor, heads: Tensor, segments: Segments, host: Source) -> None:
         """Fill the places `at` int64 [n] of the slots of all heads, which are of `heads`, with the tokens that belong there."""
-        for piece in pieces(len(at), self.k.device):
-            slots = at[piece]
-            places, segment = self.tokens.view(-1)[slots], self.segment.view(-1)[slots]
-            positions = segments.position[segment] + places - segments.start[segment]
-            self._write(slots, *host.gather(places, heads[piece]), positions.to(torch.int32))
-
-    def _write(self, at: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> None:
-        """Put tokens k [n, D], v [n, Dv] at the places `at` int64 [n] of the slots of all heads; they cross a link as one tensor."""
-        device = self.k.device
-        if k.device != device:
-            k, v = torch.cat((k, v), 1).to(device).split((k.shape[1], v.shape[1]), 1)
-        at = at.to(device)
-        for held, new in ((self.k, k), (self.v, v), (self.positions, positions.to(device))):
-            held.flatten(0, 1).index_copy_(0, at, new)
+        places, segment = self.tokens.view(-1)[at], self.segment.view(-1)[at]
+        positions = segments.position[segment] + places - segments.start[segment]
+        host.fill(self.k.flatten(0, 1), self.v.flatten(0, 1), at, places, heads)
+        device = self.positions.device
+        self.positions.flatten(0, 1).index_copy_(0, at.to(device), positions.to(device, torch.int32))
 
     def renumber(self, gone: int) -> None:
         """The first `gone` segments are no more, and the others' numbers are smaller by as many."""

@@ -20,6 +20,7 @@ DATA = (
     "semkv/kernels/threads.h",
     "semkv/kernels/products.h",
     "semkv/kernels/code_products/template.cpp",
+    "semkv/kernels/gather/template.cpp",
     "semkv/kernels/mixed_attention/template.cpp",
     "semkv/kernels/segments/template.cpp",
     "semkv/kernels/selection/template.cpp",

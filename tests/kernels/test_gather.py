@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from semkv.errors import InputError
+from semkv.kernels.cpp import compiler
 from semkv.kernels.gather import gather_tokens_reference
+from semkv.kernels.gather.cpp import copies_tokens, copy_tokens_cpp
 from semkv.runtime.quantization import dequantize, quantize
 
 INDEX = torch.tensor([[3, -1, 0, 10, 3], [7, 7, 1, -1, -1]])
@@ -55,3 +57,43 @@ def test_what_cannot_be_launched_is_refused():
         gather_tokens_launches(x[:, ::2], INDEX, dtype=torch.float32)
     with pytest.raises(InputError, match=r"waiting is torch\.float32 with scales; codes uint8 have some"):
         gather_tokens_launches(x, INDEX, torch.ones(2, 11, 1), dtype=torch.float32)
+
+
+@pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("count", [0, 1, 12, 64, 65, 200])
+@pytest.mark.parametrize(("dim", "value_dim"), [(15, 60), (128, 16)])
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16, "codes", "codes of keys"])
+def test_tokens_in_cpp_are_those_of_the_reference(stored, dim, value_dim, count, threads):
+    heads, tokens, slots = 3, 301, 400
+    generator = torch.Generator().manual_seed(count)
+    waiting, scales, dtype = [], [], stored if isinstance(stored, torch.dtype) else torch.float32
+    for name, size in (("keys", dim), ("values", value_dim)):
+        x = torch.randn(heads, tokens, size, generator=generator)
+        coded = quantize(x, 8) if stored == "codes" or (stored == "codes of keys" and name == "keys") else None
+        waiting.append(x.to(dtype) if coded is None else coded.codes)
+        scales.append(None if coded is None else coded.scale)
+    into = [torch.full((slots, size), float("nan"), dtype=dtype) for size in (dim, value_dim)]
+    head, place = (torch.randint(0, n, (count,), generator=generator) for n in (heads, tokens))
+    at = torch.randperm(slots, generator=generator)[:count]
+    assert copies_tokens(waiting, scales, into)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    copy_tokens_cpp(waiting, scales, into, head, place, at)
+    torch.set_num_threads(before)
+    others = torch.ones(slots, dtype=torch.bool).index_fill_(0, at, False)
+    for x, scale, out in zip(waiting, scales, into):
+        index = torch.full((heads, count), -1)
+        index[head, torch.arange(count)] = place
+        wanted = gather_tokens_reference(x, index, scale, dtype=dtype)[head, torch.arange(count)]
+        assert torch.equal(out[at], wanted)
+        assert out[others].isnan().all()
+
+
+def test_what_cpp_does_not_copy():
+    rows, tokens = torch.zeros(4, 8), torch.zeros(2, 5, 8)
+    codes = quantize(tokens, 8)
+    assert not copies_tokens([tokens.bfloat16()], [None], [rows])
+    assert not copies_tokens([codes.codes], [codes.scale], [rows.bfloat16()])
+    assert not copies_tokens([tokens[:, ::2]], [None], [rows])
+    assert not copies_tokens([tokens.to("meta")], [None], [rows.to("meta")])

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from semkv.kernels.slots import EMPTY
-from semkv.runtime import prefetch
+from semkv.runtime import host_pool, prefetch
 from semkv.runtime.host_pool import HostTokens
 from semkv.runtime.workspace import ROUND, ROUND_FROM, Segments, Workspace, slots_within
 
@@ -94,9 +94,8 @@ def test_what_stays_keeps_its_slot_and_only_what_is_missing_is_read():
     wanted[:, [0, 2, 5]] = True
     workspace.take(wanted, segments, tokens, 16)
     slots, memory = workspace.tokens.clone(), workspace.k.data_ptr()
-    read = []
-    gather = tokens.gather
-    tokens.gather = lambda index, heads=None: read.append(len(index)) or gather(index, heads)
+    read, fill = [], tokens.fill
+    tokens.fill = lambda k, v, at, index, heads: read.append(len(index)) or fill(k, v, at, index, heads)
     wanted[:, 2], wanted[:, 3] = False, True
     assert workspace.take(wanted, segments, tokens, 16) == (HEADS * 2, HEADS * 8)
     assert read == [HEADS * 2]
@@ -116,7 +115,9 @@ def test_tokens_that_wait_in_8_bits_are_written_as_they_are_read():
 
 @pytest.mark.parametrize("size", [1, 4, 63])
 def test_pieces_of_any_size_write_the_same_slots(monkeypatch, size):
+    """Where there is no compiler."""
     monkeypatch.setattr(prefetch, "PIECE", size)
+    monkeypatch.setattr(host_pool, "copies_tokens", lambda *tensors: False)
     tokens, segments = host(8, "int8")
     workspace = Workspace(HEADS, KEY, VALUE, torch.float32, CPU)
     wanted = torch.ones(HEADS, 8, dtype=torch.bool)

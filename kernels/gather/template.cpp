@@ -1,0 +1,57 @@
+// Tokens from where they wait to the slots of a workspace: rows far apart in a large pool. Each is asked for a few rows before it is
+// copied, as no processor foresees where the next one is.
+
+namespace {
+
+constexpr int64_t AHEAD = 12, SHARE = 64;  // rows that are asked for; rows of a task
+
+// Fields of 8 bytes each, as semkv.kernels.gather.cpp writes them.
+struct Pool {
+  const char* stored;     // [heads, capacity, width] numbers, or codes of 8 bits where there is a scale
+  const uint16_t* scale;  // float16 [heads, capacity] or null
+  char* into;             // [rows, width] numbers, float32 where there is a scale
+  int64_t capacity, bytes;  // of a stored row
+};
+
+struct Call {
+  const Pool* pools;
+  const int64_t *heads, *places, *at;  // [count]
+  int64_t pool_count, count, threads;
+  Parallel parallel;
+};
+
+void ask(const Call& call, int64_t i) {
+  for (int64_t n = 0; n < call.pool_count; ++n) {
+    const Pool& pool = call.pools[n];
+    const int64_t row = call.heads[i] * pool.capacity + call.places[i];
+    for (int64_t byte = 0; byte < pool.bytes; byte += 64) __builtin_prefetch(pool.stored + row * pool.bytes + byte, 0, 0);
+    if (pool.scale) __builtin_prefetch(pool.scale + row, 0, 0);
+  }
+}
+
+void copy(const Pool& pool, int64_t row, int64_t at) {
+  const char* from = pool.stored + row * pool.bytes;
+  if (!pool.scale) {
+    std::memcpy(pool.into + at * pool.bytes, from, pool.bytes);
+    return;
+  }
+  const float scale = from_float16(loaded<1, Shorts>(pool.scale + row))[0];
+  float* out = (float*)pool.into + at * pool.bytes;
+  int64_t n = 0;
+  for (; n + LANES <= pool.bytes; n += LANES) store(out + n, from_bytes(loaded<LANES, Bytes>(from + n), 128) * scale);
+  for (; n < pool.bytes; ++n) out[n] = (float)((int32_t)(uint8_t)from[n] - 128) * scale;
+}
+
+void move(const Call& call, int64_t task) {
+  const int64_t first = task * SHARE, last = first + SHARE < call.count ? first + SHARE : call.count;
+  for (int64_t i = first; i < first + AHEAD && i < last; ++i) ask(call, i);
+  for (int64_t i = first; i < last; ++i) {
+    if (i + AHEAD < last) ask(call, i + AHEAD);
+    for (int64_t n = 0; n < call.pool_count; ++n)
+      copy(call.pools[n], call.heads[i] * call.pools[n].capacity + call.places[i], call.at[i]);
+  }
+}
+
+}  // namespace
+
+extern "C" void copy_tokens(const Call* call) { share(*call, move, (call->count + SHARE - 1) / SHARE); }
