@@ -2,12 +2,14 @@
 
     python benchmarks/profiler_memory.py                     # every step, 8K tokens; an hour and more on one core
     python benchmarks/profiler_memory.py --steps sketch      # one of them; the others' results stay
+    python benchmarks/profiler_memory.py --page              # the page alone, from the results that are there
 
 Each step runs alone in a process of its own, which draws the weights, captures the model and reads one sample (`sketch`
 one to measure and one held out; `sekv` an optimiser step at each length of its curriculum, at the last with as many contexts as
 fill its cache and one more). Peaks are those that the system counts for the process, the model and its capture included. The
 bar is 16 GiB. Times are of the processor, so that other programs on the machine do not count; hours of a full calibration
-on one core follow from them and from the default settings. Writes benchmarks/results/profiler_memory.json.
+on one core follow from them and from the default settings. Writes benchmarks/results/profiler_memory.json
+and docs/results/profiler_memory.md.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from grids import measured_on, table, write_document
+from pages import Output
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from semkv import bundled
@@ -170,9 +174,11 @@ def main() -> None:
     options = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     options.add_argument("--steps", default=",".join(STEPS), help="steps to run, separated by commas")
     options.add_argument("--length", type=int, default=LENGTH, help="tokens of a sample")
-    options.add_argument("--out", type=Path, default=RESULTS)
     options.add_argument("--worker", help=argparse.SUPPRESS)
+    output = Output(options, RESULTS, page)
     arguments = options.parse_args()
+    if output.page_alone(arguments):
+        return
     if arguments.worker:
         print(json.dumps(work(arguments.worker, arguments.length)))
         return
@@ -189,6 +195,32 @@ def main() -> None:
         row["full_hours"] = full_hours(row, arguments.length)
         print(f"  peak {row['peak_gib']:.2f} GiB, {row['seconds']:.0f} s", file=sys.stderr, flush=True)
         publish(row, arguments, started)
+    output.finish(arguments.out)
+
+
+def page(report: dict[str, Any]) -> Path:
+    """docs/results/profiler_memory.md from the results."""
+    rows = [
+        [
+            f"`{row['step']}`", f"{row['peak_gib']:.1f}", f"{row['seconds'] - row['start_seconds']:.0f}",
+            "-" if row["full_hours"] is None else f"{row['full_hours']:.1f}", row["environment"]["commit"],
+        ]
+        for row in report["steps"]
+    ]  # fmt: skip
+    largest = max(row["peak_gib"] for row in report["steps"])
+    parameters = report["steps"][0]["parameters"] / 1e9
+    return write_document(
+        "profiler_memory",
+        "# What semkv-profile takes for a decoder of a billion parameters",
+        f"Made by `benchmarks/profiler_memory.py`: random float32 weights of a Llama with {parameters:.2f} billion parameters, samples "
+        f"of {report['length']:,} tokens, each step in a process of its own on one core. `peak`: the most memory that the process ever "
+        f"held, model and capture included; the bar is {report['bar_gib']} GiB, the largest here {largest:.1f}. `seconds`: processor "
+        "time of one sample (`sketch`: one more held out; `sekv`: three optimiser steps and a held-out context). `hours`: of a whole "
+        "calibration with default settings on one core, from those.",
+        table(["step", "peak, GiB", "seconds", "hours of a whole calibration", "commit"], rows),
+        "## Provenance",
+        measured_on(report["steps"][0]["environment"]),
+    )
 
 
 def publish(row: dict[str, Any], arguments: argparse.Namespace, started: str) -> None:

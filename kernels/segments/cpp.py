@@ -29,6 +29,8 @@ from semkv.kernels.segments.instructions import (
 )
 from semkv.kernels.segments.scratch import scratch_offsets
 
+MOST_SIZES = 64
+"""Of inputs that a segment keeps instructions for; a graph whose sizes change with every step is not one for it."""
 OPERANDS = 3
 """Of an instruction, besides its output."""
 TEMPLATE = Path(__file__).parent / "template.cpp"
@@ -80,12 +82,9 @@ class Segment:
             return self.module(*inputs)
         key = tuple([x.shape if isinstance(x, Tensor) else x for x in inputs])
         tape = self._tapes.get(key)
-        if tape is None:
-            if key not in self._tapes:
-                self._tapes[key] = self._made(inputs)
-                return self(*inputs)
-            return self.module(*inputs)
-        return tape.run(inputs) if tape.takes(inputs) else self.module(*inputs)
+        if tape is None and key not in self._tapes and len(self._tapes) < MOST_SIZES:
+            tape = self._tapes[key] = self._made(inputs)
+        return tape.run(inputs) if tape is not None and tape.takes(inputs) else self.module(*inputs)
 
     def _made(self, inputs: Sequence[Any]) -> Tape | None:
         try:
