@@ -116,6 +116,7 @@ class RowMemory:
         self.traffic = Traffic()
         self.notes: dict[str, Tensor] = {}
         self.passing: dict[str, object] = {}
+        self._staying: dict[int, int] = {}
         if placement.plan.after_prompt is not None:
             placement.plan.after_prompt.read(record, self.notes, self.whole_cap)
         self.shares = self._shares(record)
@@ -362,7 +363,7 @@ class RowMemory:
 
     def begin_step(self, ids: Tensor) -> None:
         """Tokens ids [T] are about to run through all layers."""
-        self.passing = {}
+        self.passing, self._staying = {}, {}
         self._offload(self.tokens + len(ids))
         if self.placement.plan.before is not None:
             self.placement.plan.before.begin(ids, self.tokens, self.notes, self.passing, self.whole_cap)
@@ -427,7 +428,7 @@ class RowMemory:
         traffic.held_bytes += sum(memory.held_nbytes for memory in memories)
         traffic.supply(memories)
         if store.treatment == "method":
-            resident = self.device_nbytes(running=memories) + self.charged_nbytes
+            resident = self._device_nbytes(store, memories) + self.charged_nbytes
             traffic.peak_bytes = max(traffic.peak_bytes, resident)
             traffic.peak_share = max(traffic.peak_share, resident / self.whole_cap(tokens))
         if any(memory.zoom is not None for memory in memories):
@@ -436,9 +437,16 @@ class RowMemory:
 
     def device_nbytes(self, running: tuple[SiteMemory, ...] = ()) -> int:
         """Device bytes of budgeted stores while the layer of `running` runs; between steps where it is empty."""
-        fixed = sum(memory.fixed_nbytes for memory in self.budgeted())
-        fixed += sum(memory.workspace_nbytes for memory in self.budgeted() if memory.elastic)
-        return fixed + sum(memory.workspace_nbytes for memory in running if not memory.elastic)
+        return sum(map(_staying_nbytes, self.budgeted())) + _passing_nbytes(running)
+
+    def _device_nbytes(self, store: AttentionSite, running: tuple[SiteMemory, ...]) -> int:
+        """`device_nbytes` in the turn of `store`: in a step the others change in their own turns only."""
+        if self._staying:
+            self._staying[store.store] = sum(map(_staying_nbytes, running))
+        else:
+            stores = self.placement.budgeted
+            self._staying = {one.store: sum(map(_staying_nbytes, self.stores[one.store])) for one in stores}
+        return sum(self._staying.values()) + _passing_nbytes(running)
 
     def memories(self) -> Iterator[SiteMemory]:
         """The memories of all parts of all stores."""
@@ -463,9 +471,19 @@ class RowMemory:
         copy = object.__new__(RowMemory)
         copy.placement, copy.tokens, copy.shares = self.placement, self.tokens, self.shares
         copy.part_shares = self.part_shares
-        copy.traffic, copy.notes, copy.passing = self.traffic.clone(), dict(self.notes), {}
+        copy.traffic, copy.notes, copy.passing, copy._staying = self.traffic.clone(), dict(self.notes), {}, {}
         copy.stores = {store: tuple(memory.clone() for memory in parts) for store, parts in self.stores.items()}
         return copy
+
+
+def _staying_nbytes(memory: SiteMemory) -> int:
+    """Device bytes of a memory between steps."""
+    return memory.fixed_nbytes + (memory.workspace_nbytes if memory.elastic else 0)
+
+
+def _passing_nbytes(running: tuple[SiteMemory, ...]) -> int:
+    """Device bytes that the memories of the running layer have besides."""
+    return sum(memory.workspace_nbytes for memory in running if not memory.elastic)
 
 
 @dataclass(frozen=True)
