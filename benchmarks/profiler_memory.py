@@ -136,13 +136,16 @@ def work(step: str, length: int) -> dict[str, Any]:
     }
 
 
-def full_hours(row: dict[str, Any], length: int) -> float | None:
-    """Hours of a calibration with default settings at this length, without start and capture; None for a step whose
-    number of samples this script does not know."""
+def full_hours(row: dict[str, Any], length: int) -> float:
+    """Hours of a calibration with default settings at this length, without start and capture."""
     measures, training = MeasureSettings(length=length), CalibrationSettings(length=length)
     seconds = [event[2] for event in row["events"]]
     if row["step"] == "sekv":
         return round(_training_seconds(row["events"], training) / 3600, 2)
+    if row["step"] == "memory":  # one measurement
+        return round((row["seconds"] - row["start_seconds"]) / 3600, 2)
+    if row["step"] == "retrieval-head":  # rounds over the one sample, then the one held out
+        return round((measures.samples * sum(seconds[:-1]) + measures.held_out * seconds[-1]) / 3600, 2)
     # Needle contexts are shorter than the one that was read: equal steps up to the length.
     tests = measures.needle_lengths * measures.needle_depths * NEEDLE_KINDS
     mean_length = (measures.needle_lengths + 1) / (2 * measures.needle_lengths)
@@ -153,8 +156,6 @@ def full_hours(row: dict[str, Any], length: int) -> float | None:
         "sketch": [measures.samples, measures.held_out],
         "sentences": [measures.samples],
     }
-    if row["step"] not in counts:
-        return None
     return round(sum(count * each for count, each in zip(counts[row["step"]], seconds, strict=True)) / 3600, 2)
 
 
@@ -203,7 +204,7 @@ def page(report: dict[str, Any]) -> Path:
     rows = [
         [
             f"`{row['step']}`", f"{row['peak_gib']:.1f}", f"{row['seconds'] - row['start_seconds']:.0f}",
-            "-" if row["full_hours"] is None else f"{row['full_hours']:.1f}", row["environment"]["commit"],
+            f"{row['full_hours']:.1f}", row["environment"]["commit"],
         ]
         for row in report["steps"]
     ]  # fmt: skip
