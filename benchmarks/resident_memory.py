@@ -186,6 +186,11 @@ def one(cell: dict[str, Any], steps: int, folder: str | None) -> dict[str, int]:
     return prefill(**facts, folder=folder)
 
 
+def lacking(wanted: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The cells that no row is of."""
+    return [cell for cell in wanted if not any(cell.items() <= row.items() for row in rows)]
+
+
 def growths(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Per contender and budget: shares of the growth of the full KV, from the shortest to the longest length."""
     found = []
@@ -228,6 +233,12 @@ def page(report: dict[str, Any]) -> Path:
     def said(budget: float | int | None) -> str:
         return "-" if budget is None else f"{100 * budget:g} %" if isinstance(budget, float) else f"{budget:,} tokens"
 
+    def cell_said(cell: dict[str, Any]) -> str:
+        where = "" if cell["budget"] is None else f", {said(cell['budget'])}"
+        model = {"bundled": " of the bundled model", "issue": " of 8 layers"}.get(cell.get("model", ""), "")
+        return f"{cell['claim']}{model} with `{cell['name']}`, {cell['tokens']:,} tokens{where}"
+
+    missing = "; ".join(map(cell_said, report["lacking"]))
     grown = [
         [f"`{x['name']}`" if x["name"] != "DynamicCache" else x["name"], said(x["budget"]),
          *[f"{100 * x[key]:.1f}" for key in ("peak", "made", "making")]]
@@ -247,6 +258,7 @@ def page(report: dict[str, Any]) -> Path:
         f'file, sampled every {1000 * SAMPLE_SECONDS:g} ms. Folded tokens wait in mapped files (`host="disk"`), which do not count; on a '
         "machine without a GPU what the budget counts is memory of the process as well. The decoder has 8 layers with 8 KV heads of "
         "128 and random float32 weights.",
+        *([f"Not measured yet: {missing}."] if missing else []),
         f"## Decode, from {lengths[0]:,} to {lengths[1]:,} tokens",
         "Growth as a share of the growth of the full KV, in percent. Bar: the peak during "
         f"{report['steps']} steps grows by at most {100 * BAR:g} %. `after`: before the first step; `making`: the peak while the state is "
@@ -293,14 +305,12 @@ def main() -> None:
         if arguments.again
         else [row for row in earlier(arguments.out) if any(cell.items() <= row.items() for cell in wanted)]
     )
-    for cell in wanted:
-        if any(cell.items() <= row.items() for row in rows):
-            continue
+    for cell in lacking(wanted, rows):
         rows.append(cell | measure(cell, arguments.steps, arguments.folder))
         show(rows[-1])
         report = {
             "environment": describe(started).model_dump(mode="json"), "steps": arguments.steps, "bar": BAR,
-            "rows": rows, "growth": growths(rows),
+            "rows": rows, "growth": growths(rows), "lacking": lacking(wanted, rows),
         }  # fmt: skip
         output.save(report, arguments.out)
     for growth in growths(rows):

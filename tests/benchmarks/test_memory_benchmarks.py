@@ -72,8 +72,13 @@ def test_pages_hold_every_row(scripts, tmp_path):
         {"claim": "prefill", "model": "issue", "name": "sketch", "budget": 0.1, "tokens": 16_384, "before": 500 * MIB,
          "peak": 600 * MIB, "after": 510 * MIB, "layer": 50 * MIB, "full": 400 * MIB}
     )  # fmt: skip
-    path = resident.page({"environment": ENVIRONMENT, "steps": 4, "rows": rows, "growth": resident.growths(rows)})
+    wanted = [{"claim": "decode", "name": "sekv", "budget": 0.1, "tokens": tokens} for tokens in (8000, 16_000)]
+    path = resident.page(
+        {"environment": ENVIRONMENT, "steps": 4, "rows": rows, "growth": resident.growths(rows),
+         "lacking": resident.lacking(wanted, rows)}
+    )  # fmt: skip
     text = path.read_text(encoding="utf-8")
+    assert "Not measured yet: decode with `sekv`, 16,000 tokens, 10 %.\n" in text
     assert path.parent == tmp_path
     assert "| `sekv` | 10 % | 6.2 | 3.1 | 12.5 |" in text
     assert "| `sketch` | 8 layers | 16,384 | 400 | 50 | 100 | 12.5 |" in text
