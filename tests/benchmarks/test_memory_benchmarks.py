@@ -88,11 +88,11 @@ def test_pages_hold_every_row(scripts, tmp_path):
     ]  # fmt: skip
     held = dict.fromkeys(("budget", "host", "tensors", "tensor_bytes", "threads"), True)
     claims = [
-        {"method": "sekv", "generated": 20_000, "ratio": None, "clock_ratio": None, "largest_peak_share": 0.998,
+        {"method": "sekv", "generated": 20_000, "ratio": None, "busy_ratio": None, "largest_peak_share": 0.998,
          "held": {"budget": True, "time": None, **held}}
     ]  # fmt: skip
     text = long.page({"environment": ENVIRONMENT, "rows": rows, "claims": claims}).read_text(encoding="utf-8")
-    assert "| `sekv` | 20,000 | 9.9 | 12.3 | 99.8 | 80 | 2128.0 | 600 | 321 | 1 |" in text
+    assert "| `sekv` | 20,000 | 12.3 | 9.9 | 99.8 | 80 | 2128.0 | 600 | 321 | 1 |" in text
     assert "| `sekv` | 20,000 | - | - | 99.8 | yes | not said | yes | yes | yes | yes |" in text
 
 
