@@ -220,7 +220,9 @@ def page(report: dict[str, Any]) -> Path:
         "calibration with default settings on one core, from those.",
         table(["step", "peak, GiB", "seconds", "hours of a whole calibration", "commit"], rows),
         "## Provenance",
-        measured_on(report["steps"][0]["environment"]),
+        *dict.fromkeys(
+            measured_on(row["environment"] | {"started": row["environment"]["started"][:16]}) for row in report["steps"]
+        ),
     )
 
 

@@ -2,7 +2,7 @@
 
 Of the ways that PyTorch has, these were the fastest on a CPU for two queries per KV head (benchmarks/decode_cpu.py times the others):
 keys times queries, not queries times keys, whose matrix product has a slow kernel for few rows; and for values a weighted
-`embedding_bag`, several times faster than any matrix product. Half-precision entries are converted in tiles that stay in
+`embedding_bag`, faster than any matrix product. Half-precision entries are converted in tiles that stay in
 the cache, and so are codes.
 """
 

@@ -81,7 +81,7 @@ class IndexPart:
     bits: quantised per vector (4 or 8, see `semkv.runtime.quantization`); None: plain numbers of `dtype`. merge: what becomes
     of it when units merge: the mean by size, the smaller, the larger; `rebuild`: the router computes it from the units'
     means (`Router.rebuild`); `never`: such units do not merge. columns: each of the `dim` numbers of all units stands together in
-    memory, which a product with few numbers per unit reads several times faster.
+    memory, which a product with few numbers per unit reads faster.
     """
 
     rows: int

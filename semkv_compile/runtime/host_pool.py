@@ -46,7 +46,7 @@ class GrowingTensor:
         return self._data[:, : self.length]
 
     def rows(self, heads: Tensor, index: Tensor) -> Tensor:
-        """`data[heads, index]` for int64 indices of one shape: whole rows are copied, several times faster than by indexing."""
+        """`data[heads, index]` for int64 indices of one shape: whole rows are copied, which is faster than indexing."""
         data = self._data  # another thread may append meanwhile, and put a larger one in its place
         flat = (heads * data.shape[1] + index).flatten().to(data.device)
         return data.flatten(0, 1).index_select(0, flat).unflatten(0, index.shape)
