@@ -45,10 +45,13 @@ def copy_tokens_cpp(
     heads: Tensor,
     places: Tensor,
     at: Tensor,
+    *,
+    threads: int | None = None,
 ) -> None:
     """Write the tokens at `places` int64 [n] of `heads` int64 [n] into the rows `at` int64 [n], as `gather_tokens_reference` has them.
 
     waiting: [Hkv, N, D] each, keys and values, with float16 [Hkv, N, 1] in `scales` where they are codes of 8 bits; into: [rows, D] each.
+    threads: that take part, by default as many as PyTorch computes with.
     """
     table = array("q")
     for x, scale, out in zip(waiting, scales, into):
@@ -57,6 +60,6 @@ def copy_tokens_cpp(
     heads, places, at = (x.contiguous() for x in (heads, places, at))
     call = _Call(
         table.buffer_info()[0], heads.data_ptr(), places.data_ptr(), at.data_ptr(), len(waiting), len(at),
-        torch.get_num_threads(), team(),
+        threads or torch.get_num_threads(), team(),
     )  # fmt: skip
     gather_library().function("copy_tokens")(ctypes.byref(call))

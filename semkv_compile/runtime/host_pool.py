@@ -9,13 +9,15 @@ from torch import Tensor
 
 from semkv.kernels.gather.cpp import copies_tokens, copy_tokens_cpp
 from semkv.runtime.host_tier import HostTier, on_disk
-from semkv.runtime.prefetch import fill_in_pieces
 from semkv.runtime.quantization import quantize
 
 Form = Literal["raw", "int8"]
 
 AHEAD = 256
 """Tokens that a tensor on the device is made larger at a time."""
+PIECE = 4096
+"""Tokens that PyTorch gathers at a time where nothing crosses a link: what they are on the way fits the caches, and takes no memory
+that grows with the step."""
 ROOM = 8
 """A prompt's tokens are given room for one in `ROOM` more: the first ones that are folded later do not copy all of them."""
 
@@ -164,15 +166,25 @@ class HostTokens:
             out.append(codes.to(torch.float32).sub_(128).mul_(scale.float()).to(self.dtype))
         return out[0], out[1]
 
-    def fill(self, k: Tensor, v: Tensor, at: Tensor, index: Tensor, heads: Tensor) -> None:
+    def fill(
+        self, k: Tensor, v: Tensor, at: Tensor, index: Tensor, heads: Tensor, *, threads: int | None = None
+    ) -> None:
         """See `semkv.runtime.prefetch.Source`."""
         parts = self.parts
         waiting = [parts[name].stored for name in ("k", "v")]
         scales = [parts[name].stored if name in parts else None for name in ("k_scale", "v_scale")]
         if copies_tokens(waiting, scales, (k, v)):
-            copy_tokens_cpp(waiting, scales, (k, v), heads, index, at)
-        else:
-            fill_in_pieces(self, k, v, at, index, heads)
+            copy_tokens_cpp(waiting, scales, (k, v), heads, index, at, threads=threads)
+            return
+        device, count = k.device, len(at)
+        size = PIECE if device.type == "cpu" else max(1, count)
+        for piece in (slice(start, start + size) for start in range(0, count, size)):
+            new_k, new_v = self.gather(index[piece], heads[piece])
+            if new_k.device != device:  # they cross the link as one tensor
+                new_k, new_v = torch.cat((new_k, new_v), 1).to(device).split((new_k.shape[1], new_v.shape[1]), 1)
+            rows = at[piece].to(device)
+            k.index_copy_(0, rows, new_k)
+            v.index_copy_(0, rows, new_v)
 
     def all_tokens(self) -> tuple[Tensor, Tensor]:
         """Every stored token, in host memory: k [Hkv, n, D], v [Hkv, n, Dv]."""

@@ -8,7 +8,7 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,41 +16,19 @@ from torch import Tensor
 POLL_SECONDS = 0.05
 """How often a waiting step looks whether the worker still lives."""
 
-PIECE = 4096
-"""Tokens that are fetched at a time where nothing crosses a link: what they are on the way fits the caches, and takes no memory that
-grows with the step."""
-
 
 class Source(Protocol):
     """Where tokens wait; `semkv.runtime.host_pool.HostTokens` is one."""
 
-    def gather(self, index: Tensor, heads: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Keys [n, D] and values [n, Dv] of places `index` int64 [n] in `heads` int64 [n]."""
-
-    def fill(self, k: Tensor, v: Tensor, at: Tensor, index: Tensor, heads: Tensor) -> None:
-        """The same tokens, written into the rows `at` int64 [n] of k [rows, D] and v [rows, Dv]."""
+    def fill(
+        self, k: Tensor, v: Tensor, at: Tensor, index: Tensor, heads: Tensor, *, threads: int | None = None
+    ) -> None:
+        """Write the tokens at places `index` int64 [n] of heads `heads` int64 [n] into the rows `at` int64 [n] of k [rows, D] and
+        v [rows, Dv], with as many threads, by default as PyTorch's."""
 
 
 Wanted = Callable[[], tuple[Tensor, Tensor]]
 """What says which tokens to fetch: heads and places, int64 [n] each. The thread calls it, so that asking costs the caller nothing."""
-
-
-def pieces(count: int, device: torch.device) -> list[slice]:
-    """How `count` tokens are fetched to `device`: `PIECE` at a time in memory of the host, elsewhere all at once; at least one piece."""
-    size = PIECE if device.type == "cpu" else max(1, count)
-    return [slice(start, min(start + size, count)) for start in range(0, max(1, count), size)]
-
-
-def fill_in_pieces(source: Source, k: Tensor, v: Tensor, at: Tensor, index: Tensor, heads: Tensor) -> None:
-    """What `Source.fill` does, of what `source` gathers; keys and values cross a link as one tensor."""
-    device = k.device
-    for piece in pieces(len(at), device):
-        new_k, new_v = source.gather(index[piece], heads[piece])
-        if new_k.device != device:
-            new_k, new_v = torch.cat((new_k, new_v), 1).to(device).split((new_k.shape[1], new_v.shape[1]), 1)
-        rows = at[piece].to(device)
-        k.index_copy_(0, rows, new_k)
-        v.index_copy_(0, rows, new_v)
 
 
 def _none() -> Tensor:
@@ -89,10 +67,12 @@ class Buffer:
     """
 
     def __init__(self, capacity: int, dims: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
-        self.tensors = tuple(torch.empty(capacity, dim, dtype=dtype, device=device) for dim in dims)
-        self.pinned: tuple[Tensor, ...] = ()
-        if device.type == "cuda":
-            self.pinned = tuple(torch.empty(capacity, dim, dtype=dtype, pin_memory=True) for dim in dims)
+        def room(**where: Any) -> tuple[Tensor, Tensor]:
+            k, v = (torch.empty(capacity, dim, dtype=dtype, **where) for dim in dims)
+            return k, v
+
+        self.tensors = room(device=device)
+        self.pinned = room(pin_memory=True) if device.type == "cuda" else None
         self.copied: torch.cuda.Event | None = None
         self.read: torch.cuda.Event | None = None
 
@@ -216,17 +196,14 @@ class Prefetcher:
         fetch.heads, fetch.places = fetch.wanted()
         if fetch.count > self.capacity:
             raise ValueError(f"{fetch.count} tokens for a buffer of {self.capacity}")
-        buffer = fetch.buffer
+        buffer, at = fetch.buffer, torch.arange(fetch.count)
         if self._copies is None:
-            for piece in pieces(fetch.count, self._device):
-                for room, x in zip(buffer.tensors, fetch.source.gather(fetch.places[piece], fetch.heads[piece])):
-                    room[piece].copy_(x)
+            # The processor computes the step meanwhile: a second team of threads would be in its way.
+            fetch.source.fill(*buffer.tensors, at, fetch.places, fetch.heads, threads=1)
             return
-        got = fetch.source.gather(fetch.places, fetch.heads)
         if buffer.copied is not None:
             buffer.copied.synchronize()  # the pinned memory may still be on its way; only this thread waits
-        for pinned, x in zip(buffer.pinned, got):
-            pinned[: fetch.count].copy_(x)
+        fetch.source.fill(*buffer.pinned, at, fetch.places, fetch.heads)
         with torch.cuda.stream(self._copies):
             if buffer.read is not None:
                 self._copies.wait_event(buffer.read)
@@ -255,4 +232,4 @@ def _work(tasks: queue.SimpleQueue[Fetch | None], owner: weakref.ref[Prefetcher]
         del prefetcher, fetch
 
 
-__all__ = ["Buffer", "Fetch", "Prefetcher", "Source", "Wanted", "fill_in_pieces", "pieces"]
+__all__ = ["Buffer", "Fetch", "Prefetcher", "Source", "Wanted"]

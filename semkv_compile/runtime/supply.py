@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from semkv.runtime.prefetch import Fetch, Prefetcher, Source, fill_in_pieces
+from semkv.runtime.prefetch import Fetch, Prefetcher, Source
 
 HEAD_BITS = 32
 """A token's head and place are one number, so that one search finds it."""
@@ -51,40 +51,25 @@ class Supply:
         self.told = Supplied()
         self._host, self._prefetcher, self._fetch = host, prefetcher, fetch
 
-    def gather(self, index: Tensor, heads: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """See `semkv.runtime.prefetch.Source`; on the device where something was fetched ahead, else where the tokens wait."""
-        if self._prefetcher is None or self._fetch is None or heads is None or not len(index):
-            return self._missed(index, heads)
-        with self.told.stall():
-            there = self._prefetcher.wait(self._fetch)
-        if there is None:
-            return self._missed(index, heads)
-        row, found = _find(_keys(self._fetch.heads, self._fetch.places), _keys(heads, index))
-        missing = torch.nonzero(~found)[:, 0]
-        self.told.hits += len(index) - len(missing)
-        if len(missing) == len(index):
-            return self._missed(index, heads)
-        k, v = (x.index_select(0, row.to(x.device)) for x in there)
-        if len(missing):
-            for all_, rest in zip((k, v), self._missed(index[missing], heads[missing])):
-                all_.index_copy_(0, missing.to(all_.device), rest.to(all_.device))
-        return k, v
-
-    def fill(self, k: Tensor, v: Tensor, at: Tensor, index: Tensor, heads: Tensor) -> None:
+    def fill(
+        self, k: Tensor, v: Tensor, at: Tensor, index: Tensor, heads: Tensor, *, threads: int | None = None
+    ) -> None:
         """See `semkv.runtime.prefetch.Source`."""
-        if self._prefetcher is not None and self._fetch is not None:
-            fill_in_pieces(self, k, v, at, index, heads)
-        elif len(index):
+        there = None
+        if self._prefetcher is not None and self._fetch is not None and len(index):
+            with self.told.stall():
+                there = self._prefetcher.wait(self._fetch)
+        if there is not None and self._fetch is not None:
+            row, found = _find(_keys(self._fetch.heads, self._fetch.places), _keys(heads, index))
+            for room, x in zip((k, v), there):
+                room.index_copy_(0, at[found].to(room.device), x.index_select(0, row[found].to(x.device)))
+            missing = ~found
+            self.told.hits += len(index) - int(missing.sum())
+            at, index, heads = at[missing], index[missing], heads[missing]
+        if len(index):
             self.told.missed += len(index)
             with self.told.stall():
-                self._host.fill(k, v, at, index, heads)
-
-    def _missed(self, index: Tensor, heads: Tensor | None) -> tuple[Tensor, Tensor]:
-        if not len(index):
-            return self._host.gather(index, heads)
-        self.told.missed += len(index)
-        with self.told.stall():
-            return self._host.gather(index, heads)
+                self._host.fill(k, v, at, index, heads, threads=threads)
 
     def release(self) -> None:
         """The turn is done with what was fetched ahead."""

@@ -162,7 +162,7 @@ def test_tokens_are_fetched_ahead_to_the_device() -> None:
     sums, wanted = [], []
     for _ in range(200):
         own, places = (torch.randint(0, high, (512,), generator=generator) for high in (heads, tokens))
-        fetch = prefetcher.submit(stored, own, places)
+        fetch = prefetcher.submit(stored, lambda given=(own, places): given)
         assert fetch is not None
         got = prefetcher.wait(fetch)
         assert got is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from semkv.runtime import host_pool
 from semkv.runtime.host_pool import GrowingTensor, HostFactors, HostTokens
 from semkv.runtime.host_tier import HostTier
 
@@ -45,6 +46,25 @@ def test_tokens_by_place(form, disk):
     assert pool.nbytes == 2 * 30 * pool.token_nbytes
     assert pool.token_nbytes == ((5 + 3) * 2 if form == "raw" else 5 + 3 + 4)
     assert torch.equal(pool.all_tokens()[0][1, 28], got_k[1, 3])
+
+
+@pytest.mark.parametrize("in_cpp", [False, True])
+@pytest.mark.parametrize("count", [0, 1, 4, 5])
+@pytest.mark.parametrize("form", ["raw", "int8"])
+def test_rows_are_filled_in_pieces(monkeypatch, form, count, in_cpp):
+    monkeypatch.setattr(host_pool, "PIECE", 2)
+    if not in_cpp:
+        monkeypatch.setattr(host_pool, "copies_tokens", lambda *_: False)
+    generator = torch.Generator().manual_seed(count)
+    pool = HostTokens(2, 5, 3, torch.float32, form)
+    pool.append(*(torch.randn(2, 30, dim, generator=generator) for dim in (5, 3)))
+    heads, places = (torch.randint(0, n, (count,), generator=generator) for n in (2, 30))
+    at = torch.randperm(9, generator=generator)[:count]
+    k, v = (torch.full((9, dim), float("nan")) for dim in (5, 3))
+    pool.fill(k, v, at, places, heads, threads=1)
+    for room, x in zip((k, v), pool.gather(places, heads)):
+        assert torch.equal(room[at], x)
+        assert int(room.isnan().any(1).sum()) == 9 - count
 
 
 RANKS = [[(2, 3), (1, 1), (4, 2)], [(1, 2), (3, 3), (2, 4)]]

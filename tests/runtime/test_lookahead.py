@@ -45,18 +45,27 @@ def rows(pairs: set[tuple[int, int]] | list[tuple[int, int]]) -> tuple[Tensor, T
     return both[:, 0], both[:, 1]
 
 
+def check(supply: Supply, host: HostTokens, heads: Tensor, places: Tensor) -> None:
+    """What was asked for stands in the rows it was asked into, and nothing in the others."""
+    at = torch.randperm(len(places) + 3, generator=torch.Generator().manual_seed(len(places)))[: len(places)]
+    rooms = [torch.full((len(places) + 3, dim), float("nan")) for dim in DIMS]
+    supply.fill(*rooms, at, places, heads)
+    for room, x in zip(rooms, host.gather(places, heads)):
+        assert torch.equal(room[at], x)
+        assert int(room.isnan().all(1).sum()) == 3
+
+
 PAIRS = st.tuples(st.integers(0, HEADS - 1), st.integers(0, TOKENS - 1))
 
 
 @settings(max_examples=80, deadline=None)
 @given(st.sets(PAIRS, max_size=20), st.lists(PAIRS, max_size=20, unique=True), st.sampled_from(("raw", "int8")))
-def test_what_was_fetched_and_what_was_not_come_in_the_order_asked_for(fetched, asked, form):
+def test_what_was_fetched_and_what_was_not_go_where_they_belong(fetched, asked, form):
     host, prefetcher = stored(form), Prefetcher(20, DIMS, torch.float32, CPU)
     fetch = prefetcher.submit(host, lambda: rows(fetched))
     supply = Supply(host, prefetcher, fetch)
     heads, places = rows(asked)
-    for mine, theirs in zip(supply.gather(places, heads), host.gather(places, heads)):
-        assert torch.equal(mine, theirs)
+    check(supply, host, heads, places)
     assert fetch.arrived.wait(20)
     supply.release()
     hits = len(set(asked) & fetched)
@@ -73,8 +82,7 @@ def test_a_fetch_that_fails_leaves_everything_to_the_step():
 
     supply = Supply(host, prefetcher, prefetcher.submit(host, fails))
     heads, places = rows([(1, 3), (0, 2)])
-    for mine, theirs in zip(supply.gather(places, heads), host.gather(places, heads)):
-        assert torch.equal(mine, theirs)
+    check(supply, host, heads, places)
     supply.release()
     assert (supply.told.fetched, supply.told.hits, supply.told.missed) == (0, 0, 2)
     assert supply.told.fetch is None
@@ -245,17 +253,17 @@ def test_forks_files_and_selected_rows_go_on_alike(both, prompt, tmp_path):
 def test_faults_of_the_thread_change_nothing(both, prompt, monkeypatch):
     without, with_ = both("quest", 0.3, {"page": 4})
     expected = decode(without, without.prefill(prompt(PROMPT)), 12)
-    gather, count = HostTokens.gather, 0
+    fill, count = HostTokens.fill, 0
 
-    def unreliable(self, index, heads=None):
+    def unreliable(self, *into, threads=None):
         nonlocal count
         if threading.current_thread().name == "semkv-prefetch":
             count += 1
             if count % 3 == 0:
                 raise OSError("unplugged")
-        return gather(self, index, heads)
+        fill(self, *into, threads=threads)
 
-    monkeypatch.setattr(HostTokens, "gather", unreliable)
+    monkeypatch.setattr(HostTokens, "fill", unreliable)
     state = with_.prefill(prompt(PROMPT))
     got = decode(with_, state, 6)
     prefetcher = state.rows[0].lookahead.prefetcher

@@ -42,11 +42,11 @@ class Gated:
     error: BaseException | None = None
     gate: threading.Event = field(default_factory=threading.Event)
 
-    def gather(self, index: Tensor, heads: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def fill(self, *into: Tensor, threads: int | None = None) -> None:
         assert self.gate.wait(SECONDS)
         if self.error is not None:
             raise self.error
-        return STORED.gather(index, heads)
+        STORED.fill(*into, threads=threads)
 
 
 def make(buffers: int = 2) -> Prefetcher:
@@ -149,8 +149,7 @@ def test_a_failure_is_counted_and_the_next_fetch_works():
 
 
 @pytest.mark.parametrize("count", [0, 1, 4, 5])
-def test_a_fetch_in_pieces_is_the_whole(monkeypatch, count):
-    monkeypatch.setattr(prefetch, "PIECE", 2)
+def test_a_fetch_is_what_was_asked_for(count):
     prefetcher = make(1)
     fetch = prefetcher.submit(STORED, indices([(row % HEADS, row) for row in range(count)]))
     check(prefetcher.wait(fetch), fetch, False)

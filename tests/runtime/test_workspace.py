@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from semkv.kernels.slots import EMPTY
-from semkv.runtime import host_pool, prefetch
+from semkv.runtime import host_pool
 from semkv.runtime.host_pool import HostTokens
 from semkv.runtime.workspace import ROUND, ROUND_FROM, Segments, Workspace, slots_within
 
@@ -116,7 +116,7 @@ def test_tokens_that_wait_in_8_bits_are_written_as_they_are_read():
 @pytest.mark.parametrize("size", [1, 4, 63])
 def test_pieces_of_any_size_write_the_same_slots(monkeypatch, size):
     """Where there is no compiler."""
-    monkeypatch.setattr(prefetch, "PIECE", size)
+    monkeypatch.setattr(host_pool, "PIECE", size)
     monkeypatch.setattr(host_pool, "copies_tokens", lambda *tensors: False)
     tokens, segments = host(8, "int8")
     workspace = Workspace(HEADS, KEY, VALUE, torch.float32, CPU)
