@@ -1,5 +1,9 @@
 // Tokens from where they wait to the slots of a workspace: rows far apart in a large pool. Each is asked for a few rows before it is
-// copied, as no processor foresees where the next one is.
+// copied, as no processor foresees where the next one is; where the pool is a file, all are asked for before the first is copied, so
+// that a disk answers many at once and not one page fault after the other.
+
+#include <sys/mman.h>
+#include <unistd.h>
 
 namespace {
 
@@ -11,6 +15,7 @@ struct Pool {
   const uint16_t* scale;  // float16 [heads, capacity] or null
   char* into;             // [rows, width] numbers, float32 where there is a scale
   int64_t capacity, bytes;  // of a stored row
+  int64_t mapped;           // whether both are in a file
 };
 
 struct Call {
@@ -19,6 +24,25 @@ struct Call {
   int64_t pool_count, count, threads;
   Parallel parallel;
 };
+
+// Have the system begin to read the pages of rows of `bytes` bytes; rows in a row are one request.
+void read_ahead(const Call& call, const char* stored, int64_t capacity, int64_t bytes) {
+  const uintptr_t page = sysconf(_SC_PAGESIZE);
+  uintptr_t begin = 0, end = 0;
+  for (int64_t i = 0; i <= call.count; ++i) {
+    uintptr_t first = 0, last = 0;
+    if (i < call.count) {
+      const uintptr_t row = (uintptr_t)stored + (call.heads[i] * capacity + call.places[i]) * bytes;
+      first = row / page * page, last = (row + bytes + page - 1) / page * page;
+      if (begin <= first && first <= end) {
+        end = last > end ? last : end;
+        continue;
+      }
+    }
+    if (end > begin) madvise((void*)begin, end - begin, MADV_WILLNEED);
+    begin = first, end = last;
+  }
+}
 
 void ask(const Call& call, int64_t i) {
   for (int64_t n = 0; n < call.pool_count; ++n) {
@@ -54,4 +78,12 @@ void move(const Call& call, int64_t task) {
 
 }  // namespace
 
-extern "C" void copy_tokens(const Call* call) { share(*call, move, (call->count + SHARE - 1) / SHARE); }
+extern "C" void copy_tokens(const Call* call) {
+  for (int64_t n = 0; n < call->pool_count; ++n) {
+    const Pool& pool = call->pools[n];
+    if (!pool.mapped) continue;
+    read_ahead(*call, pool.stored, pool.capacity, pool.bytes);
+    if (pool.scale) read_ahead(*call, (const char*)pool.scale, pool.capacity, sizeof(uint16_t));
+  }
+  share(*call, move, (call->count + SHARE - 1) / SHARE);
+}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -59,12 +61,19 @@ def test_what_cannot_be_launched_is_refused():
         gather_tokens_launches(x, INDEX, torch.ones(2, 11, 1), dtype=torch.float32)
 
 
+def in_file(x: torch.Tensor, path: Path) -> torch.Tensor:
+    """A copy in a mapped file."""
+    mapped = torch.from_file(str(path), shared=True, size=x.numel(), dtype=x.dtype).view(x.shape)
+    return mapped.copy_(x)
+
+
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 @pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("mapped", [False, True])
 @pytest.mark.parametrize("count", [0, 1, 12, 64, 65, 200])
 @pytest.mark.parametrize(("dim", "value_dim"), [(15, 60), (128, 16)])
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16, "codes", "codes of keys"])
-def test_tokens_in_cpp_are_those_of_the_reference(stored, dim, value_dim, count, threads):
+def test_tokens_in_cpp_are_those_of_the_reference(stored, dim, value_dim, count, mapped, threads, tmp_path):
     heads, tokens, slots = 3, 301, 400
     generator = torch.Generator().manual_seed(count)
     waiting, scales, dtype = [], [], stored if isinstance(stored, torch.dtype) else torch.float32
@@ -73,14 +82,14 @@ def test_tokens_in_cpp_are_those_of_the_reference(stored, dim, value_dim, count,
         coded = quantize(x, 8) if stored == "codes" or (stored == "codes of keys" and name == "keys") else None
         waiting.append(x.to(dtype) if coded is None else coded.codes)
         scales.append(None if coded is None else coded.scale)
+    if mapped:
+        scales = [scale if scale is None else in_file(scale, tmp_path / f"scale{n}") for n, scale in enumerate(scales)]
+        waiting = [in_file(x, tmp_path / f"pool{n}") for n, x in enumerate(waiting)]
     into = [torch.full((slots, size), float("nan"), dtype=dtype) for size in (dim, value_dim)]
     head, place = (torch.randint(0, n, (count,), generator=generator) for n in (heads, tokens))
     at = torch.randperm(slots, generator=generator)[:count]
     assert copies_tokens(waiting, scales, into)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    copy_tokens_cpp(waiting, scales, into, head, place, at)
-    torch.set_num_threads(before)
+    copy_tokens_cpp(waiting, scales, into, head, place, at, threads=threads, mapped=mapped)
     others = torch.ones(slots, dtype=torch.bool).index_fill_(0, at, False)
     for x, scale, out in zip(waiting, scales, into):
         index = torch.full((heads, count), -1)
