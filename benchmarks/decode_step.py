@@ -65,6 +65,8 @@ TEXT = f", {OVERLAP:.0%} overlap".replace("%", " %")
 """Behind a method's name: with a choice that overlaps so."""
 LATE = ", fetched late"
 """Behind a method's name: without fetching ahead."""
+GRAPHS = ", CUDA graphs"
+"""Behind a method's name: what lies between two attentions as recorded graphs."""
 LONG_RUN = 1000
 """Steps of the cell whose 99th percentile is asked for."""
 
@@ -214,10 +216,11 @@ class Bench:
         if cell.name in THEIRS:
             return self.theirs(cell, record, ids)
         method, _, kind = cell.name.partition(", ")
-        late, text = f", {kind}" == LATE, f", {kind}" == TEXT
-        config = self.full.settings.model_copy(update={"prefetch": False}) if late else None
+        text = f", {kind}" == TEXT
+        changed = {LATE: {"prefetch": False}, GRAPHS: {"cuda_graphs": True}}.get(f", {kind}", {})
         compiled = self.full
-        if cell.budget is not None:
+        if cell.budget is not None or changed:
+            config = self.full.settings.model_copy(update=changed)
             compiled = self.full.with_method(method, cell.budget, config=config, **OPTIONS[method])
         state = compiled.compress([record] * cell.rows)
         if text:
@@ -282,6 +285,7 @@ def cells(lengths: list[int], share: float, fixed: int, steps: int, long_run: in
     middle, ours = lengths[min(1, len(lengths) - 1)], ("sekv", "compresskv")
     out = [Cell(name, middle, None, 1, steps) for name in (DYNAMIC, "full")]
     out += [Cell(name + TEXT, middle, share, 1, steps) for name in ours]
+    out += [Cell(name + GRAPHS, middle, budget, 1, steps) for name, budget in (("full", None), ("sekv", share))]
     out += [Cell("sekv", middle, share, 1, steps), Cell("sekv" + LATE, middle, share, 1, steps)]
     out += [Cell("sekv", length, fixed, 1, steps) for length in lengths]
     out += [Cell(STATIC, middle, None, 1, steps)]
@@ -350,7 +354,7 @@ def main() -> None:
     print(HEADER, flush=True)
     found: list[Result] = []
     for cell in cells(lengths, share, fixed, steps, long_run, rows):
-        if given.dry_run and cell.name in (COMPILED, FLEX):
+        if given.dry_run and (cell.name in (COMPILED, FLEX) or cell.name.endswith(GRAPHS)):
             continue
         if time.monotonic() - begun > given.deadline:
             found.append(Result(cell, missing="the deadline had passed"))

@@ -18,7 +18,7 @@ import semkv.kernels  # noqa: F401 - registers the operators
 from semkv.config import CompileConfig, check_budget
 from semkv.errors import BudgetError, ConfigError, InputError
 from semkv.ir.program import Program
-from semkv.kernel_builds import as_run, start_builds
+from semkv.kernel_builds import as_run, check_graphs, start_builds
 from semkv.kernel_layouts import site_layouts, tune_program
 from semkv.kernels.mixed_attention.dispatch import form_of
 from semkv.kernels.tuning import Tuning
@@ -98,6 +98,7 @@ class CompiledModel(GenerationMixin, nn.Module):
         object.__setattr__(self, "_source", source)
         self.profile, self.method, self.budget, self.settings = profile, method, budget, settings
         self.tuning = tuning
+        check_graphs(settings.cuda_graphs, self.device)
         start_builds(source, settings.kernels, self.device, routes=method.compresses)
         dtype = settings.torch_kv_dtype(source.dtype)
         decided = method.for_budget(source, profile, Budget(budget, dtype))
@@ -147,7 +148,7 @@ class CompiledModel(GenerationMixin, nn.Module):
     @cached_property
     def _running(self) -> Program:
         """`program` with what only this process can run; made for the first step."""
-        return as_run(self.program, self.settings.kernels, self.device)
+        return as_run(self.program, self.settings.kernels, self.device, cuda_graphs=self.settings.cuda_graphs)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -58,6 +58,8 @@ class CompileConfig(BaseModel):
         `torch`: PyTorch's everywhere; `cpp`: those in C++; `triton`: Triton's, which on a CPU runs in its interpreter
         (TRITON_INTERPRET=1, for tests). Calls that the others are not made for (many queries, float64, gradients) are PyTorch's
         always.
+    cuda_graphs: CUDA only: decode steps launch what lies between two attentions as CUDA graphs, recorded at the first step of each
+        number of rows; what cannot be recorded is launched as before, with a warning. Not measured on a GPU yet, hence not the default.
     prefetch: `elastic` only: a thread fetches what layers are likely to unfold in their next step while others are computed, into
         buffers beside the budget (`State.nbytes["prefetch"]`). Tokens are the same. Default: with host='disk' or a CUDA device; in
         memory of the same CPU it gains nothing.
@@ -80,6 +82,7 @@ class CompileConfig(BaseModel):
     host_memory: int | None = Field(default=None, ge=1)
     rows: int = Field(default=1, ge=1)
     kernels: Literal["auto", "torch", "cpp", "triton"] = "auto"
+    cuda_graphs: bool = False
     prefetch: bool | None = None
     cache: bool = False
     method_options: dict[str, Any] = Field(default_factory=dict)

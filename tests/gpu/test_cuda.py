@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +128,32 @@ def test_steps_of_tritons_kernel_are_those_of_pytorch(
         logits[kernels] = compiled.extend(state, prompts[:, :8].cuda(), all_logits=True)
     torch.testing.assert_close(logits["auto"], logits["torch"], rtol=1e-4, atol=1e-5)
     assert not torch.equal(logits["auto"], logits["torch"]), "the same form answered both"
+
+
+@pytest.mark.parametrize(("method", "budget", "options"), METHODS, ids=[m for m, _, _ in METHODS])
+def test_steps_of_recorded_graphs_are_those_of_plain_ones(
+    single: Any, prompts: torch.Tensor, method: str, budget: float | None, options: dict
+) -> None:
+    """One row and two, step by step; earlier logits stay what they were."""
+    for rows in (1, 2):
+        logits = {}
+        for graphs in (False, True):
+            config = semkv.CompileConfig(cuda_graphs=graphs)
+            compiled = single.with_method(method, budget, config=config, **options)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("error", message=".*without a CUDA graph")
+                state = compiled.prefill(prompts[:rows].cuda())
+                logits[graphs] = [compiled.extend(state, prompts[:rows, n : n + 1].cuda()) for n in range(8)]
+        torch.testing.assert_close(logits[True], logits[False], rtol=1e-4, atol=1e-5)
+
+
+def test_threads_step_at_once_with_graphs_of_their_own(single: Any, prompts: torch.Tensor) -> None:
+    compiled = single.with_method("snapkv", 0.4, config=semkv.CompileConfig(cuda_graphs=True))
+    plain = single.with_method("snapkv", 0.4)
+    alone = [plain.generate(row[None].cuda(), max_new_tokens=24, do_sample=False).tolist() for row in prompts]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        found = pool.map(lambda row: compiled.generate(row[None].cuda(), max_new_tokens=24, do_sample=False), prompts)
+        assert [tokens.tolist() for tokens in found] == alone
 
 
 def test_a_tuned_layout_gives_the_same_tokens(

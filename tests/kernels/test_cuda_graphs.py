@@ -1,0 +1,206 @@
+"""Runs recorded and replayed by a stand-in for a CUDA graph: what it replays reads and writes the recording's own memory alone."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch.fx import GraphModule, symbolic_trace
+from torch.fx.experimental.proxy_tensor import make_fx
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import semkv
+from semkv.errors import ConfigError
+from semkv.kernels.cuda_graphs import RecordedRun, is_recordable, record_runs
+from semkv.runtime.steps import extend
+
+
+class Recorder:
+    """Like a CUDA graph: a replay computes from the memory that the function read when it was recorded, and writes to the memory that it
+    returned then. Nothing of an earlier replay is left there."""
+
+    made: int = 0
+    replays: int = 0
+
+    def __call__(self, function: Callable[[], Sequence[Any]]) -> tuple[Callable[[], None], Sequence[Any]]:
+        returned = [x.clone() if isinstance(x, torch.Tensor) else x for x in function()]
+        Recorder.made += 1
+
+        def replay() -> None:
+            Recorder.replays += 1
+            for kept, x in zip(returned, function()):
+                if isinstance(x, torch.Tensor):
+                    kept.copy_(x)
+
+        return replay, returned
+
+
+@pytest.fixture(autouse=True)
+def counted() -> None:
+    Recorder.made = Recorder.replays = 0
+
+
+def traced(function: Callable[..., Any], *inputs: torch.Tensor) -> GraphModule:
+    return make_fx(function, pre_dispatch=True)(*inputs)
+
+
+def runs(module: GraphModule) -> list[RecordedRun]:
+    calls = [node.target for node in module.graph.nodes if node.op == "call_function"]
+    return [call.__closure__[0].cell_contents for call in calls if getattr(call, "__name__", "").startswith("segment_")]
+
+
+def turned(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return (x * 2 + 1).transpose(0, 1), x.sum() / x.shape[0]
+
+
+def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def test_a_replay_computes_what_the_nodes_do_and_leaves_earlier_results_alone():
+    module = record_runs(traced(turned, drawn(3, 4)), Recorder)
+    assert len(runs(module)) == 1
+    kept = []
+    for seed in range(4):
+        x = drawn(3, 4, seed=seed)
+        kept.append((module(x), turned(x)))
+    for got, expected in kept:  # after all steps: no replay wrote into what an earlier one returned
+        for mine, theirs in zip(got, expected):
+            assert torch.equal(mine, theirs)
+    assert (Recorder.made, Recorder.replays) == (1, 4)
+
+
+@torch.no_grad()
+def test_each_size_and_each_place_of_a_weight_has_a_recording():
+    linear = torch.nn.Linear(4, 2)
+    module = record_runs(traced(lambda x: (x @ linear.weight.t() + linear.bias).relu(), drawn(3, 4)), Recorder)
+    (run,) = runs(module)
+    for rows in (3, 1, 3):
+        x = drawn(rows, 4, seed=rows)
+        torch.testing.assert_close(module(x), linear(x).relu())
+    assert Recorder.made == 2
+    for weight in run._weights:
+        weight.data = weight.data * 2
+    x = drawn(3, 4)
+    torch.testing.assert_close(module(x), linear(x).relu())
+    assert Recorder.made == 3
+
+
+def test_gradients_flow_through_the_nodes_themselves():
+    module = record_runs(traced(turned, drawn(3, 4)), Recorder)
+    x = drawn(3, 4).requires_grad_()
+    module(x)[0].sum().backward()
+    assert torch.equal(x.grad, torch.full((3, 4), 2.0))
+    assert Recorder.made == 0
+
+
+@torch.no_grad()
+def test_what_cannot_be_recorded_is_computed_as_before():
+    def refuses(function: Callable[[], Any]) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    module = record_runs(traced(turned, drawn(3, 4)), lambda: refuses)
+    x = drawn(3, 4)
+    with pytest.warns(UserWarning, match=r"without a CUDA graph, which is slower: .* \(operation not permitted"):
+        got = module(x)
+    assert torch.equal(got[0], turned(x)[0])
+    module(x)  # and is not tried again, which would warn
+
+
+def test_a_recording_of_inference_mode_serves_other_callers():
+    module = record_runs(traced(turned, drawn(3, 4)), Recorder)
+    x = drawn(3, 4)
+    for mode in (torch.inference_mode(), torch.no_grad(), torch.inference_mode()):
+        with mode:
+            assert torch.equal(module(x)[0], turned(x)[0])
+    assert Recorder.made == 1
+
+
+def test_what_looks_at_numbers_or_draws_them_is_not_recorded():
+    def body(x: torch.Tensor, weight: torch.Tensor) -> Any:
+        rows = torch.nonzero(x)
+        x = torch.nn.functional.embedding(x, weight).add_(1)
+        return torch.rand_like(x).relu() + x, rows
+
+    module = traced(body, torch.arange(3), drawn(5, 2))
+    told = {
+        str(node.target).split(".")[1]: is_recordable(node) for node in module.graph.nodes if node.op == "call_function"
+    }
+    assert told["nonzero"] is told["add_"] is told["rand_like"] is False
+    assert told["relu"] is told["embedding"] is True
+    plain = symbolic_trace(torch.nn.Linear(2, 2))
+    assert not any(is_recordable(node) for node in plain.graph.nodes)
+
+
+@pytest.fixture(scope="module")
+def llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=512, pad_token_id=0,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+def compiled_and_recorded(llama, method: str, budget: float | None, **options: Any) -> tuple[Any, Any]:
+    """A compiled model and its program with recorded runs."""
+    config = semkv.CompileConfig(kernels="torch", method_options=options)
+    compiled = semkv.compile(llama, method=method, budget=budget, config=config)
+    return compiled, compiled.program.evolve(decode=record_runs(compiled.program.decode, Recorder))
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(("method", "options"), [("full", {}), ("snapkv", {}), ("sekv", {"router": "coarse"})])
+def test_steps_give_the_bits_of_plain_ones(llama, method, options, rows):
+    compiled, program = compiled_and_recorded(llama, method, None if method == "full" else 0.5, **options)
+    ids = torch.randint(1, 61, (rows, 100), generator=torch.Generator().manual_seed(1))
+    plain, recorded = compiled.prefill(ids), compiled.prefill(ids)
+    with torch.no_grad():
+        for _ in range(12):
+            token = plain.logits.argmax(-1, keepdim=True)
+            extend(compiled.program, plain, token, 1)
+            extend(program, recorded, token, 1)
+            assert torch.equal(recorded.logits, plain.logits)
+    parts = len(runs(program.decode))
+    assert parts == 3
+    assert Recorder.made == parts
+    assert Recorder.replays == 12 * parts * (1 if program.batched else rows)
+
+
+def test_threads_have_recordings_of_their_own(llama):
+    """States that step at once in several threads, in any order, give what they give alone."""
+    compiled, program = compiled_and_recorded(llama, "snapkv", 0.5)
+    prompts = [torch.randint(1, 61, (1, 90), generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
+
+    def tokens(prompt: torch.Tensor, way: Any) -> list[int]:
+        state, out = compiled.prefill(prompt), []
+        with torch.no_grad():
+            for _ in range(16):
+                out.append(int(state.logits.argmax()))
+                extend(way, state, torch.tensor([[out[-1]]]), 1)
+        return out
+
+    alone = [tokens(prompt, compiled.program) for prompt in prompts]
+    got: list[list[int]] = [[] for _ in prompts]
+
+    def work(place: int) -> None:
+        got[place] = tokens(prompts[place], program)
+
+    threads = [threading.Thread(target=work, args=(place,)) for place in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert got == alone
+    assert Recorder.made == len(prompts) * len(runs(program.decode))
+
+
+def test_a_model_on_a_cpu_has_none(llama):
+    with pytest.raises(
+        ConfigError, match="cuda_graphs=True needs a CUDA device, and the model is on cpu: move it there"
+    ):
+        semkv.compile(llama, config=semkv.CompileConfig(cuda_graphs=True))
