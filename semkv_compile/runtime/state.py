@@ -191,6 +191,13 @@ class State:
             [first[:, None], torch.zeros(ids.shape[0], ids.shape[1] - 1, device=first.device)], 1
         ).cpu()
 
+    def alone(self, row: int) -> State:
+        """One row in the step that has begun: for programs that take one at a time."""
+        one = State(self.placement, [self.rows[row]], self.logits[row : row + 1])
+        one._ids, one._surprisal = (x[row : row + 1] for x in (self._ids, self._surprisal))
+        one.timeline = self.timeline
+        return one
+
     def end_step(self, ids: Tensor, logits: Tensor) -> None:
         """Count the tokens `ids` [B, T] in, given the logits [B, T|1, vocab] after them."""
         self.logits = logits[:, -1]

@@ -53,9 +53,7 @@ def step(program: Program, state: State, ids: Tensor, *, all_logits: bool = Fals
     else:
         parts = []
         for row in range(len(state.rows)):
-            single = State(state.placement, [state.rows[row]], state.logits[row : row + 1])
-            single.begin_step(ids[row : row + 1])
-            parts.append(graph(ids[row : row + 1], positions[row : row + 1], single))
+            parts.append(graph(ids[row : row + 1], positions[row : row + 1], state.alone(row)))
         hidden = torch.cat(parts)
     needed = all_logits or (ids.shape[1] > 1 and state.placement.plan.reads_surprisal)
     logits = program.head(hidden if needed else hidden[:, -1:])

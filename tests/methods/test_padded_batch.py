@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from semkv.methods import METHODS
+from semkv.runtime.timeline import Timeline
 
 LENGTHS = (190, 131, 163, 144)
 NEW = 8
@@ -72,6 +74,26 @@ def test_a_row_gives_what_it_gives_alone(tiny, rows, case):
     assert sum(got != own for got, own in zip(unmasked, alone)) >= 2
     state = compiled.prefill(rows[0][None])
     assert state.nbytes["device"] < 0.85 * state.full_bytes or budget is None
+
+
+@pytest.mark.parametrize("case", ["full", "sekv", "sentencekv", "heterocache", "specontext", "specontext, strict", "omnikv"])
+def test_rows_that_a_program_takes_one_at_a_time(tiny, rows, case):
+    """Where a model lets rows influence each other (some mixtures of experts), each runs alone: a step begins once for each."""
+    name, budget, options = CASES[case]
+    one_by_one = copy.copy(tiny)
+    object.__setattr__(one_by_one, "_source", tiny._source.evolve(batched=False))
+    compiled = one_by_one.with_method(name, budget, **options)
+    assert not compiled.program.batched
+    alone = [generated(compiled, row[None])[0] for row in rows]
+    assert alone == [generated(tiny.with_method(name, budget, **options), row[None])[0] for row in rows]
+    state = compiled.prefill(*padded(rows))
+    state.timeline = Timeline()
+    got = []
+    for _ in range(NEW):
+        got.append(state.logits.argmax(-1))
+        compiled.extend(state, got[-1][:, None])
+    assert torch.stack(got, 1).tolist() == alone
+    assert len(state.timeline.steps) == NEW
 
 
 def test_the_tokens_depend_on_the_beginning_of_the_prompt(tiny, rows):
