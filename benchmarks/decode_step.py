@@ -6,8 +6,9 @@
 
 Weights are random, and states are not prefilled but made of random keys and values of a length, one pair of tensors for all layers:
 what a step costs depends on neither. Every step reads the same token; with `95 % overlap` behind its name a method pays for its own
-choice and then takes one that overlaps so with the step before, as text does (`replay.py`). Beside them are Hugging Face's DynamicCache
-with SDPA and with flex_attention, its offloaded form, and StaticCache, eager and compiled; the dry run leaves out what is compiled.
+choice and then takes one that overlaps so with the step before, as text does (`replay.py`). `fetched late` is without fetching ahead,
+and `CUDA graphs` launches what lies between two attentions as recorded graphs. Beside them are Hugging Face's DynamicCache with SDPA
+and with flex_attention, its offloaded form, and StaticCache, eager and compiled; the dry run leaves out what is compiled or recorded.
 Before anything is timed, `full` must give the model's own logits on such a state. Cells come in order of importance; what the
 deadline leaves no time for is said to be missing, and so is what fails, with its reason. Contenders share a process, and the
 allocator's cache is emptied between them.
@@ -332,7 +333,7 @@ def main() -> None:
     options.add_argument("--steps", type=int, default=24)
     options.add_argument("--warmup", type=int, default=4)
     options.add_argument("--deadline", type=float, default=480.0, help="seconds after which no further cell begins")
-    options.add_argument("--kernels", default="auto", choices=("auto", "torch", "triton"))
+    options.add_argument("--kernels", default="auto", choices=("auto", "torch", "cpp", "triton"))
     options.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options.add_argument("--dry-run", action="store_true", help="a tiny model in float32 on a CPU")
     options.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "decode_step.json")

@@ -1,4 +1,4 @@
-"""CompressKV on the bundled model: heads masked, numbers of heads that choose, selection and allocation, budgets (C5, C6).
+"""CompressKV on the bundled model: heads masked, numbers of heads that choose, selection and allocation, budgets.
 
     python benchmarks/reports_compresskv.py            # an interrupted run goes on
     python benchmarks/reports_compresskv.py --samples 20
@@ -94,7 +94,7 @@ CLAIMS = tuple(
 )  # fmt: skip
 
 
-# -- C5: masked heads --------------------------------------------------------------------------------------------------
+# -- masked heads ------------------------------------------------------------------------------------------------------
 
 
 def ranking(kind: str, scores: RetrievalHeads) -> list[tuple[int, int]]:

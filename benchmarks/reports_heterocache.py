@@ -1,4 +1,4 @@
-"""HeteroCache on the bundled model: role counts, trigger rate, transfer of the calibration, ablations, thresholds (H7-H9).
+"""HeteroCache on the bundled model: role counts, trigger rate, transfer of the calibration, ablations, thresholds.
 
     python benchmarks/reports_heterocache.py           # an interrupted run goes on
     python benchmarks/reports_heterocache.py --text one.txt --text other.txt       # calibrated on these instead
@@ -134,7 +134,7 @@ def role_table(profile: Profile) -> str:
     return table(["tau_stable", "tau_sim", "pivots", "satellites", "anchors", "volatile", "whole, % of the KV"], lines)
 
 
-# -- H7: drift ---------------------------------------------------------------------------------------------------------
+# -- drift -------------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -179,7 +179,7 @@ def drift_table(bench: Bench, figures: Figures, length: int) -> tuple[str, list[
     return table(columns, lines), kept
 
 
-# -- H8: transfer ------------------------------------------------------------------------------------------------------
+# -- transfer ----------------------------------------------------------------------------------------------------------
 
 
 def sources(bench: Bench, texts: list[Path], settings: MeasureSettings) -> dict[str, MeasureData]:

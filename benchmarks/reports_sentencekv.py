@@ -1,4 +1,4 @@
-"""SentenceKV's ablations on the bundled model: sentences or equal chunks, whose query ranks, and how much is retained (N5).
+"""SentenceKV's ablations on the bundled model: sentences or equal chunks, whose query ranks, and how much is retained.
 
     python benchmarks/reports_sentencekv.py            # an interrupted run goes on
     python benchmarks/reports_sentencekv.py --samples 20

@@ -1,4 +1,4 @@
-"""SpeContext on the bundled model: selection levels, overlap and bytes saved, offload thresholds, throughput (P5, P7, P8).
+"""SpeContext on the bundled model: selection levels, overlap and bytes saved, offload thresholds, throughput.
 
     python benchmarks/reports_specontext.py            # an interrupted run goes on
 
@@ -92,7 +92,7 @@ def traffic(bench: Bench, budget: float, options: dict[str, Any], residency: str
 
 
 def traffic_table(bench: Bench, figures: Figures, length: int) -> tuple[str, list[dict[str, Any]]]:
-    """P5: what elastic loading finds there already, and what it saves against fetching a step's selection anew."""
+    """What elastic loading finds there already, and what it saves against fetching a step's selection anew."""
     lines, kept = [], []
     for budget in BUDGETS:
         for label, options in (
@@ -121,7 +121,7 @@ def traffic_table(bench: Bench, figures: Figures, length: int) -> tuple[str, lis
 
 @torch.no_grad()
 def offload(bench: Bench) -> dict[str, Any]:
-    """P7: one row grown across every threshold, beside one whose layers wait on the host from the start."""
+    """One row grown across every threshold, beside one whose layers wait on the host from the start."""
     probe = compiled_as(bench, TOKENS, STRICT, residency="elastic", offload="progressive", device_memory="1TB")
     demand = offload_demand(probe.program, probe.placement.plan, bench.profile, probe.placement.budget, probe.settings)
     device = int(demand.device_bytes(FIRST + 100, 0))
@@ -191,7 +191,7 @@ def throughput(bench: Bench, prompt: int, new: int, batch: int) -> dict[str, flo
 
 
 def throughput_table(bench: Bench, figures: Figures) -> tuple[str, list[dict[str, Any]]]:
-    """P8 (Table 3, Fig. 11): steps per second over those of the full cache, by workload and batch."""
+    """Table 3 and Fig. 11: steps per second over those of the full cache, by workload and batch."""
     lines, kept = [], []
     for prompt, new in WORKLOADS:
         for batch in BATCHES:
@@ -229,18 +229,18 @@ def main() -> None:
         "Where the paper says equal and a change is above 0, the retrieval head is ahead of what it is compared with. Fetched anew, all "
         "layers use one workspace in turn, which leaves each of them more room.",
         markdown(report),
-        "## Overlap and elastic loading (P5)",
+        "## Overlap and elastic loading",
         f"Over {GENERATED} tokens sampled behind a context. The paper reports more than 80 % overlap on 7B and 8B models, where "
         "neighbouring queries ask alike. Where every layer chooses by its own true attention, the line is the model's, not the head's. "
         "Saved is what was there from the step before. Where the layers use one workspace in turn, each has the room of all of them, so "
         "that it chooses more tokens and fetches all of them.",
         moved,
-        "## Thresholds (P7)",
+        "## Thresholds",
         f"One row grows across every threshold of a pretended device of {size(crossed['device_memory'])} (thresholds "
         f"{', '.join(str(limit) for limit in crossed['thresholds'])} tokens), budget {TOKENS} tokens, beside one whose layers wait on "
         f"the host from the start. The largest difference of a logit is {crossed['worst']:.1g}.",
         offload_table(crossed),
-        "## Throughput (P8: Table 3, Fig. 11)",
+        "## Throughput (Table 3, Fig. 11)",
         "Decode steps per second over those of the full cache in the same run, medians, on a CPU, where the host tier is memory like the "
         "device's: what transfers cost on a link is not measured here. On a model of four layers the full cache is small, and steps are "
         "bound by the number of calls.",

@@ -20,8 +20,8 @@ from torch.fx import GraphModule, Node
 from semkv.ir.graph import attribute
 from semkv.kernels.runs import join_runs
 
-MOST_SIZES = 8
-"""Of inputs that a thread keeps recordings of a run for: numbers of rows."""
+MOST_SIZES = 32
+"""Of inputs that a thread keeps recordings of a run for: numbers of rows, and places of weights that were moved."""
 WARM_UP = 3
 """Runs before one is recorded, in which libraries choose their kernels and take their memory."""
 
@@ -31,14 +31,13 @@ Recorder = Callable[[Callable[[], Sequence[Any]]], tuple[Callable[[], None], Seq
 _recording = threading.Lock()  # the device records for one thread at a time
 
 
-def record_runs(module: GraphModule, recorder: Callable[[], Recorder] | None = None) -> GraphModule:
+def record_runs(module: GraphModule, recorder: Callable[[], Recorder]) -> GraphModule:
     """A graph that computes the same with the same parameters; its runs of nodes whose sizes follow from those of their inputs are
     `RecordedRun`s.
 
-    It is for decode steps on a CUDA device, and for this process: it cannot be saved. recorder: makes what records, once per thread;
-    default: `CudaRecorder`.
+    It is for decode steps on a CUDA device, and for this process: it cannot be saved. recorder: makes what records, once per thread.
     """
-    threads = _OfThread(CudaRecorder if recorder is None else recorder)
+    threads = _OfThread(recorder)
     return join_runs(module, is_recordable, lambda run: RecordedRun(run, threads))
 
 
@@ -54,13 +53,14 @@ def is_recordable(node: Node) -> bool:
 
 
 class CudaRecorder:
-    """Records CUDA graphs that share their intermediate memory: they run one after the other."""
+    """Records CUDA graphs on `device` that share their intermediate memory: they run one after the other."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._pool: Any = None
 
     def __call__(self, function: Callable[[], Sequence[Any]]) -> tuple[Callable[[], None], Sequence[Any]]:
-        with _recording:
+        with _recording, torch.cuda.device(self._device):
             if self._pool is None:
                 self._pool = torch.cuda.graph_pool_handle()
             current, aside = torch.cuda.current_stream(), torch.cuda.Stream()
@@ -71,7 +71,7 @@ class CudaRecorder:
             current.wait_stream(aside)
             graph = torch.cuda.CUDAGraph()
             # Other threads go on meanwhile: what they do to the device is no part of this, and no fault.
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=self._pool, stream=aside, capture_error_mode="thread_local"):
                 returned = function()
         return graph.replay, returned
 
@@ -104,13 +104,15 @@ class RecordedRun:
             *[(x.shape, x.dtype, x.device) if isinstance(x, Tensor) else x for x in inputs],
             *[x.data_ptr() for x in self._weights],
         )
-        if key not in made and len(made) < MOST_SIZES:
-            made[key] = self._made(inputs)
-        recording = made.get(key)
+        if key not in made:
+            made[key] = self._made(inputs, len(made))
+        recording = made[key]
         return self.module(*inputs) if recording is None else recording.run(inputs)
 
-    def _made(self, inputs: Sequence[Any]) -> Recording | None:
+    def _made(self, inputs: Sequence[Any], others: int) -> Recording | None:
         try:
+            if others >= MOST_SIZES:
+                raise RuntimeError(f"there are {others} recordings of other numbers of rows")
             with torch.inference_mode(False), torch.no_grad():  # its buffers serve callers in any mode
                 return Recording(self.module, inputs, self._threads.recorder)
         except RuntimeError as reason:

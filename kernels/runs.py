@@ -78,7 +78,7 @@ class _Joining:
         def call(*values: Any) -> tuple[Any, ...]:
             return computed(*values)
 
-        call.__name__ = f"segment_{self.count}"
+        call.__name__ = f"run_{self.count}"
         self.count += 1
         made = self.graph.call_function(call, tuple(self._copy(node) for node in given))
         for place, node in enumerate(returned):

@@ -14,6 +14,7 @@ from semkv.capture.device import moved, usable
 from semkv.compiled import CompiledModel
 from semkv.config import CompileConfig, check_budget
 from semkv.errors import ConfigError
+from semkv.kernel_builds import check_graphs
 from semkv.methods import find_method
 from semkv.pipeline import captured_program
 from semkv.profiles.schema import Profile
@@ -64,6 +65,8 @@ def compile(
     if (chosen.compresses and budget is None) or (not chosen.compresses and budget is not None):
         _refuse_budget(chosen.name, chosen.compresses, budget)
     chosen.check(profile)
+    here = next((p.device for p in model.parameters()), torch.device("cpu"))
+    check_graphs(settings.cuda_graphs, here if target is None else target)
     program = cached_program(model, fingerprint) if settings.cache else captured_program(model)
     if target is not None and any(p.device != target for p in model.parameters()):
         program = moved(program, target)

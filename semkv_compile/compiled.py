@@ -168,6 +168,7 @@ class CompiledModel(GenerationMixin, nn.Module):
     ) -> CompiledModel:
         """The same program under another method or budget; weights and graphs are shared, nothing is captured again."""
         settings = config or self.settings
+        options = (config.method_options if config else {}) | options  # those of `self.settings` are of another method
         source = self._source.evolve(stage="found", prefill=None, extend=None, decode=None, selector=None)
         return CompiledModel(
             source, self.profile, find_method(method, options), budget, settings.model_copy(update={"method_options": options}),
@@ -452,9 +453,10 @@ class CompiledModel(GenerationMixin, nn.Module):
         ids = inputs if inputs is not None else kwargs.pop("input_ids", None)
         if ids is None:
             raise InputError("generate needs input_ids: the prompt, or with state=... the new tokens")
-        ids = self._check_ids(ids, past=state.get_seq_length() if state is not None else 0)
         if state is not None:
             self._check_state(state)
+        ids = self._check_ids(ids, past=state.get_seq_length() if state is not None else 0)
+        if state is not None:
             state.ids_seen = 0
             kwargs["past_key_values"] = state
         if kwargs.get("attention_mask") is not None:

@@ -36,13 +36,13 @@ class CompileConfig(BaseModel):
         It is also the dtype in which the full KV, the budget's denominator, is measured.
     residency: `shared`: unfolded spans sit in one workspace that the layers use in turn, so that little is resident and
         much is moved; `elastic`: each layer keeps its unfolded spans and moves only the set difference.
-    host: where folded spans wait: `ram` (pinned where CUDA is the device) or `disk` (a memory-mapped file).
+    host: where folded spans wait: `ram` or `disk` (a memory-mapped file).
     page_size: tokens in a page, the granularity in which exact entries are charged to the budget; 1 to 64.
     disk_folder: `disk` only: folder on whose disk the files are; they have no name there. Default: the system's temporary folder.
     prefill_chunk: tokens of a prompt that run at once; each chunk attends to the exact keys and values of all before it, which
         wait on the host. Shorter prompts run in one piece. Default: 2,048, on CUDA 8,192.
     extend_chunk: tokens that `extend` runs at once; those of a chunk share the room for unfolded spans. Default: 1 for up to
-        64 new tokens where a method unfolds spans, else 8; 512 without a budget.
+        64 new tokens where a method unfolds spans, else as many as the method folds at once; 512 without a budget.
     offload: where folded tokens wait. `budget`: on the host, so that the device holds no more than the budget. `progressive`:
         on the device, beside the budget, as long as `device_memory` has room; layers go to the host one by one, the last
         first, as the sequence grows (SpeContext Alg. 2). What a step selects is the same, so tokens are too.

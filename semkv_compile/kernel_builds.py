@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 
 import torch
 
@@ -11,7 +12,7 @@ from semkv.ir import ops
 from semkv.ir.program import Program
 from semkv.kernels.code_products.cpp import code_library
 from semkv.kernels.cpp import MISSING
-from semkv.kernels.cuda_graphs import record_runs
+from semkv.kernels.cuda_graphs import CudaRecorder, record_runs
 from semkv.kernels.gather.cpp import gather_library
 from semkv.kernels.linear.cpp import linear_library
 from semkv.kernels.mixed_attention.cpp import attention_library
@@ -49,7 +50,7 @@ def check_graphs(cuda_graphs: bool, device: torch.device) -> None:
     """Raise `ConfigError` where CUDA graphs are asked for and `device` has none."""
     if cuda_graphs and device.type != "cuda":
         raise ConfigError(
-            f"cuda_graphs=True needs a CUDA device, and the model is on {device}: move it there, or leave it"
+            f"cuda_graphs=True needs a CUDA device, and the model is on {device}: pass device='cuda', or leave it"
         )
 
 
@@ -57,7 +58,7 @@ def as_run(program: Program, kernels: str, device: torch.device, *, cuda_graphs:
     """`program` as its steps run on `device`: on a CPU with a compiler, what lies between two attentions of `decode` is one call, and
     attention is called without PyTorch's dispatcher; with `cuda_graphs`, what lies between is a CUDA graph."""
     if cuda_graphs:
-        return program.evolve(decode=record_runs(program.decode))
+        return program.evolve(decode=record_runs(program.decode, partial(CudaRecorder, device)))
     native = form_of(kernels, device)[0] == "cpp" and program.dtype == torch.float32
     if not native or segments_library().failure() is not None:
         return program

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from typing import Any
 
 import torch
@@ -55,12 +56,16 @@ def load_compiled(path: str | os.PathLike[str], *, device: str | torch.device = 
         config = None if model.config is None else PreTrainedConfig.from_dict(model.config)
         generation = None if model.generation_config is None else GenerationConfig.from_dict(model.generation_config)
         layouts = manifest.extra.get(KERNELS)
+        settings = facts.config
+        if settings.cuda_graphs and torch.device(device).type != "cuda":
+            warnings.warn(f"{path} was saved with cuda_graphs=True; on {device} it runs without", stacklevel=3)
+            settings = settings.model_copy(update={"cuda_graphs": False})
         return CompiledModel(
             program,
             profile,
             method,
             facts.budget,
-            facts.config,
+            settings,
             fingerprint=model.fingerprint,
             model_config=config,
             generation_config=generation,

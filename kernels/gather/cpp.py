@@ -38,6 +38,10 @@ def copies_tokens(waiting: Sequence[Tensor], scales: Sequence[Tensor | None], in
     return kinds and dense and compiler() is not None and gather_library().failure() is None
 
 
+def _in_file(x: Tensor) -> bool:
+    return x.untyped_storage().filename is not None
+
+
 def copy_tokens_cpp(
     waiting: Sequence[Tensor],
     scales: Sequence[Tensor | None],
@@ -47,17 +51,16 @@ def copy_tokens_cpp(
     at: Tensor,
     *,
     threads: int | None = None,
-    mapped: bool = False,
 ) -> None:
     """Write the tokens at `places` int64 [n] of `heads` int64 [n] into the rows `at` int64 [n], as `gather_tokens_reference` has them.
 
     waiting: [Hkv, N, D] each, keys and values, with float16 [Hkv, N, 1] in `scales` where they are codes of 8 bits; into: [rows, D] each.
-    threads: that take part, by default as many as PyTorch computes with. mapped: they wait in files, whose pages are asked for first.
+    threads: that take part, by default as many as PyTorch computes with. Pages of what waits in files are asked for first.
     """
     table = array("q")
     for x, scale, out in zip(waiting, scales, into):
         table.extend((x.data_ptr(), 0 if scale is None else scale.data_ptr(), out.data_ptr()))
-        table.extend((x.shape[1], x.shape[2] * x.element_size(), mapped))
+        table.extend((x.shape[1], x.shape[2] * x.element_size(), _in_file(x), scale is not None and _in_file(scale)))
     heads, places, at = (x.contiguous() for x in (heads, places, at))
     call = _Call(
         table.buffer_info()[0], heads.data_ptr(), places.data_ptr(), at.data_ptr(), len(waiting), len(at),

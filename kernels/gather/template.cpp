@@ -15,7 +15,7 @@ struct Pool {
   const uint16_t* scale;  // float16 [heads, capacity] or null
   char* into;             // [rows, width] numbers, float32 where there is a scale
   int64_t capacity, bytes;  // of a stored row
-  int64_t mapped;           // whether both are in a file
+  int64_t stored_in_file, scale_in_file;
 };
 
 struct Call {
@@ -81,9 +81,8 @@ void move(const Call& call, int64_t task) {
 extern "C" void copy_tokens(const Call* call) {
   for (int64_t n = 0; n < call->pool_count; ++n) {
     const Pool& pool = call->pools[n];
-    if (!pool.mapped) continue;
-    read_ahead(*call, pool.stored, pool.capacity, pool.bytes);
-    if (pool.scale) read_ahead(*call, (const char*)pool.scale, pool.capacity, sizeof(uint16_t));
+    if (pool.stored_in_file) read_ahead(*call, pool.stored, pool.capacity, pool.bytes);
+    if (pool.scale_in_file) read_ahead(*call, (const char*)pool.scale, pool.capacity, sizeof(uint16_t));
   }
   share(*call, move, (call->count + SHARE - 1) / SHARE);
 }

@@ -14,7 +14,7 @@ from .settings import CalibrationSettings
 
 
 class SekvParameters(nn.Module):
-    """What K11 trains, for the sites with treatment `method`; a key of each dictionary is a site's index.
+    """What the calibration of SeKV trains, for the sites with treatment `method`; a key of each dictionary is a site's index.
 
     router W [Hq, d', D]; offset [Hq] and threshold [Hq] in logits. The model itself is not in here.
     """

@@ -1,4 +1,4 @@
-"""SpeContext's retrieval head, distilled from the model's own attention (SYSTEMS.md P1)."""
+"""SpeContext's retrieval head, distilled from the model's own attention (SpeContext Sec. 4.3)."""
 
 from __future__ import annotations
 

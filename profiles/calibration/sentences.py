@@ -1,4 +1,4 @@
-"""The classes of a tokenizer's tokens that sentence buckets are cut by (SentenceKV, SYSTEMS.md N1)."""
+"""The classes of a tokenizer's tokens that sentence buckets are cut by (SentenceKV)."""
 
 from __future__ import annotations
 

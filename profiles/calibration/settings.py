@@ -32,8 +32,8 @@ class CalibrationSettings(BaseModel):
     positive_weight, coverage: w+ and rho of Eq. 12-13.
     mined_mass, mined_share: a query position of a head is mined for Eq. 13 when at least `mined_mass` of its teacher
         attention lies in spans and at most `mined_share` of the spans cover rho of that.
-    threshold_start: tau at the start, a probability (K7).
-    routing_dim: d', at most a quarter of the head dim (K4).
+    threshold_start: tau at the start, a probability.
+    routing_dim: d', at most a quarter of the head dim.
     max_rank: R_max. gate_hidden: width of the rank-gate network.
     gate_floor: components with a smaller gate are dropped when factors are stored.
     summary_bits: bits of the span means that routing and folded attention read, as at run time.

@@ -1,4 +1,4 @@
-"""The training loop of K11: one sequence a step, the base model frozen, resumable to the same result."""
+"""The training loop of SeKV's calibration: one sequence a step, the base model frozen, resumable to the same result."""
 
 from __future__ import annotations
 

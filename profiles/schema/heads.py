@@ -10,7 +10,7 @@ from .facts import MAX_HEADS, MAX_SITES, Fraction, ModelFacts, Name, NotNegative
 
 
 class HeadTaxonomy(Section):
-    """Roles and clusters of KV heads (HeteroCache, SYSTEMS.md H1-H3). One row per KV store, one entry per KV head.
+    """Roles and clusters of KV heads (HeteroCache). One row per KV store, one entry per KV head.
 
     Tensors: `taxonomy.overlap.{s}` [Hkv, Hkv] for each KV store `s` whose treatment is `method`: median over decode steps
     of the overlap (Eq. 1) of two heads' top-k sets, mean over samples, with a diagonal of 1. From it and `stability`,
@@ -25,7 +25,7 @@ class HeadTaxonomy(Section):
     tau_stable, tau_similar: thresholds that the roles were made with.
     top_share: k of the top-k sets over the length of the prompt. pool: width of the average pooling, in tokens.
     steps: decode steps per sample. samples: how many were measured.
-    transfer: for each data set, the share of the satellites that are satellites when it alone is measured (H8).
+    transfer: for each data set, the share of the satellites that are satellites when it alone is measured.
     """
 
     roles: tuple[tuple[Role, ...], ...] = Field(max_length=MAX_SITES)
@@ -66,7 +66,7 @@ class HeadTaxonomy(Section):
 
 
 class RetrievalHeads(Section):
-    """Scores per query head (CompressKV, SYSTEMS.md C1), one row per site; means over the tests that passed.
+    """Scores per query head (CompressKV), one row per site; means over the tests that passed.
 
     Attributes
     ----------
@@ -99,7 +99,7 @@ class RetrievalHeads(Section):
 
 
 class LayerErrors(Section):
-    """Output error per KV store under extreme compression (CompressKV Eq. 6-12, SYSTEMS.md C3), one entry per KV store.
+    """Output error per KV store under extreme compression (CompressKV Eq. 6-12), one entry per KV store.
 
     Attributes
     ----------

@@ -31,7 +31,7 @@ class Yarn(Section):
 
 
 class RetrievalHeadSection(Section):
-    """A one-layer model pruned to what selection needs (SpeContext Sec. 4.3, SYSTEMS.md P1): norms, query and key projections.
+    """A one-layer model pruned to what selection needs (SpeContext Sec. 4.3): norms, query and key projections.
 
     Its input is the token's embedding, which is the model's own and not stored, and, as in EAGLE-3, `features`: the hidden
     states with which the token *before* it entered some layers of the model. Tensors, with H = `hidden`, F = `features`,

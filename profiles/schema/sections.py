@@ -20,7 +20,7 @@ SCHEMA_VERSION: Literal[1] = 1
 
 
 class SekvSection(Section):
-    """SeKV's trained parts (SYSTEMS.md K4-K7, K11). Tensors, for each site index `i` with treatment `method`:
+    """SeKV's trained parts. Tensors, for each site index `i` with treatment `method`:
 
     `sekv.router.{i}` W [Hq, d', D]; `sekv.offset.{i}` [Hq]; `sekv.threshold.{i}` [Hq];
     `sekv.gates.input.weight` [H, R + d' + 1], `sekv.gates.input.bias` [H], `sekv.gates.hidden.weight` [H, H],

@@ -10,7 +10,7 @@ from .facts import ModelFacts, NotNegative, Section
 
 
 class SentenceSection(Section):
-    """How each token begins and ends, for sentence buckets (SentenceKV, SYSTEMS.md N1).
+    """How each token begins and ends, for sentence buckets (SentenceKV).
 
     Tensor `sentences.classes` uint8 [vocab]: see `semkv.methods.sentences`; 0 beyond the tokenizer's own tokens.
 

@@ -22,10 +22,8 @@ def run_explain(model: str, profile: Path | None, method: str | None, budget: in
     from semkv.cli.models import load_model
 
     loaded = load_model(model, profile)
-    chosen = method or ("sekv" if loaded.profile is not None else "full")
-    compiled = compile_model(
-        loaded.model, loaded.profile, method=chosen, budget=budget if METHODS[chosen].compresses else None
-    )
+    compresses = loaded.profile is not None if method is None else METHODS[method].compresses
+    compiled = compile_model(loaded.model, loaded.profile, method=method, budget=budget if compresses else None)
     explain(compiled, verbose=verbose)
 
 

@@ -182,7 +182,12 @@ def tasks_command(
 def explain_command(
     model: Annotated[str, typer.Argument(help=MODEL_HELP)],
     profile: Annotated[Path | None, typer.Option(help=PROFILE_HELP)] = None,
-    method: Annotated[str | None, typer.Option(help="Default: sekv where there is a profile, else full.")] = None,
+    method: Annotated[
+        str | None,
+        typer.Option(
+            help="Default: the one that the profile measured to be best at the budget; full without a profile."
+        ),
+    ] = None,
     budget: Annotated[str, typer.Option(help="Fraction of the full KV, or tokens per KV head and layer.")] = "0.1",
     verbose: Annotated[bool, typer.Option("--verbose", help="Also what each pass did.")] = False,
 ) -> None:

@@ -32,7 +32,7 @@ MISSING = (
 
 @dataclass(frozen=True)
 class HeadVotes(WindowKeeper):
-    """C2: attention of the chosen query heads, summed over the window, pooled, and averaged over those heads; one choice for
+    """Attention of the chosen query heads, summed over the window, pooled, and averaged over those heads; one choice for
     all KV heads. heads: per KV store the query heads that choose; all of them where a store is missing."""
 
     heads: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class HeadVotes(WindowKeeper):
 
 @dataclass(frozen=True)
 class ErrorAllocation:
-    """C4 (Alg. 1): `minimum` tokens for each layer and the rest by error, at most three times the mean. The errors are the
+    """Alg. 1: `minimum` tokens for each layer and the rest by error, at most three times the mean. The errors are the
     shares of the annotated sites; where even the minimum does not fit, it is lowered."""
 
     minimum: int = 32

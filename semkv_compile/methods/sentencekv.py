@@ -34,7 +34,7 @@ MISSING = (
 class SentenceBuckets(Framed):
     """Buckets of what is kept of a prompt's middle; the first tokens and the window are exact.
 
-    Of `keep` times the budget, `important` tokens of the prompt are retained (N2), all with `keep` 0; a bucket's retained
+    Of `keep` times the budget, `important` tokens of the prompt are retained, all with `keep` 0; a bucket's retained
     tokens are one unit, in as many segments as they have runs. Where the index of that many buckets does not fit, neighbours
     are joined. classes: uint8 [vocab], None: chunks of `chunk` tokens. longest: tokens of a bucket. fixed_share: of the budget
     that the room of `segment` is.

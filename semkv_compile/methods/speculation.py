@@ -37,7 +37,7 @@ class Ranking:
 
 @dataclass(frozen=True, eq=False)
 class Speculation:
-    """SpeContext's retrieval head at run time (Sec. 4.3, SYSTEMS.md P1-P4).
+    """SpeContext's retrieval head at run time (Sec. 4.3).
 
     Before a step it makes the new tokens' queries and keys, adds the keys to its cache, and leaves in `Step.passing` the largest
     softmax weight over each query group, per KV head: the selection of every layer. Tokens that were generated have keys like

@@ -174,8 +174,7 @@ class HostTokens:
         waiting = [parts[name].stored for name in ("k", "v")]
         scales = [parts[name].stored if name in parts else None for name in ("k_scale", "v_scale")]
         if copies_tokens(waiting, scales, (k, v)):
-            mapped = parts["k"].disk_nbytes > 0
-            copy_tokens_cpp(waiting, scales, (k, v), heads, index, at, threads=threads, mapped=mapped)
+            copy_tokens_cpp(waiting, scales, (k, v), heads, index, at, threads=threads)
             return
         device, count = k.device, len(at)
         size = PIECE if device.type == "cpu" else max(1, count)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ class Source(Protocol):
         self, k: Tensor, v: Tensor, at: Tensor, index: Tensor, heads: Tensor, *, threads: int | None = None
     ) -> None:
         """Write the tokens at places `index` int64 [n] of heads `heads` int64 [n] into the rows `at` int64 [n] of k [rows, D] and
-        v [rows, Dv], with as many threads, by default as PyTorch's."""
+        v [rows, Dv]. threads: that take part where it is C++ that copies, by default as many as PyTorch's."""
 
 
 Wanted = Callable[[], tuple[Tensor, Tensor]]
@@ -87,15 +88,15 @@ class Prefetcher:
     are fetched by the caller itself.
 
     capacity: tokens that a buffer holds. dims: (D, Dv). buffers: how many fetches may be under way or in use at once.
-    stalled_seconds: time that callers spent waiting. faults: fetches that failed.
+    faults: fetches that failed; the first one warns whoever waits for it.
     """
 
     def __init__(
         self, capacity: int, dims: tuple[int, int], dtype: torch.dtype, device: torch.device, *, buffers: int = 2
     ) -> None:
         self.capacity = capacity
-        self.stalled_seconds = 0.0
         self.faults = 0
+        self._warned = False
         self._device = device
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._free = [Buffer(capacity, dims, dtype, device) for _ in range(buffers)]
@@ -137,14 +138,13 @@ class Prefetcher:
 
     def wait(self, fetch: Fetch) -> tuple[Tensor, Tensor] | None:
         """Keys [n, D] and values [n, Dv] on the device, valid until `release`; None where the fetch failed."""
-        started = time.perf_counter()
         while not fetch.arrived.wait(POLL_SECONDS):
             if self._worker is None or not self._worker.is_alive():
                 self._bury(RuntimeError("the prefetch thread has ended"))
                 if not fetch.arrived.is_set():
                     self._arrive(fetch, RuntimeError("the prefetch thread has ended"))
-        self.stalled_seconds += time.perf_counter() - started
         if fetch.error is not None:
+            self._warn(fetch.error)
             return None
         if fetch.buffer.copied is not None:
             torch.cuda.current_stream(self._device).wait_event(fetch.buffer.copied)
@@ -164,8 +164,8 @@ class Prefetcher:
 
     def close(self) -> None:
         """End the worker; fetches under way fail."""
-        self._close()
         self._bury(RuntimeError("the prefetcher was closed"))
+        self._close()  # behind what is buried, which takes all that is queued
 
     # -- the worker's side -------------------------------------------------------------------------------------------
 
@@ -178,6 +178,16 @@ class Prefetcher:
             fetch.arrived.set()
             if fetch.released:
                 self._free.append(fetch.buffer)
+
+    def _warn(self, error: BaseException) -> None:
+        """Once, that steps are slower than they could be."""
+        if not self._warned:
+            self._warned = True
+            ever = "" if self.works else ", and nothing is fetched ahead any more"
+            warnings.warn(
+                f"tokens could not be fetched ahead ({error}){ever}: steps fetch them themselves, which is slower",
+                stacklevel=2,
+            )
 
     def _bury(self, cause: BaseException) -> None:
         """Nothing is fetched any more; what is queued fails."""
@@ -229,7 +239,7 @@ def _work(tasks: queue.SimpleQueue[Fetch | None], owner: weakref.ref[Prefetcher]
             prefetcher._bury(cause)
             return
         prefetcher._arrive(fetch, error)
-        del prefetcher, fetch
+        del prefetcher, fetch, error  # whose traceback holds the prefetcher
 
 
 __all__ = ["Buffer", "Fetch", "Prefetcher", "Source", "Wanted"]

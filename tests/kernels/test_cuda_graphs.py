@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import semkv
 from semkv.errors import ConfigError
+from semkv.kernels import cuda_graphs
 from semkv.kernels.cuda_graphs import RecordedRun, is_recordable, record_runs
 from semkv.runtime.steps import extend
 
@@ -49,7 +50,7 @@ def traced(function: Callable[..., Any], *inputs: torch.Tensor) -> GraphModule:
 
 def runs(module: GraphModule) -> list[RecordedRun]:
     calls = [node.target for node in module.graph.nodes if node.op == "call_function"]
-    return [call.__closure__[0].cell_contents for call in calls if getattr(call, "__name__", "").startswith("segment_")]
+    return [call.__closure__[0].cell_contents for call in calls if getattr(call, "__name__", "").startswith("run_")]
 
 
 def turned(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -199,8 +200,26 @@ def test_threads_have_recordings_of_their_own(llama):
     assert Recorder.made == len(prompts) * len(runs(program.decode))
 
 
-def test_a_model_on_a_cpu_has_none(llama):
+def test_a_model_on_a_cpu_has_none(llama, tmp_path):
     with pytest.raises(
-        ConfigError, match="cuda_graphs=True needs a CUDA device, and the model is on cpu: move it there"
+        ConfigError, match="cuda_graphs=True needs a CUDA device, and the model is on cpu: pass device='cuda'"
     ):
         semkv.compile(llama, config=semkv.CompileConfig(cuda_graphs=True))
+    compiled = semkv.compile(llama)
+    compiled.settings = compiled.settings.model_copy(update={"cuda_graphs": True})  # as it is on a GPU
+    compiled.save(tmp_path / "artifact")
+    with pytest.warns(UserWarning, match="was saved with cuda_graphs=True; on cpu it runs without"):
+        loaded = semkv.load(tmp_path / "artifact")
+    assert not loaded.settings.cuda_graphs
+
+
+@torch.no_grad()
+def test_more_sizes_than_are_kept_are_told(monkeypatch):
+    monkeypatch.setattr(cuda_graphs, "MOST_SIZES", 2)
+    module = record_runs(traced(turned, drawn(3, 4)), Recorder)
+    for rows in (1, 2):
+        module(drawn(rows, 4))
+    with pytest.warns(UserWarning, match="there are 2 recordings of other numbers of rows"):
+        got = module(drawn(3, 4))
+    assert torch.equal(got[0], turned(drawn(3, 4))[0])
+    assert Recorder.made == 2

@@ -89,7 +89,7 @@ def test_tokens_in_cpp_are_those_of_the_reference(stored, dim, value_dim, count,
     head, place = (torch.randint(0, n, (count,), generator=generator) for n in (heads, tokens))
     at = torch.randperm(slots, generator=generator)[:count]
     assert copies_tokens(waiting, scales, into)
-    copy_tokens_cpp(waiting, scales, into, head, place, at, threads=threads, mapped=mapped)
+    copy_tokens_cpp(waiting, scales, into, head, place, at, threads=threads)
     others = torch.ones(slots, dtype=torch.bool).index_fill_(0, at, False)
     for x, scale, out in zip(waiting, scales, into):
         index = torch.full((heads, count), -1)

@@ -29,7 +29,7 @@ def traced(function, *inputs) -> GraphModule:
 
 def segments(module: GraphModule) -> list[Segment]:
     calls = [node.target for node in module.graph.nodes if node.op == "call_function"]
-    return [call.__closure__[0].cell_contents for call in calls if getattr(call, "__name__", "").startswith("segment_")]
+    return [call.__closure__[0].cell_contents for call in calls if getattr(call, "__name__", "").startswith("run_")]
 
 
 def runs_native(segment: Segment) -> bool:

@@ -1,4 +1,4 @@
-"""CompressKV: which heads choose (C2), how layers share (C4), what recoverable keeps; against loops."""
+"""CompressKV: which heads choose, how layers share, what recoverable keeps; against loops."""
 
 from __future__ import annotations
 

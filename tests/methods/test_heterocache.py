@@ -1,4 +1,4 @@
-"""HeteroCache: budgets by stability (H4), drift and updates (H6), what satellites hold, against loops; states, records."""
+"""HeteroCache: budgets by stability, drift and updates, what satellites hold, against loops; states, records."""
 
 from __future__ import annotations
 

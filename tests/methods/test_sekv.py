@@ -1,4 +1,4 @@
-"""SeKV's formulas with loops: Eq. 2, 3, 5 and 9, one softmax over four kinds of entries, the cap, grouped queries, K12."""
+"""SeKV's formulas with loops: Eq. 2, 3, 5 and 9, one softmax over four kinds of entries, the cap, grouped queries, ablations."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_spans_above_the_threshold_are_unfolded():
 
 @pytest.mark.parametrize("fill", [True, False])
 def test_over_the_cap_spans_are_kept_in_order_of_their_gate(fill):
-    """K9, per KV head, and K14: a group's union is charged once."""
+    """Per KV head; a group's union is charged once."""
     router = gate(3)
     store, made = memory(router, fill=fill)
     scores = router.score(SITE, made["q"], store.spans, Step.alone(SITE, made["q"]))
@@ -138,7 +138,7 @@ def test_over_the_cap_spans_are_kept_in_order_of_their_gate(fill):
 
 
 def naive_attention(made: dict[str, torch.Tensor], zoom: torch.Tensor, coarse: bool = True) -> torch.Tensor:
-    """K8 with loops: anchors, window, the tokens of zoomed spans, and mean + log size for the others, in one softmax."""
+    """With loops: anchors, window, the tokens of zoomed spans, and mean + log size for the others, in one softmax."""
     means = coarse_means(made, "k"), coarse_means(made, "v")
     rows = []
     for head in range(4):
@@ -173,7 +173,7 @@ def test_one_softmax_over_all_entries(fill, tokens):
 
 
 def test_a_head_reads_only_the_spans_that_it_zoomed():
-    """K14: the union is on the device once per KV head, each query head has its own mask."""
+    """The union is on the device once per KV head, each query head has its own mask."""
     store, made = memory(gate(3), fill=False)
     entries = store.entries(SITE, made["q"], ALL, Step.alone(SITE, made["q"]))
     zoom = store.zoomed
@@ -241,7 +241,7 @@ SWITCHES = {
     "thresholds only": ({"fill": False}, {"fill"}),
     "fixed share": ({"fixed_share": 0.9}, {"fixed_share"}),
 }
-"""K12 and our own: what a switch changes of the composition, and nothing else."""
+"""The ablations of the paper and our own: what a switch changes of the composition, and nothing else."""
 
 
 @pytest.mark.parametrize("name", list(SWITCHES))

@@ -1,4 +1,4 @@
-"""SentenceKV: what is retained (N2), how buckets are ranked (N4), against loops; budget, states."""
+"""SentenceKV: what is retained, how buckets are ranked, against loops; budget, states."""
 
 from __future__ import annotations
 

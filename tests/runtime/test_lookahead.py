@@ -74,6 +74,7 @@ def test_what_was_fetched_and_what_was_not_go_where_they_belong(fetched, asked, 
     prefetcher.close()
 
 
+@pytest.mark.filterwarnings("ignore:tokens could not be fetched ahead")
 def test_a_fetch_that_fails_leaves_everything_to_the_step():
     host, prefetcher = stored("raw"), Prefetcher(20, DIMS, torch.float32, CPU, buffers=1)
 
@@ -250,6 +251,7 @@ def test_forks_files_and_selected_rows_go_on_alike(both, prompt, tmp_path):
     assert fork.rows[0].lookahead is not state.rows[0].lookahead
 
 
+@pytest.mark.filterwarnings("ignore:tokens could not be fetched ahead")
 def test_faults_of_the_thread_change_nothing(both, prompt, monkeypatch):
     without, with_ = both("quest", 0.3, {"page": 4})
     expected = decode(without, without.prefill(prompt(PROMPT)), 12)

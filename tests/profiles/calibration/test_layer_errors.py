@@ -12,7 +12,7 @@ from semkv.profiles.schema import Profile, ProfileInfo, RetrievalHeads
 
 
 def naive_selection(layer, context, keep, window, pool, heads):
-    """C2 in loops: votes summed over the window's queries, pooled, averaged over heads; and the window itself."""
+    """CompressKV's choice in loops: votes summed over the window's queries, pooled, averaged over heads; and the window itself."""
     votes = [
         sum(float(layer[h, q, j]) for h in heads for q in range(context - window, context)) for j in range(context)
     ]
