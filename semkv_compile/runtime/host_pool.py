@@ -130,6 +130,11 @@ class HostTokens:
         return sum(part.nbytes for part in self.parts.values())
 
     @property
+    def disk_nbytes(self) -> int:
+        """Those of them that are in files."""
+        return sum(part.disk_nbytes for part in self.parts.values())
+
+    @property
     def token_nbytes(self) -> int:
         """Bytes that one token of one KV head takes here, and on the way to the device."""
         return sum(part.data[:1, :0].element_size() * part._tail[0] for part in self.parts.values())

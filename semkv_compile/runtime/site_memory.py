@@ -23,8 +23,9 @@ from semkv.runtime.workspace import UnfoldedFactors, Workspace, slots_within
 
 NEG_INF = float("-inf")
 
-MARGIN = 4
-"""Times the tokens that a step lacked are fetched ahead for the next one, as far as a buffer reaches; at least an eighth of it."""
+MARGIN, MARGIN_OF_FILES = 4, 2
+"""Times the tokens that a step lacked are fetched ahead for the next one, as far as a buffer reaches; at least an eighth of it. A disk
+gives few small pieces a second, so that from files fewer are."""
 
 
 @dataclass(frozen=True)
@@ -384,7 +385,8 @@ class SiteMemory:
         if not self.ahead:
             return None
         lacked = self.supplied.hits + self.supplied.missed
-        most = min(self.ahead, max(MARGIN * lacked, self.ahead // 8))
+        margin = MARGIN_OF_FILES if self.spans.host_tokens.disk_nbytes else MARGIN
+        most = min(self.ahead, max(margin * lacked, self.ahead // 8))
         last = score[:, 0] if score.shape[1] == 1 else score[:, -1].clone()  # a part of a chunk's would keep all of it
         last = last.cpu()
         return Likely(Whereabouts.of(self.spans), last, zoom.chosen, most)
