@@ -229,7 +229,7 @@ class Bench:
 
 def switch(compiled: CompiledModel, state: State, scores: list[dict[int, Tensor]], way: str) -> None:
     """Have the state go on by one way: its rows are told anew whether to fetch ahead, and what their routers are."""
-    state.placement = replace(compiled.placement, prefetch=way != "off")
+    state.placement = replace(compiled.placement, prefetch=way != "off", guesses=True)
     for row in state.rows:
         router = (KnownReplay if way == "known" else Replay)(scores, row.tokens)
         row.placement, row.lookahead = state.placement, None

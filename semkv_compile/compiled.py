@@ -132,6 +132,7 @@ class CompiledModel(GenerationMixin, nn.Module):
             thresholds=limits,
             rows=settings.rows if limits else None,
             prefetch=settings.prefetches(self.device),
+            guesses=settings.guesses(self.device),
             kernels=form_of(settings.kernels, self.device)[0] == "triton",
         )
         self.eval()

@@ -60,9 +60,10 @@ class CompileConfig(BaseModel):
         always.
     cuda_graphs: CUDA only: decode steps launch what lies between two attentions as CUDA graphs, recorded at the first step of each
         number of rows; what cannot be recorded is launched as before, with a warning. Not measured on a GPU yet, hence not the default.
-    prefetch: `elastic` only: a thread fetches what layers are likely to unfold in their next step while others are computed, into
-        buffers beside the budget (`State.nbytes["prefetch"]`). Tokens are the same. Default: with host='disk' or a CUDA device; in
-        memory of the same CPU it gains nothing.
+    prefetch: `elastic` only: a thread fetches what layers will, or are likely to, unfold in their next step while others are computed,
+        into buffers beside the budget (`State.nbytes["prefetch"]`). Tokens are the same. Default: on a CUDA device; with host='disk'
+        for layers whose choice is known before their turn (a retrieval head, filter layers), as a guess there costs more than it
+        saves, and in memory of the same CPU nothing is gained (docs/results/fetch_stall.md).
     cache: keep the captured program on disk, and take it from there when the same model is compiled again with the same
         versions (`semkv.program_cache`).
     method_options: parameters of the method, by name; see each method's docstring.
@@ -127,6 +128,10 @@ class CompileConfig(BaseModel):
         if self.prefetch is None:
             return self.residency == "elastic" and (self.host == "disk" or device.type == "cuda")
         return self.prefetch
+
+    def guesses(self, device: torch.device) -> bool:
+        """Whether what is merely likely is fetched ahead, too."""
+        return device.type == "cuda" if self.prefetch is None else self.prefetch
 
     def torch_kv_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
         """The dtype of exact entries for a model whose own dtype is `model_dtype`."""

@@ -41,11 +41,16 @@ class Lookahead:
 
     @classmethod
     def of(cls, row: RowMemory, tokens: int) -> Lookahead | None:
-        """For a row that will have `tokens` tokens after this step; None where nothing that stays between steps is unfolded."""
+        """For a row that will have `tokens` tokens after this step; None where nothing that stays between steps is unfolded, or
+        nothing is known of it ahead and guesses are not wanted."""
         placement, rooms = row.placement, {}
         for store in placement.budgeted:
-            for memory, room in zip(row.stores[store.store], row.workspace_allowance(store, tokens)):
-                if memory.unfolds_ahead and room < float("inf"):
+            memories = row.stores[store.store]
+            told = [placement.guesses or isinstance(m.components.router, Foresight) for m in memories]
+            if not any(told):
+                continue
+            for memory, room, is_told in zip(memories, row.workspace_allowance(store, tokens), told):
+                if is_told and memory.unfolds_ahead and room < float("inf"):
                     rooms[memory] = memory.unfolded_tokens(room)
         if not rooms:
             return None

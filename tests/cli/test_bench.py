@@ -102,7 +102,8 @@ def test_a_timeline_beside_the_table(run, tiny_model, tmp_path):
     trace = tmp_path / "steps.json"
     result = run(
         "bench", "--model", tiny_model, "--methods", "quest", "--budgets", "0.4", "--context", 256, "--steps", 3, "--warmup", 1,
-        "--residency", "elastic", "--host", "disk", "--disk-folder", tmp_path, "--timeline", trace, "--json", tmp_path / "bench.json",
+        "--residency", "elastic", "--host", "disk", "--disk-folder", tmp_path, "--prefetch", "--timeline", trace,
+        "--json", tmp_path / "bench.json",
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     assert "prefetch buffers" in result.output
