@@ -269,9 +269,9 @@ def plan_command(
 
     What a step waits for folded tokens, with and without fetching ahead, and a picture of it (steps.json for Perfetto, steps.png):
 
-    $ semkv bench --methods quest --residency elastic --host disk --no-prefetch --context 8K
+    $ semkv bench --methods quest --residency elastic --host disk --context 8K
 
-    $ semkv bench --methods quest --residency elastic --host disk --context 8K --timeline steps.json
+    $ semkv bench --methods quest --residency elastic --host disk --prefetch --context 8K --timeline steps.json
     """,
 )
 def bench_command(
@@ -303,7 +303,7 @@ def bench_command(
     prefetch: Annotated[
         bool | None,
         typer.Option(
-            help="elastic: fetch what layers are likely to unfold next while others are computed. Default: with --host disk, or on CUDA."
+            help="elastic: fetch what layers are likely to unfold next while others are computed. Default: on CUDA; with --host disk where the choice is known."
         ),
     ] = None,
     gpu: Annotated[
