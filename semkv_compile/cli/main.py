@@ -303,7 +303,7 @@ def bench_command(
     prefetch: Annotated[
         bool | None,
         typer.Option(
-            help="elastic: fetch what layers are likely to unfold next while others are computed. Default: on CUDA; with --host disk where the choice is known."
+            help="elastic: fetch what layers unfold next while others are computed. Default: on CUDA, and on disk what is known."
         ),
     ] = None,
     gpu: Annotated[
