@@ -28,6 +28,7 @@ from semkv.passes.base import PassOptions
 from semkv.pipeline import lower, place
 from semkv.profiles.schema import Profile
 from semkv.runtime.budget import Budget
+from semkv.runtime.heap import return_freed
 from semkv.runtime.host_tier import HostTier
 from semkv.runtime.record import RowRecord
 from semkv.runtime.row_memory import Placement, RowMemory, in_pages
@@ -303,6 +304,7 @@ class CompiledModel(GenerationMixin, nn.Module):
                 again = self._read(one.ids.to(self.device), surprisal=False)
                 one.features.update(again.features)
         rows = [RowMemory(self.placement, one.ordered_for(self.program), release=release) for one in records]
+        return_freed()
         return State(self.placement, rows, torch.stack([one.logits for one in records]))
 
     @torch.no_grad()
