@@ -76,9 +76,7 @@ def test_a_row_gives_what_it_gives_alone(tiny, rows, case):
     assert state.nbytes["device"] < 0.85 * state.full_bytes or budget is None
 
 
-@pytest.mark.parametrize(
-    "case", ["full", "sekv", "sentencekv", "heterocache", "specontext", "specontext, strict", "omnikv"]
-)
+@pytest.mark.parametrize("case", ["sekv", "heterocache", "specontext, strict", "omnikv"])
 def test_rows_that_a_program_takes_one_at_a_time(tiny, rows, case):
     """Where a model lets rows influence each other (some mixtures of experts), each runs alone: a step begins once for each."""
     name, budget, options = CASES[case]
