@@ -22,6 +22,7 @@ from semkv.evaluation.tasks.perplexity import Perplexity
 BUDGETS = (0.03, 0.05)
 SAMPLES = 50
 QUESTIONS = 5
+TASKS = {"perplexity": Perplexity("perplexity")}
 
 
 @dataclass(frozen=True)
@@ -86,9 +87,7 @@ def contributions(report: Report) -> str:
 def main() -> None:
     arguments = parser(__doc__.splitlines()[0]).parse_args()
     bench = Bench("ablation_mixed", arguments)
-    report = bench.run(
-        grid(arguments.samples or SAMPLES, arguments.length), "Parts of mixed", {"perplexity": Perplexity()}
-    )
+    report = bench.run(grid(arguments.samples or SAMPLES, arguments.length), "Parts of mixed", TASKS)
     write_results("ablation_mixed", report)
     path = write_document(
         "ablation_mixed",

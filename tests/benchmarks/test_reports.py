@@ -102,3 +102,12 @@ def test_masked_heads_are_silent_and_come_back(scripts):
         assert not torch.equal(seen, heard[0])
     hook.remove()
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+
+
+def test_parts_of_mixed_are_options_that_there_are(scripts):
+    import ablation_mixed
+
+    asked = ablation_mixed.grid(samples=4, length=256)
+    assert set(asked.families) - set(ablation_mixed.TASKS) == set(ablation_mixed.FAMILIES)
+    for variant in asked.variants:
+        find_method(variant.method, variant.options)
