@@ -1,6 +1,6 @@
 """What each system's part contributes to `mixed`, at 4K tokens and tight budgets: answers, and perplexity of what follows.
 
-    python benchmarks/ablation_mixed.py                # about half an hour of one core; an interrupted run goes on
+    python benchmarks/ablation_mixed.py                # about an hour of one core; an interrupted run goes on
 
 50 questions per family, asked after compression, and the perplexity of 256 tokens of prose after each of ten contexts,
 which tells compositions apart where all of them answer everything. Writes benchmarks/results/ablation_mixed.json and
@@ -22,6 +22,7 @@ from semkv.evaluation.tasks.perplexity import Perplexity
 BUDGETS = (0.03, 0.05)
 SAMPLES = 50
 QUESTIONS = 5
+PASSAGES = 10
 TASKS = {"perplexity": Perplexity("perplexity")}
 
 
@@ -49,7 +50,7 @@ SWITCHES = (
 )
 
 
-def grid(samples: int, length: int) -> Grid:
+def grid(samples: int, length: int, families: tuple[str, ...] = FAMILIES) -> Grid:
     """All compositions."""
     variants = [
         Variant(method=switch.method, budget=budget, label=switch.label, options=switch.options)
@@ -57,15 +58,15 @@ def grid(samples: int, length: int) -> Grid:
         for switch in SWITCHES
     ]
     return Grid(
-        variants=(Variant(method="full"), *variants), families=(*FAMILIES, "perplexity"), lengths=(length,), samples=samples,
+        variants=(Variant(method="full"), *variants), families=families, lengths=(length,), samples=samples,
         questions_per_context=QUESTIONS,
     )  # fmt: skip
 
 
-def contributions(report: Report) -> str:
-    """Each composition against `mixed`, by budget."""
+def contributions(report: Report, passages: Report) -> str:
+    """Each composition against `mixed`, by budget: questions answered, and the perplexity of passages."""
     likelihood = {
-        (c.cell.variant.label, c.cell.variant.budget): c.perplexity for c in report.cells if c.perplexity is not None
+        (c.cell.variant.label, c.cell.variant.budget): c.perplexity for c in passages.cells if c.perplexity is not None
     }
     found = {(s.variant.label, s.variant.budget): s for s in report.summaries}
     lines = []
@@ -87,15 +88,16 @@ def contributions(report: Report) -> str:
 def main() -> None:
     arguments = parser(__doc__.splitlines()[0]).parse_args()
     bench = Bench("ablation_mixed", arguments)
-    report = bench.run(grid(arguments.samples or SAMPLES, arguments.length), "Parts of mixed", TASKS)
+    report = bench.run(grid(arguments.samples or SAMPLES, arguments.length), "Parts of mixed")
+    passages = bench.run(grid(PASSAGES, arguments.length, tuple(TASKS)), "Parts of mixed, perplexity", TASKS)
     write_results("ablation_mixed", report)
     path = write_document(
         "ablation_mixed",
         "# What each system contributes to `mixed`",
         f"{arguments.length} tokens, question asked after compression, mean over the four families; perplexity of 256 tokens of prose "
-        "that follow a context, one by one. Made by `benchmarks/ablation_mixed.py`. Changes are paired on the same questions, in "
+        f"that follow each of {PASSAGES} contexts, one by one. Made by `benchmarks/ablation_mixed.py`. Changes are paired on the same questions, in "
         "brackets the 95 % interval, clustered by context.",
-        contributions(report),
+        contributions(report, passages),
         "A part whose line is no better than `mixed` is off by default and stays as an option, for models where it does: layer "
         "errors that differ more, heads that are static, a retrieval head whose keys are one layer's of thirty and not of four.",
         "## All figures",

@@ -107,7 +107,6 @@ def test_masked_heads_are_silent_and_come_back(scripts):
 def test_parts_of_mixed_are_options_that_there_are(scripts):
     import ablation_mixed
 
-    asked = ablation_mixed.grid(samples=4, length=256)
-    assert set(asked.families) - set(ablation_mixed.TASKS) == set(ablation_mixed.FAMILIES)
-    for variant in asked.variants:
+    assert ablation_mixed.grid(10, 256, tuple(ablation_mixed.TASKS)).families == ("perplexity",)
+    for variant in ablation_mixed.grid(samples=4, length=256).variants:
         find_method(variant.method, variant.options)
