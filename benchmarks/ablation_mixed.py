@@ -95,7 +95,8 @@ def main() -> None:
         "ablation_mixed",
         "# What each system contributes to `mixed`",
         f"{arguments.length} tokens, question asked after compression, mean over the four families; perplexity of 256 tokens of prose "
-        f"that follow each of {PASSAGES} contexts, one by one. Made by `benchmarks/ablation_mixed.py`. Changes are paired on the same questions, in "
+        f"that follow each of {PASSAGES} contexts, one by one. Made by `benchmarks/ablation_mixed.py`. "
+        "Changes are paired on the same questions, in "
         "brackets the 95 % interval, clustered by context.",
         contributions(report, passages),
         "A part whose line is no better than `mixed` is off by default and stays as an option, for models where it does: layer "
