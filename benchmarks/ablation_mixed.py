@@ -100,7 +100,8 @@ def main() -> None:
         "brackets the 95 % interval, clustered by context.",
         contributions(report, passages),
         "A part whose line is no better than `mixed` is off by default and stays as an option, for models where it does: layer "
-        "errors that differ more, heads that are static, a retrieval head whose keys are one layer's of thirty and not of four.",
+        "errors that differ more, heads that are static, a retrieval head whose keys are one layer's of thirty and not of four. "
+        "A simpler composition that answers as much with a lower perplexity is the better choice for the model that was measured.",
         "## All figures",
         markdown(report),
         "## Provenance",
