@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,14 +13,16 @@ from semkv.kernels.cpp import Library, compiler, library, team
 
 TEMPLATE = Path(__file__).parent / "template.cpp"
 MAX_ALLOWANCE = 1 << 62
+LANES = 16  # of the template
 
 
 class _Call(ctypes.Structure):
     """`Call` of the template, whose fields it names."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("score", "threshold", "cost", "keys", "partly", "chosen", "differ")),
-        *((name, ctypes.c_int64) for name in ("heads", "rows", "units", "allowance", "threads")),
+        *((name, ctypes.c_void_p) for name in ("score", "threshold", "cost", "keys", "places", "chosen", "differ", "taken")),
+        *((name, ctypes.c_int64) for name in ("heads", "group", "tokens", "units", "allowance")),
+        *((name, ctypes.c_int64) for name in ("head_stride", "group_stride", "token_stride", "threads")),
         ("parallel", ctypes.c_void_p),
     )  # fmt: skip
 
@@ -35,23 +38,32 @@ def answers(score: Tensor) -> bool:
     return cpu and compiler() is not None and selection_library().failure() is None
 
 
-def select_cpp(
-    score: Tensor, threshold: Tensor, cost: Tensor | None, allowance: int, kv_heads: int
-) -> tuple[Tensor, bool]:
-    """The second result of `select_reference`, bool [Hkv, M], and whether some query head or token of a group does not want all of it.
+class Selection(NamedTuple):
+    """chosen bool [Hkv, M]: the second result of `select_reference`; taken int64 [Hkv]: how many that are; differ: whether some query
+    head or token of a group does not want all of it."""
 
-    score float32 [Hq, T, M]; threshold float32 [Hq]; cost int64 [Hkv, M], None: 1 for each; 0 <= allowance <= `MAX_ALLOWANCE`. Raises
-    `BuildError` where the kernel cannot be compiled.
+    chosen: Tensor
+    taken: Tensor
+    differ: bool
+
+
+def select_cpp(score: Tensor, threshold: Tensor, cost: Tensor | None, allowance: int, kv_heads: int) -> Selection:
+    """What each KV head unfolds.
+
+    score float32 [Hq, T, M], whose query heads may be views of one; threshold float32 [Hq]; cost int64 [Hkv, M], None: 1 for each;
+    0 <= allowance <= `MAX_ALLOWANCE`. Raises `BuildError` where the kernel cannot be compiled.
     """
-    q_heads, tokens, units = score.shape
-    score, threshold = score.contiguous(), threshold.repeat_interleave(tokens).contiguous()
+    grouped = score.unflatten(0, (kv_heads, -1))
+    units, threshold = score.shape[2], threshold.contiguous()
+    grouped = grouped if units < 2 or grouped.stride(3) == 1 else grouped.contiguous()
     cost = None if cost is None else cost.contiguous()
-    keys = torch.empty(kv_heads, 2, units, dtype=torch.int32)
-    partly, chosen = (torch.empty(kv_heads, units, dtype=torch.bool) for _ in range(2))
-    differ = torch.empty(kv_heads, dtype=torch.bool)
+    keys, places = torch.empty(2, kv_heads, units + LANES, dtype=torch.int32)
+    chosen = torch.empty(kv_heads, units, dtype=torch.bool)
+    differ, taken = torch.empty(kv_heads, dtype=torch.bool), torch.empty(kv_heads, dtype=torch.int64)
+    tensors = (grouped, threshold, cost, keys, places, chosen, differ, taken)
     call = _Call(
-        *(None if x is None else x.data_ptr() for x in (score, threshold, cost, keys, partly, chosen, differ)), kv_heads,
-        q_heads // kv_heads * tokens, units, allowance, torch.get_num_threads(), team(),
+        *(None if x is None else x.data_ptr() for x in tensors), *grouped.shape, allowance, *grouped.stride()[:3],
+        torch.get_num_threads(), team(),
     )  # fmt: skip
     selection_library().function("select_units")(ctypes.byref(call))
-    return chosen, bool(differ.any())
+    return Selection(chosen, taken, bool(differ.any()))

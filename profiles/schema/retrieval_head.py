@@ -142,6 +142,8 @@ def matched_heads(weights: Tensor, heads: int) -> Tensor:
     """Weights [H, ...] of some KV heads as those of `heads` KV heads: as they are, each for several heads, or the largest of
     several; where neither number divides the other, the largest of all for each."""
     have = weights.shape[0]
+    if heads == have:
+        return weights
     if heads % have == 0:
         return weights.repeat_interleave(heads // have, 0)
     if have % heads == 0:

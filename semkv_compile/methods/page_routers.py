@@ -34,10 +34,11 @@ class PageRouter(ABC):
 
     @abstractmethod
     def logits(self, site: AttentionSite, q: Tensor, spans: FoldedSpans) -> Tensor:
-        """Unnormalised scores [Hkv, group * T, M] of grouped queries [Hkv, group * T, D]."""
+        """Unnormalised scores [Hkv, group * T, M] of grouped queries [Hkv, group * T, D], to which they are linear, but for a number
+        that is the same for all units of a query."""
 
     def score(self, site: AttentionSite, q: Tensor, spans: FoldedSpans, step: Step) -> Tensor:
-        logits = self.logits(site, grouped(site, q), spans) * site.scale
+        logits = self.logits(site, grouped(site, q) * site.scale, spans)
         return ungrouped(site, logits.log_softmax(-1), q.shape[1])
 
     def threshold(self, site: AttentionSite) -> Tensor:

@@ -73,14 +73,12 @@ class SketchRouter(PageRouter):
         maps = self._maps(site)
         codes = spans.index["codes"]
         assert isinstance(codes, Tensor)
-        asked = q @ maps.query
-        # (q A).decode(levels), with the steps on the query's side, where there are far fewer numbers.
-        stepped = asked * (STEPS[maps.bits] * maps.std)[:, None, :]
-        mean = asked @ maps.mean[..., None]
+        # (q A).decode(levels), with the steps on the query's side, where there are far fewer numbers; what the means and the half steps
+        # add is the same for all tokens.
+        stepped = (q @ maps.query).mul_((STEPS[maps.bits] * maps.std)[:, None, :])
         if 8 % maps.bits == 0:
-            return code_products(stepped, codes, maps.bits).add_(mean + 0.5 * stepped.sum(-1, keepdim=True))
-        middles = unpack_levels(codes, maps.bits, maps.rank).float() + 0.5
-        return stepped @ middles.transpose(1, 2) + mean
+            return code_products(stepped, codes, maps.bits)
+        return stepped @ unpack_levels(codes, maps.bits, maps.rank).float().transpose(1, 2)
 
 
 def pack_levels(levels: Tensor, bits: int) -> Tensor:

@@ -21,6 +21,10 @@ from semkv.runtime.spans import FoldedSpans
 from semkv.runtime.step import Step
 
 KEYS, SCALE, UNREAD = "retrieval.keys", "retrieval.scale", "retrieval.unread"
+NEWEST = ".newest"
+"""After `KEYS` and `SCALE`: those of the newest tokens, so that a step copies few of them."""
+JOINED = 256
+"""Newest tokens that become part of the others."""
 RANKING = "retrieval.ranking"
 PROMPT_CHUNK = 2048
 """Tokens of a prompt whose keys are made at once."""
@@ -28,10 +32,10 @@ PROMPT_CHUNK = 2048
 
 @dataclass(frozen=True)
 class Ranking:
-    """weights float32 [H, T, m]: for the new tokens, how much each KV head of the retrieval head attends to the last m tokens,
-    of which the first is token `first`; -inf logarithm where it is later than the query."""
+    """logs float32 [H, T, m]: for the new tokens, the logarithm of how much each KV head of the retrieval head attends to the last m
+    tokens, of which the first is token `first`; -inf where it is later than the query."""
 
-    weights: Tensor
+    logs: Tensor
     first: int
 
 
@@ -65,6 +69,7 @@ class Speculation:
                 KEYS: Note((heads, None, None), torch.uint8, charged=True),
                 SCALE: Note((heads, None, 1), torch.float16, charged=True),
             }
+        kept |= {f"{name}{NEWEST}": note for name, note in kept.items()}
         seen = {f"features.{site}": Note((None, None), torch.float32) for site in self.section.feature_sites}
         return kept | seen | {UNREAD: Note((None,), torch.int64)}
 
@@ -120,15 +125,17 @@ class Speculation:
         keyed = tokens + (len(ids) if not features else 1)
         bits = self._bits(notes)
         self._store(notes, k, bits, self._most(bits, tokens + len(ids), cap))
-        passing[RANKING] = self._ranking(q, notes, tokens, keyed - notes[KEYS].shape[1])
+        passing[RANKING] = self._ranking(q, notes, tokens, keyed - _keyed(notes))
 
     def _ranking(self, q: Tensor, notes: dict[str, Tensor], tokens: int, first: int) -> Ranking:
         grouped = q.unflatten(0, (self.section.kv_heads, -1))  # [Hkv, G, T, D]
         logits = self._products(grouped.flatten(1, 2), notes).unflatten(1, grouped.shape[1:3])  # [Hkv, G, T, m]
-        asked = tokens + torch.arange(q.shape[1])
-        logits = logits.masked_fill(first + torch.arange(logits.shape[3]) > asked[:, None], float("-inf"))
-        weights = logits.softmax(-1).amax(1)
-        return Ranking(weights.mean(0, keepdim=True) if self.batch else weights, first)
+        if q.shape[1] > 1:
+            asked = tokens + torch.arange(q.shape[1])
+            logits = logits.masked_fill(first + torch.arange(logits.shape[3]) > asked[:, None], float("-inf"))
+        logs = logits.log_softmax(-1)
+        logs = logs[:, 0] if logs.shape[1] == 1 else logs.amax(1)
+        return Ranking(logs.exp().mean(0, keepdim=True).log() if self.batch else logs, first)
 
     def _run(self, ids: Tensor, first: int, before: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
         """Queries [Hq, t, D] and keys [Hkv, t, D] of ids [n] from position `first` on, a chunk at a time, on the host."""
@@ -157,15 +164,29 @@ class Speculation:
         else:
             new = {KEYS: k.to(torch.float16)}
         for name, x in new.items():
-            x = x[:, max(0, x.shape[1] - most) :]
-            held = notes.get(name, x[:, :0])
-            notes[name] = torch.cat([held[:, max(0, held.shape[1] + x.shape[1] - most) :], x], 1)
+            older, newest = notes.get(name, x[:, :0]), notes.get(f"{name}{NEWEST}", x[:, :0])
+            newest = torch.cat([newest, x], 1)
+            over = older.shape[1] + newest.shape[1] - most
+            if over > 0 or newest.shape[1] >= JOINED:
+                older, newest = torch.cat([older, newest], 1)[:, max(0, over) :].contiguous(), newest[:, :0].clone()
+            notes[name], notes[f"{name}{NEWEST}"] = older, newest
 
     def _products(self, q: Tensor, notes: dict[str, Tensor]) -> Tensor:
         """q [Hkv, R, D] times the keys that are kept: float32 [Hkv, R, m]."""
-        if not self.strict:
-            return scores(q, notes[KEYS])
-        return products(q, Quantized(notes[KEYS], notes[SCALE], self._bits(notes), self.section.head_dim))
+        found = []
+        for part in ("", NEWEST):
+            keys = notes[f"{KEYS}{part}"]
+            if not self.strict:
+                found.append(scores(q, keys))
+            else:
+                scale = notes[f"{SCALE}{part}"]
+                found.append(products(q, Quantized(keys, scale, self._bits(notes), self.section.head_dim)))
+        return torch.cat(found, -1)
+
+
+def _keyed(notes: dict[str, Tensor]) -> int:
+    """Tokens with keys."""
+    return notes[KEYS].shape[1] + notes[f"{KEYS}{NEWEST}"].shape[1]
 
 
 @dataclass(frozen=True)
@@ -175,15 +196,14 @@ class SpeculativeRouter(MeansSuffice):
     def score(self, site: AttentionSite, q: Tensor, spans: FoldedSpans, step: Step) -> Tensor:
         ranking = step.passing[RANKING]
         assert isinstance(ranking, Ranking)
-        place = spans.positions[0].long() - ranking.first
-        if bool(
-            (place[:1] >= 0).all() and (place.diff() == 1).all()
-        ):  # a run of tokens, as long as none has been merged
-            weights = ranking.weights[:, :, place[0] : place[0] + len(place)].log()
+        start = spans.run_from
+        if start is not None and start >= ranking.first:
+            logs = ranking.logs[:, :, start - ranking.first :][:, :, : spans.count]
         else:
-            weights = ranking.weights[:, :, place.clamp(min=0)].masked_fill(place < 0, 0.0).log()
+            place = spans.positions[0].long() - ranking.first
+            logs = ranking.logs[:, :, place.clamp(min=0)].masked_fill(place < 0, float("-inf"))
         last = site.first_head + site.kv_heads
-        own = matched_heads(weights, step.site.kv_heads)[site.first_head : last]
+        own = matched_heads(logs, step.site.kv_heads)[site.first_head : last]
         return own.repeat_interleave(site.group_size, 0)
 
     def foresees(self, site: AttentionSite, step: Step) -> bool:

@@ -19,12 +19,13 @@ NEG_INF = float("-inf")
 @dataclass(frozen=True)
 class Zoom:
     """The units that a step unfolds: chosen bool [Hkv, M]; own bool [Hkv, G, T, M], what each query head and token reads of
-    them, None where all read all."""
+    them, None where all read all; taken int64 [Hkv]: how many are chosen, where that was counted."""
 
     chosen: Tensor
     group_size: int
     tokens: int
     own: Tensor | None = None
+    taken: Tensor | None = None
 
     @property
     def heads(self) -> Tensor:
@@ -43,7 +44,8 @@ class Zoom:
         if self.own is not None:
             read = self.own.flatten(0, 1).sum(dim=(1, 2))
         else:
-            read = self.tokens * self.chosen.sum(1).repeat_interleave(self.group_size)
+            taken = self.chosen.sum(1) if self.taken is None else self.taken
+            read = self.tokens * taken.repeat_interleave(self.group_size)
         return torch.stack([read.float(), torch.full(read.shape, float(self.tokens * self.chosen.shape[1]))])
 
 
@@ -59,12 +61,10 @@ def choose_units(
     if answers(score):
         equal = least == greatest
         cost = None if equal else spans.unit_nbytes()
-        chosen, differ = select_cpp(
-            score, threshold, cost, most if equal else int(min(room, MAX_ALLOWANCE)), site.kv_heads
-        )
-        wanted = ((score > NEG_INF) & (score > threshold[:, None, None])) if differ else None
-        own = None if wanted is None else wanted.unflatten(0, (site.kv_heads, group)) & chosen[:, None, None]
-        return Zoom(chosen, group, tokens, own)
+        found = select_cpp(score, threshold, cost, most if equal else int(min(room, MAX_ALLOWANCE)), site.kv_heads)
+        wanted = ((score > NEG_INF) & (score > threshold[:, None, None])) if found.differ else None
+        own = None if wanted is None else wanted.unflatten(0, (site.kv_heads, group)) & found.chosen[:, None, None]
+        return Zoom(found.chosen, group, tokens, own, found.taken)
     grouped = score.unflatten(0, (site.kv_heads, group))
     grouped = grouped.masked_fill(grouped <= threshold.view(site.kv_heads, group, 1, 1), NEG_INF)
     best = grouped.amax(dim=(1, 2))  # [Hkv, M]

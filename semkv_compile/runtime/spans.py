@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +18,8 @@ from semkv.runtime.prefetch import Source
 from semkv.runtime.quantization import Quantized, bytes_per_vector, concatenate, dequantize, products, quantize
 from semkv.runtime.segments import Folding
 from semkv.runtime.workspace import Segments, UnfoldedFactors, Workspace, ranges
+
+Held = TypeVar("Held", Quantized, Tensor, Quantized | Tensor)
 
 TOKENS, FACTORS = 0, 1
 
@@ -81,6 +84,7 @@ class FoldedSpans:
         self._range: tuple[Tensor, tuple[int, int]] | None = None
         self._held: tuple[Tensor, int] | None = None
         self._plain: tuple[Tensor, bool] | None = None
+        self._run: tuple[Tensor, int | None] | None = None
         self._there: DeviceIndex | None = None
 
     @property
@@ -114,6 +118,18 @@ class FoldedSpans:
     def count(self) -> int:
         """Units that can be routed to."""
         return self.lengths.shape[1]
+
+    @property
+    def run_from(self) -> int | None:
+        """Position of the first unit where each is the token after that of the unit before, for all heads; None where they are not."""
+        if self._run is None or self._run[0] is not self.positions:  # replaced whenever units change
+            first = int(self.positions[0, 0]) if self.count else 0
+            run = torch.arange(first, first + self.count, dtype=torch.int32)[None]
+            self._run = (
+                self.positions,
+                first if self.count and torch.equal(self.positions, run.expand_as(self.positions)) else None,
+            )
+        return self._run[1]
 
     def device_tensors(self) -> list[Tensor]:
         held: list[Quantized | Tensor | None] = [self.mean_k, self.mean_v, *self.index.values()]
@@ -272,65 +288,64 @@ class FoldedSpans:
         """
         if self.count < 2 or pairs < 1 or not self._mergeable:
             return 0
-        together = (self.lengths[:, :-1] + self.lengths[:, 1:]).amax(0).long()
-        target = torch.arange(self.count)
-        taken = torch.zeros(self.count, dtype=torch.bool)
-        merged = 0
-        for left in torch.argsort(together, stable=True).tolist():
-            if merged == pairs or together[left] > longest:
+        together = (self.lengths[:, :-1] + self.lengths[:, 1:]).amax(0)
+        order = torch.argsort(together, stable=True)
+        taken: set[int] = set()
+        lefts: list[int] = []
+        for left in order[together[order] <= longest].tolist():
+            if len(lefts) == pairs:
                 break
-            if taken[left] or taken[left + 1]:
-                continue
-            taken[left] = taken[left + 1] = True
-            target[left + 1] = left
-            merged += 1
-        if merged:
-            self._regroup(target)
-        return merged
+            if not taken & {left, left + 1}:
+                taken |= {left, left + 1}
+                lefts.append(left)
+        if lefts:
+            self._join(torch.tensor(sorted(lefts)))
+        return len(lefts)
 
     @property
     def _mergeable(self) -> bool:
         parts = self.index_parts.values()
         return self.segment_unit.shape[0] == 1 and all(part.merge != "never" for part in parts)
 
-    def _regroup(self, target: Tensor) -> None:
-        """Make each unit i part of unit target[i] <= i."""
-        kept, group = torch.unique(target, return_inverse=True)
+    def _join(self, left: Tensor) -> None:
+        """Make one of each of the units `left` int64 [P], ascending, and the unit after it. All others stay as they are, bit for bit."""
+        right, at = left + 1, left - torch.arange(len(left))
+        keep = torch.ones(self.count, dtype=torch.bool)
+        keep[right] = False
         size = self.lengths.float()
-        total = torch.zeros(len(size), len(kept)).index_add_(1, group, size)
-        share = size / total[:, group]
+        total = size[:, left] + size[:, right]
 
-        def combine(x: Tensor) -> Tensor:
-            own = share.repeat_interleave(x.shape[0] // len(share), 0)  # rows of query heads, or one row for all
-            out = torch.zeros(x.shape[0], len(kept), x.shape[2], dtype=torch.float32)
-            return out.index_add_(1, group, x.float() * own[..., None])
+        def pairs(x: Quantized | Tensor) -> list[Tensor]:
+            return [
+                dequantize(x[:, part]) if isinstance(x, Quantized) else x[:, part].float() for part in (left, right)
+            ]
 
-        bits = self.components.summary.bits if self.components.summary else 8
-        mean_k = combine(dequantize(self.mean_k)) if self.mean_k is not None else None
-        self.positions = combine(self.positions[..., None])[..., 0].to(torch.int32)
-        self.lengths = total.to(torch.int32)
-        if mean_k is not None:
-            self.mean_k = quantize(mean_k, bits)
-        if self.mean_v is not None:
-            self.mean_v = quantize(combine(dequantize(self.mean_v)), bits)
+        def mean(x: Quantized | Tensor) -> Tensor:
+            first, second = pairs(x)
+            rows = first.shape[0] // len(size)  # of query heads, or one row for all
+            own, other = ((size[:, part] / total).repeat_interleave(rows, 0)[..., None] for part in (left, right))
+            return first * own + second * other
+
+        mean_k = None if self.mean_k is None else mean(self.mean_k)
+        index = {}
         for name, part in self.index_parts.items():
-            self._regroup_index(name, part, combine, group, mean_k)
-        self.segment_unit = torch.where(self.segment_unit >= 0, group[self.segment_unit.clamp(min=0)], -1)
-
-    def _regroup_index(
-        self, name: str, part: IndexPart, combine: Callable[[Tensor], Tensor], group: Tensor, mean_k: Tensor | None
-    ) -> None:
-        values = self.indexed(name)
-        if part.merge == "rebuild":
-            values = self.components.router.rebuild(self.site, name, mean_k)
-        elif part.merge == "mean":
-            values = combine(values)
-        else:
-            where = group[None, :, None].expand_as(values)
-            out = torch.zeros(values.shape[0], int(group.max()) + 1, values.shape[2])
-            values = out.scatter_reduce_(1, where, values, f"a{part.merge}", include_self=False)
-        self.index.pop(name)
-        self._append_index(name, part, values)
+            held = self.index[name]
+            if part.merge == "rebuild":
+                made = self.components.router.rebuild(self.site, name, mean_k)
+            elif part.merge == "mean":
+                made = mean(held)
+            else:
+                made = (torch.minimum if part.merge == "min" else torch.maximum)(*pairs(held))
+            index[name] = _replaced(held, keep, at, made)
+        self.index = index
+        if self.mean_v is not None:
+            self.mean_v = _replaced(self.mean_v, keep, at, mean(self.mean_v))
+        if self.mean_k is not None:
+            self.mean_k = _replaced(self.mean_k, keep, at, mean_k)
+        self.positions = _replaced(self.positions, keep, at, mean(self.positions[..., None])[..., 0])
+        self.lengths = _replaced(self.lengths, keep, at, total)
+        number = keep.cumsum(0) - 1
+        self.segment_unit = torch.where(self.segment_unit >= 0, number[self.segment_unit.clamp(min=0)], -1)
 
     def archive(self, units: int) -> int:
         """Take the oldest `units` units off the device: they stay on the host, unrouted and unattended.
@@ -474,6 +489,17 @@ class FoldedSpans:
 
 def _joined(old: Quantized | None, new: Quantized) -> Quantized:
     return new if old is None else concatenate([old, new], 1)
+
+
+def _replaced(held: Held, keep: Tensor, at: Tensor, made: Tensor) -> Held:
+    """The units `keep` bool [M] of `held` [H, M, ...], those then at the places `at` replaced by `made` float32 [H, P, ...]."""
+    kept = held[:, keep]
+    if isinstance(kept, Quantized):
+        new = quantize(made, kept.bits)
+        kept.codes[:, at], kept.scale[:, at] = new.codes, new.scale
+    else:
+        kept[:, at] = made.to(kept.dtype)
+    return kept
 
 
 def _same_rows(old: Tensor, new: Tensor, heads: int) -> Tensor:

@@ -40,28 +40,64 @@ def test_it_chooses_what_the_reference_chooses(kind, kv_heads, group, tokens, un
             for paid in (cost, None):
                 costs = torch.ones_like(cost) if paid is None else paid
                 wanted, chosen = select_reference(score, bound, costs.int(), allowance)
-                found, differ = select_cpp(score, bound, paid, allowance, kv_heads)
-                assert torch.equal(found, chosen)
-                assert differ == bool((chosen.repeat_interleave(group, 0)[:, None] & ~wanted).any())
+                found = select_cpp(score, bound, paid, allowance, kv_heads)
+                assert torch.equal(found.chosen, chosen)
+                assert torch.equal(found.taken, chosen.sum(1))
+                assert found.differ == bool((chosen.repeat_interleave(group, 0)[:, None] & ~wanted).any())
 
 
 def test_no_units():
-    chosen, differ = select_cpp(torch.zeros(4, 1, 0), torch.zeros(4), None, 3, 2)
-    assert chosen.shape == (2, 0)
-    assert not differ
+    found = select_cpp(torch.zeros(4, 1, 0), torch.zeros(4), None, 3, 2)
+    assert found.chosen.shape == (2, 0)
+    assert not found.differ
 
 
-def test_many_units_and_threads():
-    score, threshold, cost = made(2, 2, 1, 20_000, "equal", 1000)
-    order = score.masked_fill(score <= threshold[:, None, None], NONE).view(2, 2, -1).amax(1)
+def in_order(score, threshold, cost, allowance):
+    """What a sort chooses, bool [Hkv, M]."""
+    heads = len(cost)
+    best = score.masked_fill(score <= threshold[:, None, None], NONE).unflatten(0, (heads, -1)).amax(dim=(1, 2))
+    order = best.argsort(dim=1, descending=True, stable=True)
+    fits = (cost.gather(1, order).cumsum(1) <= allowance) & (best.gather(1, order) > NONE)
+    return torch.zeros_like(best, dtype=torch.bool).scatter_(1, order, fits)
+
+
+@pytest.mark.parametrize("kind", ["drawn", "equal", "near", "wide"])
+@pytest.mark.parametrize("most", [1, 1000])
+def test_many_units_and_threads(kind, most):
+    """So many that a sample tells where the cut is."""
+    score, threshold, cost = made(2, 2, 1, 20_011, kind, most)
+    cost = cost.clamp(min=1)
     before = torch.get_num_threads()
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            chosen, _ = select_cpp(score, threshold, cost, 2_000_000, 2)
-            for head in range(2):
-                best = order[head].argsort(descending=True, stable=True)
-                fits = (cost[head, best].cumsum(0) <= 2_000_000) & (order[head, best] > NONE)
-                assert torch.equal(chosen[head].nonzero()[:, 0], best[fits].sort().values)
+            for share in (0.0005, 0.05, 0.3, 0.9, 2):
+                allowance = int(share * int(cost.sum(1).max()))
+                paid = None if most == 1 else cost
+                found = select_cpp(score, threshold, paid, allowance, 2)
+                assert torch.equal(found.chosen, in_order(score, threshold, cost, allowance))
     finally:
         torch.set_num_threads(before)
+
+
+def test_a_sample_that_misleads_is_not_believed():
+    """All that is sampled is better than the rest, or costs nothing."""
+    units = 16_384  # every eighth is sampled
+    score = torch.randn(1, 1, units, generator=torch.Generator().manual_seed(1))
+    score[..., ::8] += 100
+    threshold, cost = torch.tensor([NONE]), torch.ones(1, units, dtype=torch.int64)
+    for allowance in (100, 2047, 3000, 9000):
+        found = select_cpp(score, threshold, None, allowance, 1)
+        assert torch.equal(found.chosen, in_order(score, threshold, cost, allowance))
+    cost[:, ::8] = 0
+    found = select_cpp(score, threshold, cost, 50, 1)
+    assert torch.equal(found.chosen, in_order(score, threshold, cost, 50))
+
+
+def test_scores_in_any_layout():
+    score, threshold, cost = made(2, 3, 4, 70, "drawn", 5)
+    wanted = select_cpp(score, threshold, cost, 40, 2).chosen
+    wider = torch.cat([score, score], 2)[..., :70]
+    turned = score.permute(2, 0, 1).contiguous().permute(1, 2, 0)
+    for layout in (wider, turned, score.transpose(0, 1).contiguous().transpose(0, 1)):
+        assert torch.equal(select_cpp(layout, threshold, cost, 40, 2).chosen, wanted)

@@ -14,11 +14,12 @@ from semkv.config import CompileConfig
 from semkv.errors import BudgetError, ConfigError
 from semkv.ir.site import AttentionSite
 from semkv.methods import SpeContext, find_method
-from semkv.methods.speculation import KEYS, RANKING, SCALE, UNREAD, Ranking, Speculation, SpeculativeRouter
+from semkv.methods.speculation import KEYS, NEWEST, RANKING, SCALE, UNREAD, Ranking, Speculation, SpeculativeRouter
 from semkv.passes.retrieval_graph import head_graph
 from semkv.profiles.calibration.steps import with_section
 from semkv.profiles.schema.retrieval_head import PREFIX, RetrievalHead, RetrievalHeadSection, Yarn
 from semkv.runtime.record import RowRecord
+from semkv.runtime.spans import FoldedSpans
 
 SIZES = {
     "hidden": 192, "q_heads": 8, "kv_heads": 4, "head_dim": 16, "theta": 1e5, "yarn": Yarn(factor=4, positions=512),
@@ -26,6 +27,10 @@ SIZES = {
 }  # fmt: skip
 FEATURES = {"feature_sites": (1,), "features": 192}
 UNCAPPED = float("inf")
+
+
+def keys_of(notes) -> torch.Tensor:
+    return torch.cat([notes[KEYS], notes[f"{KEYS}{NEWEST}"]], 1)
 
 
 def make_head(seed=0, **changes) -> RetrievalHead:
@@ -96,7 +101,7 @@ def test_the_ranking_is_the_largest_weight_of_each_group(features, batch):
     made = passing[RANKING]
     assert made.first == 0
     torch.testing.assert_close(
-        made.weights[:, 0], wanted.mean(0, keepdim=True) if batch else wanted, rtol=0.02, atol=1e-4
+        made.logs[:, 0].exp(), wanted.mean(0, keepdim=True) if batch else wanted, rtol=0.02, atol=1e-4
     )
 
 
@@ -110,11 +115,11 @@ def test_keys_do_not_depend_on_how_tokens_were_divided_into_steps():
         speculation.read(record(ids[:30], hidden[:30]), notes, lambda n: UNCAPPED)
         for count in steps:
             speculation.begin(ids[at : at + count], at, notes, passing, lambda n: UNCAPPED)
-            assert passing[RANKING].weights.shape[1] == count
-            assert notes[KEYS].shape[1] == at + 1
+            assert passing[RANKING].logs.shape[1] == count
+            assert keys_of(notes).shape[1] == at + 1
             notes["features.1"] = hidden[at : at + count]
             at += count
-        kept[name] = notes[KEYS]
+        kept[name] = keys_of(notes)
         assert not len(notes[UNREAD])
     torch.testing.assert_close(kept["chunks"], kept["one"])
     torch.testing.assert_close(kept["all"], kept["one"])
@@ -127,7 +132,7 @@ def test_tokens_of_a_chunk_do_not_see_later_ones():
     notes, passing = {}, {}
     speculation.read(record(ids[:8], None), notes, lambda n: UNCAPPED)
     speculation.begin(ids[8:], 8, notes, passing, lambda n: UNCAPPED)
-    weights = passing[RANKING].weights
+    weights = passing[RANKING].logs.exp()
     assert weights.shape == (4, 4, 12)
     for place in range(4):
         assert not weights[:, place, 9 + place :].any()
@@ -142,24 +147,28 @@ def test_strict_keys_take_few_bits_and_the_newest_have_them():
     cases = [(each[8] * 64 * 2, 8, 64), (each[8] * 64 * 2 - 1, 4, 64), (each[4] * 20 * 2, 4, 20)]
     notes = {}
     plain.read(record(ids, None), notes, lambda n: n * 1e6)
-    exact = notes[KEYS].float()
+    exact = keys_of(notes).float()
     for cap, bits, count in cases:
         notes, passing = {}, {}
         strict.read(record(ids, None), notes, lambda n, cap=cap: cap)
-        assert notes[KEYS].shape == (4, count, 6 * bits // 8)
-        assert notes[KEYS].nbytes + notes[SCALE].nbytes <= cap / 2
+        assert keys_of(notes).shape == (4, count, 6 * bits // 8)
+        assert sum(x.nbytes for name, x in notes.items() if name.startswith((KEYS, SCALE))) <= cap / 2
         held = strict._products(torch.eye(6).expand(4, -1, -1), notes).mT
         error = (held - exact[:, 64 - count :]).abs().amax(-1)
         # half a level of the scale, which is itself in half precision as the exact keys are
         assert (error <= 0.6 * exact[:, 64 - count :].abs().amax(-1) / (2 ** (bits - 1) - 1)).all()
         strict.begin(torch.tensor([7]), 64, notes, passing, lambda n, cap=cap: cap)
-        assert passing[RANKING].first == 64 + 1 - notes[KEYS].shape[1]
-        assert notes[KEYS].nbytes + notes[SCALE].nbytes <= cap / 2
+        assert passing[RANKING].first == 64 + 1 - keys_of(notes).shape[1]
+        assert sum(x.nbytes for name, x in notes.items() if name.startswith((KEYS, SCALE))) <= cap / 2
 
 
 class Spans:
+    """Units of one token each, of which `FoldedSpans` tells where they are."""
+
+    run_from = FoldedSpans.run_from
+
     def __init__(self, positions):
-        self.positions = torch.tensor([positions], dtype=torch.int32)
+        self.positions, self.count, self._run = torch.tensor([positions], dtype=torch.int32), len(positions), None
 
 
 def test_every_layer_gets_the_same_ranking_for_its_own_heads():
@@ -169,14 +178,16 @@ def test_every_layer_gets_the_same_ranking_for_its_own_heads():
     for heads, groups in ((2, 2), (4, 1), (1, 4)):
         site = AttentionSite(0, "a", 0, heads * groups, heads, 8, 8, 1.0)
         step = Step.alone(site, torch.zeros(heads * groups, 3, 8))
-        step.passing[RANKING] = Ranking(weights, 5)
+        step.passing[RANKING] = Ranking(weights.log(), 5)
         made = SpeculativeRouter().score(site, step.q, Spans([3, 5, 9, 14]), step)
-        assert made.shape == (heads * groups, 3, 4)
+        runs = SpeculativeRouter().score(site, step.q, Spans([7, 8, 9, 10]), step)
+        assert made.shape == runs.shape == (heads * groups, 3, 4)
         assert (made[..., 0] == float("-inf")).all()  # its key is gone
         for head in range(heads * groups):
             own = head // groups
             want = {2: weights[own % 2], 4: weights[own // 2], 1: weights.amax(0)}[heads]
             torch.testing.assert_close(made[head, :, 1:], want[:, [0, 4, 9]].log())
+            torch.testing.assert_close(runs[head], want[:, 2:6].log())
 
 
 # -- on the bundled model ------------------------------------------------------------------------------------------------
@@ -185,7 +196,7 @@ def test_every_layer_gets_the_same_ranking_for_its_own_heads():
 def check(row) -> None:
     assert row.traffic.peak_share <= 1
     assert row.device_nbytes() + row.charged_nbytes <= row.whole_cap(row.tokens)
-    assert row.charged_nbytes == sum(x.nbytes for name, x in row.notes.items() if name in (KEYS, SCALE))
+    assert row.charged_nbytes == sum(x.nbytes for name, x in row.notes.items() if name.startswith((KEYS, SCALE)))
 
 
 @pytest.mark.parametrize(("budget", "options", "residency"), [
@@ -262,7 +273,7 @@ def test_a_record_of_another_method_serves(whole):
     record = whole.prefill_record(ids)
     assert not record.features
     state, own = compiled.compress(record), compiled.prefill(ids)
-    assert torch.equal(state.rows[0].notes[KEYS], own.rows[0].notes[KEYS])
+    assert torch.equal(keys_of(state.rows[0].notes), keys_of(own.rows[0].notes))
     assert sorted(record.features) == [1]
 
 
@@ -293,8 +304,8 @@ def test_forks_go_their_own_way(whole):
     state = compiled.prefill(prompt(150, 1))
     fork = state.fork()
     compiled.extend(fork, prompt(5, 2))
-    assert state.rows[0].notes[KEYS].shape[1] == 150
-    assert fork.rows[0].notes[KEYS].shape[1] == 155
+    assert keys_of(state.rows[0].notes).shape[1] == 150
+    assert keys_of(fork.rows[0].notes).shape[1] == 155
 
 
 def test_it_needs_a_retrieval_head():

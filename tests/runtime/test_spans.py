@@ -151,6 +151,24 @@ def test_merging_joins_neighbours_shortest_first():
     assert spans.index["norms"].shape == (4, 4, 1)
 
 
+def test_what_does_not_merge_stays_as_it_is():
+    """Codes and scales of the other units are not made anew."""
+    spans, *_ = folded(components())
+    before = spans.clone()
+    assert spans.merge(1, longest=20) == 1  # units 2 and 3
+    others, were = [0, 1, 3, 4], [0, 1, 4, 5]
+    for new, old in ((spans.mean_k, before.mean_k), (spans.mean_v, before.mean_v)):
+        assert torch.equal(new.codes[:, others], old.codes[:, were])
+        assert torch.equal(new.scale[:, others], old.scale[:, were])
+    assert torch.equal(spans.index["norms"][:, others], before.index["norms"][:, were])
+    assert torch.equal(spans.positions[:, others], before.positions[:, were])
+    assert before.lengths[0].tolist() == LENGTHS, "a copy keeps its own"
+    mean = dequantize(before.mean_k)
+    expected = (mean[:, 2] * 1 + mean[:, 3] * 5) / 6
+    joined = spans.components.router.rebuild(spans.site, "norms", expected[:, None])
+    torch.testing.assert_close(spans.index["norms"][:, 2:3], joined.to(torch.float16))
+
+
 def test_merging_stops_at_the_longest_span_allowed():
     spans, *_ = folded(components())
     assert spans.merge(9, longest=7) == 1
