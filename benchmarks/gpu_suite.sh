@@ -7,14 +7,14 @@
 #
 # Nothing is fetched. The tree, and the wheels in the folder WHEELS where it is set, are installed into a folder of their own, so
 # that the tree may be read-only. Results go to $OUT, or to benchmarks/results/: gpu_suite.json (each step, its exit status and time) and
-# the benchmarks' own files. PYTHON names the interpreter. Each step has a time limit; one that fails or exceeds it does not stop the
-# others, and the exit status is 1 if any did.
+# the benchmarks' own files. PYTHON names the interpreter; else it is that of .venv, or python3. Each
+# step has a time limit; one that fails or exceeds it does not stop the others, and the exit status is 1 if any did.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 DRY=0
 [ "${1:-}" = "--dry-run" ] && DRY=1
-PYTHON=${PYTHON:-python3}
+PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
 RESULTS=${OUT:-benchmarks/results}
 mkdir -p "$RESULTS"
 WORK=$(mktemp -d)
@@ -23,6 +23,10 @@ LOG="$WORK/steps.jsonl"
 export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 SEMKV_CACHE="$WORK/cache"
 BEGAN=$(date +%s)
 
+if ! "$PYTHON" -c 'import torch, pytest, transformers'; then
+    echo "gpu_suite: $PYTHON lacks what the suite needs: \`make env\`, or name another interpreter in PYTHON" >&2
+    exit 2
+fi
 if [ "$DRY" = 0 ] && ! "$PYTHON" -c 'import torch, sys; sys.exit(not torch.cuda.is_available())'; then
     echo "gpu_suite: $PYTHON sees no CUDA device; pass --dry-run to try the steps on a CPU" >&2
     exit 2

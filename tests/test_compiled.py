@@ -91,6 +91,16 @@ def test_full_generates_what_the_model_generates(model, full, name):
     assert len({tuple(row) for row in got.tolist()}) == len(got)
 
 
+def test_a_deep_copy_generates_alone(small):
+    """What holds a compiled model can be copied, as any module can."""
+    copied = copy.deepcopy(small)
+    state = copied.prefill(ids(90, 1))
+    assert (
+        copied.generate(ids(90, 1), max_new_tokens=5).tolist() == small.generate(ids(90, 1), max_new_tokens=5).tolist()
+    )
+    assert copied.extend(state, ids(1, 1)).isfinite().all()
+
+
 def test_left_padded_rows_generate_what_they_would_alone(model, full, small):
     mask = torch.ones(3, 120, dtype=torch.int64)
     prompt = ids(120, 3)

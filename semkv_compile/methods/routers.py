@@ -10,7 +10,7 @@ from torch import Tensor
 from semkv.ir.site import AttentionSite
 from semkv.runtime.components import IndexPart, Summary
 from semkv.runtime.device_index import log_sizes
-from semkv.runtime.quantization import norms, products
+from semkv.runtime.quantization import products
 from semkv.runtime.segments import Folding
 from semkv.runtime.spans import FACTORS, FoldedSpans
 from semkv.runtime.step import Step
@@ -125,7 +125,7 @@ class CoarseRouter(MeansSuffice):
 
     def score(self, site: AttentionSite, q: Tensor, spans: FoldedSpans, step: Step) -> Tensor:
         grouped = q.float().cpu().unflatten(0, (site.kv_heads, site.group_size)).flatten(1, 2)
-        along = products(grouped, spans.mean_k) / norms(spans.mean_k).clamp(min=1e-12)[:, None]
+        along = products(grouped, spans.mean_k) / spans.mean_norms.clamp(min=1e-12)[:, None]
         return along.view(site.q_heads, q.shape[1], -1)
 
     def threshold(self, site: AttentionSite) -> Tensor:

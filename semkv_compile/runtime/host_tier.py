@@ -63,6 +63,10 @@ class HostTier:
             weakref.finalize(made.untyped_storage(), self._release, nbytes).atexit = False
         return made
 
+    def __deepcopy__(self, memo: dict[int, object]) -> HostTier:
+        """A tier of the same settings that nothing was made in: what its tensors are copied to is memory of the copies."""
+        return HostTier(disk=self.disk, folder=str(self.folder), limit=self.limit)
+
     def check(self, nbytes: int, purpose: str) -> None:
         """Raise `CapacityError` where `nbytes` more for `purpose` cannot fit."""
         if self.limit is not None and not self.disk and self._used + nbytes > self.limit:

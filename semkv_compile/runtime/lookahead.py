@@ -58,11 +58,12 @@ class Lookahead:
         dims = (first.key_dim, first.value_dim)
         same = {m: room for m, room in rooms.items() if (m.site.key_dim, m.site.value_dim) == dims}
         capacity = max(LEAST * first.kv_heads, int(SHARE * max(same.values())))
-        for memory in same:
-            memory.ahead = capacity
         turns = tuple(
             site for site in placement.program.sites if any(m in same for m in row.stores.get(site.store, ()))
         )
+        for memory in same:
+            foreseen = isinstance(memory.components.router, Foresight) and memory not in row.stores[turns[0].store]
+            memory.ahead, memory.guesses = capacity, not foreseen
         parts = max(sum(m in same for m in row.stores[site.store]) for site in turns)
         buffers = parts * min(LAYERS, len(turns))
         return cls(Prefetcher(capacity, dims, placement.budget.dtype, placement.device, buffers=buffers), turns)

@@ -50,8 +50,8 @@ class SiteMemory:
     kept: exact tokens that stay; recent: the newest ones; spans: what is folded, None where the method folds nothing;
     recent_ids int64, recent_surprisal float32 in nats: one for each recent token.
 
-    ahead: tokens that are fetched before the layer's turn at most, 0 where nothing is; supply: what is under way; likely: what the
-    next turn may lack; supplied: what the last one took.
+    ahead: tokens that are fetched before the layer's turn at most, 0 where nothing is; guesses: whether the next turn's are guessed from
+    this one's; supply: what is under way; likely: what the next turn may lack; supplied: what the last one took.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class SiteMemory:
         self.workspace_nbytes = 0
         self.moved_nbytes = self.held_nbytes = 0
         self.zoom: Zoom | None = None
-        self.ahead = 0
+        self.ahead, self.guesses = 0, False
         self.supply: Supply | None = None
         self.supplied = Supplied()
         self.likely: Wanted | None = None
@@ -382,7 +382,7 @@ class SiteMemory:
 
     def _expect(self, score: Tensor, zoom: Zoom) -> Wanted | None:
         """What the next turn may lack, after one that scored [Hq, T, M] and chose `zoom`."""
-        if not self.ahead:
+        if not (self.ahead and self.guesses):
             return None
         lacked = self.supplied.hits + self.supplied.missed
         margin = MARGIN_OF_FILES if self.spans.host_tokens.disk_nbytes else MARGIN
@@ -397,7 +397,12 @@ class SiteMemory:
         copy.kept, copy.recent = self.kept.clone(), self.recent.clone()
         copy.spans = self.spans.clone() if self.spans is not None else None
         copy.workspace = self.workspace.clone() if self.workspace is not None else None
-        copy.ahead, copy.supply, copy._foreseen = 0, None, None  # a copy has buffers of its own once it runs
+        copy.ahead, copy.supply, copy.likely, copy._foreseen = (
+            0,
+            None,
+            None,
+            None,
+        )  # a copy has buffers of its own once it runs
         return copy
 
 

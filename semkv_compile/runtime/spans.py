@@ -15,7 +15,7 @@ from semkv.runtime.device_index import DeviceIndex
 from semkv.runtime.host_pool import GrowingTensor, HostFactors, HostTokens
 from semkv.runtime.host_tier import HostTier
 from semkv.runtime.prefetch import Source
-from semkv.runtime.quantization import Quantized, bytes_per_vector, concatenate, dequantize, products, quantize
+from semkv.runtime.quantization import Quantized, bytes_per_vector, concatenate, dequantize, norms, products, quantize
 from semkv.runtime.segments import Folding
 from semkv.runtime.workspace import Segments, UnfoldedFactors, Workspace, ranges
 
@@ -83,6 +83,7 @@ class FoldedSpans:
         self._costs: tuple[Tensor, Tensor] | None = None
         self._range: tuple[Tensor, tuple[int, int]] | None = None
         self._held: tuple[Tensor, int] | None = None
+        self._norms: tuple[Tensor, Tensor] | None = None
         self._plain: tuple[Tensor, bool] | None = None
         self._run: tuple[Tensor, int | None] | None = None
         self._there: DeviceIndex | None = None
@@ -106,6 +107,14 @@ class FoldedSpans:
             known = {} if self._there is None or self._there.device != device else self._there.constants
             self._there = DeviceIndex(self, device, known)
         return self._there
+
+    @property
+    def mean_norms(self) -> Tensor:
+        """Lengths of the quantised mean keys, float32 [Hkv, M], on the host: made once for each change of the units."""
+        assert self.mean_k is not None
+        if self._norms is None or self._norms[0] is not self.mean_k.codes:  # replaced whenever units change
+            self._norms = (self.mean_k.codes, norms(self.mean_k))
+        return self._norms[1]
 
     def products(self, q: Tensor, name: str) -> Tensor:
         """float32 q [H, R, dim] times one tensor of the index: [H, R, M]."""

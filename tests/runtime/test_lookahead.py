@@ -219,6 +219,7 @@ def test_a_choice_that_is_known_is_fetched_whole(both, prompt):
             assert took.missed == 0
             assert took.fetched == took.hits
             whole += 1
+        assert memory.likely is None, "scores of all units, kept for nothing"
     assert whole > 0
 
 
