@@ -20,7 +20,7 @@ from torch import Tensor
 
 from semkv.kernels.drift_overlap.triton import drift_overlap_launches
 from semkv.kernels.gate_scores.triton import gate_scores_launches
-from semkv.kernels.gather.triton import gather_tokens_launches
+from semkv.kernels.gather.triton import copy_tokens_launches
 from semkv.kernels.generation import Specialization
 from semkv.kernels.mixed_attention.paged import PagedTokens
 from semkv.kernels.mixed_attention.triton import Configuration, mixed_attention_launches
@@ -119,10 +119,10 @@ def selection(model: tuple[int, int, int]) -> Iterator[tuple[str, Specialization
 
 def gather(model: tuple[int, int, int]) -> Iterator[tuple[str, Specialization]]:
     _, kv_heads, dim = model
-    index = empty(kv_heads, 2048, dtype=torch.int64)
+    tokens, slots = empty(3, 16384, dtype=torch.int64), empty(kv_heads * 8192, dim)
     codes, scale = empty(kv_heads, 65536, dim, dtype=torch.uint8), empty(kv_heads, 65536, 1, dtype=torch.float16)
-    for name, pool in (("raw", (empty(kv_heads, 65536, dim), index)), ("8 bits", (codes, index, scale))):
-        yield f"gather: {name}", gather_tokens_launches(*pool, dtype=torch.bfloat16)[1][0].specialization
+    for name, pool, scales in (("raw", empty(kv_heads, 65536, dim), None), ("8 bits", codes, scale)):
+        yield f"gather: {name}", copy_tokens_launches([pool], [scales], [slots], tokens)[0].specialization
 
 
 def span_summaries(model: tuple[int, int, int]) -> Iterator[tuple[str, Specialization]]:

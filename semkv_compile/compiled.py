@@ -116,6 +116,7 @@ class CompiledModel(GenerationMixin, nn.Module):
         object.__setattr__(self, "program", program)
         self.config = PreTrainedConfig(vocab_size=program.vocab_size) if model_config is None else model_config
         self.generation_config = generation_config or GenerationConfig()
+        kernels = form_of(settings.kernels, self.device)[0]
         self.placement = Placement(
             program=program,
             method=method.name,
@@ -128,13 +129,14 @@ class CompiledModel(GenerationMixin, nn.Module):
                 disk=settings.host == "disk",
                 folder=settings.disk_folder,
                 limit=settings.host_memory if settings.offload == "budget" else None,
+                pinned=kernels == "triton" and self.device.type == "cuda",
             ),
             device=self.device,
             thresholds=limits,
             rows=settings.rows if limits else None,
             prefetch=settings.prefetches(self.device),
             guesses=settings.guesses(self.device),
-            kernels=form_of(settings.kernels, self.device)[0] == "triton",
+            kernels=kernels == "triton",
         )
         self.eval()
 

@@ -52,7 +52,7 @@ def copy_tokens_cpp(
     *,
     threads: int | None = None,
 ) -> None:
-    """Write the tokens at `places` int64 [n] of `heads` int64 [n] into the rows `at` int64 [n], as `gather_tokens_reference` has them.
+    """Write the tokens at `places` int64 [n] of `heads` int64 [n] into the rows `at` int64 [n], as `copy_tokens_reference` does.
 
     waiting: [Hkv, N, D] each, keys and values, with float16 [Hkv, N, 1] in `scales` where they are codes of 8 bits; into: [rows, D] each.
     threads: that take part, by default as many as PyTorch computes with. Pages of what waits in files are asked for first.

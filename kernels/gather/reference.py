@@ -1,25 +1,28 @@
-"""Gather of waiting tokens, one at a time."""
+"""Waiting tokens to the slots of a workspace, one at a time."""
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Sequence
+
 from torch import Tensor
 
 
-def gather_tokens_reference(
-    waiting: Tensor, index: Tensor, scale: Tensor | None = None, *, dtype: torch.dtype
-) -> Tensor:
-    """The tokens at `index` int64 [Hkv, s] of `waiting` [Hkv, n, D], in `dtype`: [Hkv, s, D], zero where the index is negative.
+def copy_tokens_reference(
+    waiting: Sequence[Tensor],
+    scales: Sequence[Tensor | None],
+    into: Sequence[Tensor],
+    heads: Tensor,
+    places: Tensor,
+    at: Tensor,
+) -> None:
+    """Write the tokens at `places` int64 [n] of `heads` int64 [n] into the rows `at` int64 [n], which are distinct.
 
-    scale float16 [Hkv, n, 1]: `waiting` are the codes uint8 of `semkv.runtime.quantization` in 8 bits, (code - 128) * scale.
+    waiting: [Hkv, N, D] each, keys and values. Where `scales` has float16 [Hkv, N, 1], they are the codes uint8 of
+    `semkv.runtime.quantization` in 8 bits, which stand for (code - 128) * scale. into: [rows, D] each.
     """
-    heads, count = index.shape
-    out = torch.zeros(heads, count, waiting.shape[2], dtype=dtype)
-    for head in range(heads):
-        for place, token in enumerate(index[head].tolist()):
-            if token >= 0:
-                found = waiting[head, token]
-                if scale is not None:
-                    found = (found.float() - 128) * scale[head, token].float()
-                out[head, place] = found.to(dtype)
-    return out.to(index.device)
+    for x, scale, out in zip(waiting, scales, into):
+        for head, place, row in zip(heads.tolist(), places.tolist(), at.tolist()):
+            found = x[head, place]
+            if scale is not None:
+                found = (found.float() - 128) * scale[head, place].float()
+            out[row] = found.to(out.dtype)

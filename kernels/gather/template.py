@@ -1,7 +1,7 @@
-"""Triton template of the gather of waiting tokens: rows are read where they are, and dequantised on the way.
+"""Triton template that copies waiting tokens to slots: rows are read where they are, and dequantised on the way.
 
-The pool may be pinned host memory: a GPU reads it through the link at its own address, so that only the rows that are missed cross, no
-list of them goes to the host, and no copy is made in between.
+The pool may be pinned host memory: a GPU reads it through the link at its own address, so that only the rows that are missed cross, and no
+copy is made in between.
 """
 
 from __future__ import annotations
@@ -11,22 +11,21 @@ import triton.language as tl
 
 
 @triton.jit
-def gather_rows(
-    p_waiting, p_scale, p_index, p_out, capacity, count,
+def copy_rows(
+    p_tokens, p_waiting, p_scale, p_into, capacity, count,
     DIM: tl.constexpr, QUANTISED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Grid (Hkv, blocks of places): waiting [Hkv, capacity, D], index int64 [Hkv, s] -> [Hkv, s, D]."""
-    head = tl.program_id(0).to(tl.int64)
-    o_place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    """Grid (blocks of tokens,): waiting [Hkv, capacity, D], tokens int64 [3, n] (heads, places, rows) -> into [rows, D]."""
+    o_token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     o_dim = tl.arange(0, BLOCK_DIM)
-    live = o_place < count
-    token = tl.load(p_index + head * count + o_place, mask=live, other=-1)
-    inside = (live & (token >= 0))[:, None] & (o_dim < DIM)[None, :]
-    rows = head * capacity + token
+    live = o_token < count
+    head = tl.load(p_tokens + o_token, mask=live, other=0)
+    place = tl.load(p_tokens + count + o_token, mask=live, other=0)
+    at = tl.load(p_tokens + 2 * count + o_token, mask=live, other=0)
+    rows = head * capacity + place
+    inside = live[:, None] & (o_dim < DIM)[None, :]
     found = tl.load(p_waiting + rows[:, None] * DIM + o_dim[None, :], mask=inside, other=0)
     if QUANTISED:
-        scale = tl.load(p_scale + rows, mask=live & (token >= 0), other=0.0).to(tl.float32)
+        scale = tl.load(p_scale + rows, mask=live, other=0.0).to(tl.float32)
         found = (found.to(tl.float32) - 128.0) * scale[:, None]
-    written = live[:, None] & (o_dim < DIM)[None, :]
-    at = p_out + (head * count + o_place)[:, None] * DIM + o_dim[None, :]
-    tl.store(at, tl.where(inside, found, 0).to(p_out.dtype.element_ty), mask=written)
+    tl.store(p_into + at[:, None] * DIM + o_dim[None, :], found.to(p_into.dtype.element_ty), mask=inside)

@@ -1,48 +1,72 @@
-"""Gather of waiting tokens on the device: what is launched for given tensors."""
+"""Waiting tokens to the slots of a workspace on the device: what is launched for given tensors."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from semkv.errors import InputError
-from semkv.kernels.gather.template import gather_rows
+from semkv.kernels.gather.template import copy_rows
 from semkv.kernels.generation import Launch, padded
 
 BLOCK = 32
 """Tokens per program: few, so that many programs keep the link busy."""
 
 
-def gather_tokens_launches(
-    waiting: Tensor, index: Tensor, scale: Tensor | None = None, *, dtype: torch.dtype
-) -> tuple[Tensor, list[Launch]]:
-    """The result of `gather_tokens_reference` on the device of `index`, and the launch that writes it.
+def copy_tokens_launches(
+    waiting: Sequence[Tensor], scales: Sequence[Tensor | None], into: Sequence[Tensor], tokens: Tensor
+) -> list[Launch]:
+    """What does `copy_tokens_reference`, one launch for keys and one for values; tokens int64 [3, n], on the device of `into`: heads,
+    places and rows.
 
-    waiting and scale are contiguous, on the same device or in pinned memory of the host: they are not copied.
+    What waits is contiguous, on that device or in pinned memory of the host.
     """
-    if not waiting.is_contiguous() or (scale is not None and not scale.is_contiguous()):
-        raise InputError("what waits is not contiguous; expected the whole pool, whose copy would defeat the purpose")
-    if (waiting.dtype == torch.uint8) != (scale is not None):
-        raise InputError(
-            f"waiting is {waiting.dtype} {'with' if scale is not None else 'without'} scales; codes uint8 have some"
-        )
-    if waiting.device.type == "cpu" and index.device.type == "cuda" and not waiting.is_pinned():
-        raise InputError(
-            "waiting is in pageable memory of the host; a GPU reads it where it is pinned: waiting.pin_memory()"
-        )
-    (heads, count), (_, capacity, dim) = index.shape, waiting.shape
-    out = torch.empty((heads, count, dim), dtype=dtype, device=index.device)
-    arguments: dict[str, Tensor | float | None] = {
-        "p_waiting": waiting, "p_scale": scale, "p_index": index.contiguous(), "p_out": out,
-        "capacity": capacity, "count": count,
-    }  # fmt: skip
-    constants = {"DIM": dim, "QUANTISED": int(scale is not None), "BLOCK": BLOCK, "BLOCK_DIM": padded(dim)}
-    return out, [Launch(gather_rows, (heads, -(-count // BLOCK)), arguments, constants, 4, 1)]
+    launches = []
+    for x, scale, out in zip(waiting, scales, into):
+        if not all(y is None or y.is_contiguous() for y in (x, scale, out)):
+            raise InputError("what waits, or where it goes, is not contiguous; expected the whole pool and all slots")
+        if (x.dtype == torch.uint8) != (scale is not None):
+            raise InputError(
+                f"waiting is {x.dtype} {'with' if scale is not None else 'without'} scales; codes uint8 have some"
+            )
+        if out.is_cuda and not x.is_cuda and not x.is_pinned():
+            raise InputError(
+                "waiting is in pageable memory of the host; a GPU reads it where it is pinned: waiting.pin_memory()"
+            )
+        (_, capacity, dim), count = x.shape, tokens.shape[1]
+        arguments: dict[str, Tensor | float | None] = {
+            "p_tokens": tokens, "p_waiting": x, "p_scale": scale, "p_into": out, "capacity": capacity, "count": count,
+        }  # fmt: skip
+        constants = {"DIM": dim, "QUANTISED": int(scale is not None), "BLOCK": BLOCK, "BLOCK_DIM": padded(dim)}
+        launches.append(Launch(copy_rows, (-(-count // BLOCK),), arguments, constants, 4, 1))
+    return launches
 
 
-def gather_tokens_triton(waiting: Tensor, index: Tensor, scale: Tensor | None = None, *, dtype: torch.dtype) -> Tensor:
-    """What `gather_tokens_reference` gathers, on the device of `index`."""
-    out, launches = gather_tokens_launches(waiting, index, scale, dtype=dtype)
-    for launch in launches:
+def copy_tokens_triton(
+    waiting: Sequence[Tensor],
+    scales: Sequence[Tensor | None],
+    into: Sequence[Tensor],
+    heads: Tensor,
+    places: Tensor,
+    at: Tensor,
+) -> Sequence[Tensor]:
+    """`copy_tokens_reference` on the device of `into`, which is returned. Nothing waits for the device."""
+    if not len(at):
+        return into
+    tokens, device = torch.stack([heads, places, at]), into[0].device
+    if into[0].is_cuda and not tokens.is_cuda:
+        tokens = tokens.pin_memory().to(device, non_blocking=True)
+    for launch in copy_tokens_launches(waiting, scales, into, tokens):
         launch.run()
-    return out
+    for x in (*waiting, *scales):
+        if x is not None and into[0].is_cuda and not x.is_cuda:
+            _read_until_here(x, device)
+    return into
+
+
+def _read_until_here(x: Tensor, device: torch.device) -> None:
+    """Tell the allocator of pinned memory that `x` is read by what this stream was given so far: a copy does, a kernel does not, and
+    memory that is let go of would be written anew under its reading."""
+    torch.empty(1, dtype=x.dtype, device=device).copy_(x.view(-1)[:1], non_blocking=True)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from semkv.kernels.gather.cpp import copies_tokens, copy_tokens_cpp
+from semkv.kernels.mixed_attention.dispatch import DTYPES
 from semkv.runtime.host_tier import HostTier, on_disk
 from semkv.runtime.quantization import quantize
 
@@ -139,6 +140,13 @@ class HostTokens:
         """Bytes that one token of one KV head takes here, and on the way to the device."""
         return sum(part.data[:1, :0].element_size() * part._tail[0] for part in self.parts.values())
 
+    @property
+    def in_place(self) -> bool:
+        """Whether a GPU reads what waits at its own address: all of it is in page-locked memory, in a dtype that the kernel has."""
+        return self.dtype in DTYPES and all(
+            part.tier.pinned and part.device is None and part.stored.is_pinned() for part in self.parts.values()
+        )
+
     def expect(self, tokens: int) -> None:
         """`tokens` tokens are on their way, in several parts: the first makes room for all."""
         for part in self.parts.values():
@@ -180,6 +188,11 @@ class HostTokens:
         scales = [parts[name].stored if name in parts else None for name in ("k_scale", "v_scale")]
         if copies_tokens(waiting, scales, (k, v)):
             copy_tokens_cpp(waiting, scales, (k, v), heads, index, at, threads=threads)
+            return
+        if k.is_cuda and self.in_place:
+            from semkv.kernels.gather.triton import copy_tokens_triton
+
+            copy_tokens_triton(waiting, scales, (k, v), heads, index, at)
             return
         device, count = k.device, len(at)
         size = PIECE if device.type == "cpu" else max(1, count)

@@ -7,6 +7,7 @@ import mmap
 import os
 import tempfile
 import threading
+import warnings
 import weakref
 from contextlib import suppress
 from pathlib import Path
@@ -24,15 +25,18 @@ class HostTier:
     ----------
     disk: whether tensors may lie in files. folder: where those are made; None: the system's temporary folder.
     limit: bytes of memory that the tensors made here may take together. What does not fit goes to a file where `disk`, else it
-        is refused. None: everything fits, or, where `disk`, everything is in files.
+        is refused. None: everything fits, or, where `disk`, everything is in files. pinned: whether that memory is page-locked, so that a
+        GPU reads it at its own address; where the system refuses to lock it, it is not, and a warning says so.
 
     A file loses its name as soon as it is mapped: its blocks are freed with the last tensor that reads it, however the process
     ends. They are reserved when it is made, so that a full disk is an error then, and no signal when a page is written later.
     `ConfigError` where the folder is none.
     """
 
-    def __init__(self, *, disk: bool = False, folder: str | None = None, limit: int | None = None) -> None:
-        self.disk, self.limit = disk, limit
+    def __init__(
+        self, *, disk: bool = False, folder: str | None = None, limit: int | None = None, pinned: bool = False
+    ) -> None:
+        self.disk, self.limit, self.pinned = disk, limit, pinned
         self.folder = Path(tempfile.gettempdir() if folder is None else folder)
         if disk and not self.folder.is_dir():
             raise ConfigError(f"disk_folder {str(self.folder)!r} is no folder: make it, or name one that exists")
@@ -42,8 +46,8 @@ class HostTier:
     def empty(
         self, shape: tuple[int, ...], dtype: torch.dtype, *, pinned: bool = False, scattered: bool = False
     ) -> Tensor:
-        """An uninitialised tensor; `pinned`: in page-locked memory, where it is not in a file; `scattered`: it will be read in small pieces
-        here and there, so that nothing around them is to be read from a disk.
+        """An uninitialised tensor; `pinned`: in page-locked memory, where it is not in a file; `scattered`: it will be read in small
+        pieces here and there, so that nothing around them is to be read from a disk.
 
         Raises
         ------
@@ -58,14 +62,14 @@ class HostTier:
             if scattered:
                 _read_pieces_alone(mapped)
             return mapped.view(shape)
-        made = torch.empty(shape, dtype=dtype, pin_memory=pinned)
+        made = self._in_memory(shape, dtype, pinned or self.pinned)
         if count and self.limit is not None:
             weakref.finalize(made.untyped_storage(), self._release, nbytes).atexit = False
         return made
 
     def __deepcopy__(self, memo: dict[int, object]) -> HostTier:
         """A tier of the same settings that nothing was made in: what its tensors are copied to is memory of the copies."""
-        return HostTier(disk=self.disk, folder=str(self.folder), limit=self.limit)
+        return HostTier(disk=self.disk, folder=str(self.folder), limit=self.limit, pinned=self.pinned)
 
     def check(self, nbytes: int, purpose: str) -> None:
         """Raise `CapacityError` where `nbytes` more for `purpose` cannot fit."""
@@ -74,6 +78,19 @@ class HostTier:
                 f"{purpose} needs {nbytes} bytes of host memory; {self._used} of the {self.limit} bytes of host_memory are in use: "
                 "raise host_memory, or let host='disk' take what does not fit"
             )
+
+    @staticmethod
+    def _in_memory(shape: tuple[int, ...], dtype: torch.dtype, pinned: bool) -> Tensor:
+        if pinned:
+            try:
+                return torch.empty(shape, dtype=dtype, pin_memory=True)
+            except RuntimeError as cause:
+                warnings.warn(
+                    f"a tensor {dtype} {tuple(shape)} of the host could not be page-locked ({cause}): what a GPU reads of it is copied "
+                    "on the way, which is slower",
+                    stacklevel=3,
+                )
+        return torch.empty(shape, dtype=dtype)
 
     def _take(self, nbytes: int) -> bool:
         """Count `nbytes` of memory in, where they fit."""

@@ -19,13 +19,21 @@ POLL_SECONDS = 0.05
 
 
 class Source(Protocol):
-    """Where tokens wait; `semkv.runtime.host_pool.HostTokens` is one."""
+    """Where tokens come from; `semkv.runtime.host_pool.HostTokens` is one."""
 
     def fill(
         self, k: Tensor, v: Tensor, at: Tensor, index: Tensor, heads: Tensor, *, threads: int | None = None
     ) -> None:
         """Write the tokens at places `index` int64 [n] of heads `heads` int64 [n] into the rows `at` int64 [n] of k [rows, D] and
         v [rows, Dv]. threads: that take part where it is C++ that copies, by default as many as PyTorch's."""
+
+
+class Pool(Source, Protocol):
+    """A source whose tokens wait in memory of its own."""
+
+    @property
+    def in_place(self) -> bool:
+        """Whether a GPU reads the tokens where they wait, so that `fill` only launches what writes k and v on the device."""
 
 
 Wanted = Callable[[], tuple[Tensor, Tensor]]
@@ -44,7 +52,7 @@ class Fetch:
     `time.perf_counter`.
     """
 
-    source: Source
+    source: Pool
     wanted: Wanted
     buffer: Buffer
     heads: Tensor = field(default_factory=_none)
@@ -62,7 +70,7 @@ class Fetch:
 
 
 class Buffer:
-    """Room for `capacity` tokens on the device, and on CUDA the pinned memory that they pass through.
+    """Room for `capacity` tokens on the device, and on CUDA pinned memory for tokens that cannot be read where they wait.
 
     copied: the last copy into it; read: what the step that released it launched. Both only on CUDA.
     """
@@ -72,10 +80,17 @@ class Buffer:
             k, v = (torch.empty(capacity, dim, dtype=dtype, **where) for dim in dims)
             return k, v
 
+        self._room = room
+        self._passing: tuple[Tensor, Tensor] | None = None
         self.tensors = room(device=device)
-        self.pinned = room(pin_memory=True) if device.type == "cuda" else None
         self.copied: torch.cuda.Event | None = None
         self.read: torch.cuda.Event | None = None
+
+    def passing(self) -> tuple[Tensor, Tensor]:
+        """Pinned memory that tokens pass through, made when the first ones do."""
+        if self._passing is None:
+            self._passing = self._room(pin_memory=True)
+        return self._passing
 
     @property
     def nbytes(self) -> int:
@@ -117,7 +132,7 @@ class Prefetcher:
         """False once the worker has died or `close` was called: nothing is fetched ahead any more."""
         return not self._dead
 
-    def submit(self, source: Source, wanted: Wanted) -> Fetch | None:
+    def submit(self, source: Pool, wanted: Wanted) -> Fetch | None:
         """Begin to fetch what `wanted` says; None where no buffer is free, or nothing is fetched ahead.
 
         What `wanted` reads, and what `source` holds at these places, must not change until the fetch has arrived. One of more
@@ -211,14 +226,19 @@ class Prefetcher:
             # The processor computes the step meanwhile: a second team of threads would be in its way.
             fetch.source.fill(*buffer.tensors, at, fetch.places, fetch.heads, threads=1)
             return
-        if buffer.copied is not None:
-            buffer.copied.synchronize()  # the pinned memory may still be on its way; only this thread waits
-        fetch.source.fill(*buffer.pinned, at, fetch.places, fetch.heads)
+        passing = None if fetch.source.in_place else buffer.passing()
+        if passing is not None:
+            if buffer.copied is not None:
+                buffer.copied.synchronize()  # the pinned memory may still be on its way; only this thread waits
+            fetch.source.fill(*passing, at, fetch.places, fetch.heads)
         with torch.cuda.stream(self._copies):
             if buffer.read is not None:
                 self._copies.wait_event(buffer.read)
-            for room, pinned in zip(buffer.tensors, buffer.pinned):
-                room[: fetch.count].copy_(pinned[: fetch.count], non_blocking=True)
+            if passing is None:
+                fetch.source.fill(*buffer.tensors, at, fetch.places, fetch.heads)
+            else:
+                for room, pinned in zip(buffer.tensors, passing):
+                    room[: fetch.count].copy_(pinned[: fetch.count], non_blocking=True)
             buffer.copied = self._copies.record_event()
 
 
@@ -242,4 +262,4 @@ def _work(tasks: queue.SimpleQueue[Fetch | None], owner: weakref.ref[Prefetcher]
         del prefetcher, fetch, error  # whose traceback holds the prefetcher
 
 
-__all__ = ["Buffer", "Fetch", "Prefetcher", "Source", "Wanted"]
+__all__ = ["Buffer", "Fetch", "Pool", "Prefetcher", "Source", "Wanted"]

@@ -71,7 +71,9 @@ def test_half_precision_runs_within_the_budget(
     state = compiled.prefill(prompts.cuda())
     compiled.generate(prompts[:, :1].cuda(), state=state, max_new_tokens=40, do_sample=False)
     assert state.stats.peak_share <= 1.0
-    assert all(memory.recent.k.is_cuda for row in state.rows for memory in row.memories())
+    memories = [memory for row in state.rows for memory in row.memories()]
+    assert all(memory.recent.k.is_cuda for memory in memories)
+    assert all(memory.spans.host_tokens.in_place for memory in memories), "folded tokens are to be page-locked"
 
 
 def test_states_and_artifacts_move_between_devices(model: Any, prompts: torch.Tensor, tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
-"""The gather of waiting tokens: the reference against the runtime's own codes, Triton against the reference, bit for bit."""
+"""Waiting tokens to slots: the reference against the runtime's own codes, Triton and C++ against the reference, bit for bit."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -9,56 +11,15 @@ import torch
 
 from semkv.errors import InputError
 from semkv.kernels.cpp import compiler
-from semkv.kernels.gather import gather_tokens_reference
+from semkv.kernels.gather import copy_tokens_reference
 from semkv.kernels.gather.cpp import copies_tokens, copy_tokens_cpp
-from semkv.runtime.quantization import dequantize, quantize
+from semkv.runtime.host_pool import HostTokens
+from semkv.runtime.host_tier import HostTier
+from semkv.runtime.quantization import Quantized, dequantize, quantize
 
-INDEX = torch.tensor([[3, -1, 0, 10, 3], [7, 7, 1, -1, -1]])
-
-
-def test_the_reference_reads_what_the_runtime_stores():
-    x = torch.randn(2, 11, 60, generator=torch.Generator().manual_seed(0))
-    kept = quantize(x, 8)
-    got = gather_tokens_reference(kept.codes, INDEX, kept.scale, dtype=torch.float32)
-    wanted = dequantize(kept)[torch.arange(2)[:, None], INDEX.clamp(min=0)].masked_fill((INDEX < 0)[..., None], 0)
-    assert torch.equal(got, wanted)
-
-
-@pytest.mark.parametrize("dim", [60, 64])
-@pytest.mark.parametrize(
-    ("stored", "dtype"),
-    [("raw", torch.float32), ("raw", torch.bfloat16), ("int8", torch.float16), ("int8", torch.bfloat16)],
-)
-def test_the_kernel_gathers_what_the_reference_gathers(on_device, stored, dtype, dim):
-    pytest.importorskip("triton", reason='kernels need triton: pip install -e ".[triton]"')
-    from semkv.kernels.gather.triton import gather_tokens_triton
-
-    x = torch.randn(2, 11, dim, generator=torch.Generator().manual_seed(1))
-    kept = quantize(x, 8)
-    waiting, scale = (kept.codes, kept.scale) if stored == "int8" else (x.to(dtype), None)
-    wanted = gather_tokens_reference(waiting, INDEX, scale, dtype=dtype)
-    assert torch.equal(on_device(gather_tokens_triton, waiting, INDEX, scale, dtype=dtype), wanted)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_pinned_memory_of_the_host_is_read_in_place():
-    from semkv.kernels.gather.triton import gather_tokens_triton
-
-    x = torch.randn(2, 11, 64).pin_memory()
-    got = gather_tokens_triton(x, INDEX.cuda(), dtype=torch.float32)
-    assert torch.equal(got.cpu(), gather_tokens_reference(x, INDEX, dtype=torch.float32))
-
-
-def test_what_cannot_be_launched_is_refused():
-    pytest.importorskip("triton", reason='kernels need triton: pip install -e ".[triton]"')
-    from semkv.kernels.gather.triton import gather_tokens_launches
-
-    x = torch.randn(2, 11, 8)
-    with pytest.raises(InputError, match="what waits is not contiguous"):
-        gather_tokens_launches(x[:, ::2], INDEX, dtype=torch.float32)
-    with pytest.raises(InputError, match=r"waiting is torch\.float32 with scales; codes uint8 have some"):
-        gather_tokens_launches(x, INDEX, torch.ones(2, 11, 1), dtype=torch.float32)
+HEADS, TOKENS, SLOTS = 3, 301, 400
+KINDS = [torch.float32, torch.bfloat16, torch.float16, "codes", "codes of keys"]
+"""How keys and values wait."""
 
 
 def in_file(x: torch.Tensor, path: Path) -> torch.Tensor:
@@ -67,36 +28,128 @@ def in_file(x: torch.Tensor, path: Path) -> torch.Tensor:
     return mapped.copy_(x)
 
 
+@dataclass
+class Case:
+    """Waiting tokens of random numbers, NaN slots, and where `count` tokens go."""
+
+    waiting: list[torch.Tensor]
+    scales: list[torch.Tensor | None]
+    into: list[torch.Tensor]
+    where: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+    @classmethod
+    def of(cls, stored: torch.dtype | str, dims: tuple[int, int], count: int, dtype: torch.dtype | None = None) -> Case:
+        generator = torch.Generator().manual_seed(count)
+        waiting: list[torch.Tensor] = []
+        scales: list[torch.Tensor | None] = []
+        dtype = dtype or (stored if isinstance(stored, torch.dtype) else torch.float32)
+        for name, size in (("keys", dims[0]), ("values", dims[1])):
+            x = torch.randn(HEADS, TOKENS, size, generator=generator)
+            coded = quantize(x, 8) if stored == "codes" or (stored == "codes of keys" and name == "keys") else None
+            waiting.append(x.to(dtype) if coded is None else coded.codes)
+            scales.append(None if coded is None else coded.scale)
+        into = [torch.full((SLOTS, size), float("nan"), dtype=dtype) for size in dims]
+        head, place = (torch.randint(0, n, (count,), generator=generator) for n in (HEADS, TOKENS))
+        return cls(waiting, scales, into, (head, place, torch.randperm(SLOTS, generator=generator)[:count]))
+
+    def wanted(self) -> list[torch.Tensor]:
+        """The slots by the reference."""
+        into = [x.clone() for x in self.into]
+        copy_tokens_reference(self.waiting, self.scales, into, *self.where)
+        return into
+
+
+def equal(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> bool:
+    """Bit for bit, NaN where nothing was written."""
+    return all(torch.equal(x.nan_to_num(777), y.nan_to_num(777)) for x, y in zip(found, wanted))
+
+
+@pytest.mark.parametrize("stored", KINDS)
+def test_the_reference_reads_what_the_runtime_stores(stored):
+    case = Case.of(stored, (15, 60), 40)
+    heads, places, at = case.where
+    for x, scale, slots in zip(case.waiting, case.scales, case.wanted()):
+        plain = x if scale is None else dequantize(Quantized(x, scale, 8, x.shape[2]))
+        assert torch.equal(slots[at], plain[heads, places].to(slots.dtype))
+        others = torch.ones(SLOTS, dtype=torch.bool).index_fill_(0, at, False)
+        assert slots[others].isnan().all()
+
+
+@pytest.mark.parametrize("count", [0, 1, 32, 65])
+@pytest.mark.parametrize("dims", [(60, 15), (64, 128)])
+@pytest.mark.parametrize(
+    ("stored", "dtype"),
+    [(torch.float32, None), (torch.bfloat16, None), ("codes", torch.float16), ("codes of keys", torch.bfloat16)],
+)
+def test_the_kernel_copies_what_the_reference_copies(on_device, stored, dtype, dims, count):
+    pytest.importorskip("triton", reason='kernels need triton: pip install -e ".[triton]"')
+    from semkv.kernels.gather.triton import copy_tokens_triton
+
+    case = Case.of(stored, dims, count, dtype)
+    assert equal(on_device(copy_tokens_triton, case.waiting, case.scales, case.into, *case.where), case.wanted())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("stored", KINDS)
+def test_pinned_memory_of_the_host_is_read_in_place(stored):
+    from semkv.kernels.gather.triton import copy_tokens_triton
+
+    case = Case.of(stored, (64, 60), 65)
+    pinned = [x.pin_memory() for x in case.waiting], [x if x is None else x.pin_memory() for x in case.scales]
+    found = copy_tokens_triton(*pinned, [x.cuda() for x in case.into], *case.where)
+    assert equal([x.cpu() for x in found], case.wanted())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("form", ["raw", "int8"])
+@pytest.mark.parametrize("pinned", [False, True])
+def test_a_pool_fills_slots_of_the_device(form, pinned):
+    """Read in place or copied on the way; memory that was let go of meanwhile is not written anew under the reading."""
+    pool, here = (
+        HostTokens(2, 64, 60, torch.float32, form, tier=tier) for tier in (HostTier(pinned=pinned), HostTier())
+    )
+    k, v = torch.randn(2, 4000, 64), torch.randn(2, 4000, 60)
+    pool.append(k, v)
+    here.append(k, v)
+    assert pool.in_place == pinned
+    heads, places = torch.randint(0, 2, (900,)), torch.randint(0, 4000, (900,))
+    slots = [torch.zeros(1000, size, device="cuda") for size in (64, 60)]
+    pool.fill(*slots, torch.arange(900), places, heads)
+    del pool
+    others = [torch.empty(2, 4000, 64, pin_memory=True).fill_(9.0) for _ in range(4)]
+    wanted = here.gather(places, heads)
+    assert equal([x[:900].cpu() for x in slots], wanted)
+    assert len(others) == 4
+
+
+def test_what_cannot_be_launched_is_refused():
+    pytest.importorskip("triton", reason='kernels need triton: pip install -e ".[triton]"')
+    from semkv.kernels.gather.triton import copy_tokens_launches
+
+    x, slots, tokens = torch.randn(2, 11, 8), torch.zeros(4, 8), torch.zeros(3, 4, dtype=torch.int64)
+    with pytest.raises(InputError, match="what waits, or where it goes, is not contiguous"):
+        copy_tokens_launches([x[:, ::2]], [None], [slots], tokens)
+    with pytest.raises(InputError, match=r"waiting is torch\.float32 with scales; codes uint8 have some"):
+        copy_tokens_launches([x], [torch.ones(2, 11, 1)], [slots], tokens)
+
+
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("mapped", [False, True])
 @pytest.mark.parametrize("count", [0, 1, 12, 64, 65, 200])
-@pytest.mark.parametrize(("dim", "value_dim"), [(15, 60), (128, 16)])
-@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16, "codes", "codes of keys"])
-def test_tokens_in_cpp_are_those_of_the_reference(stored, dim, value_dim, count, mapped, threads, tmp_path):
-    heads, tokens, slots = 3, 301, 400
-    generator = torch.Generator().manual_seed(count)
-    waiting, scales, dtype = [], [], stored if isinstance(stored, torch.dtype) else torch.float32
-    for name, size in (("keys", dim), ("values", value_dim)):
-        x = torch.randn(heads, tokens, size, generator=generator)
-        coded = quantize(x, 8) if stored == "codes" or (stored == "codes of keys" and name == "keys") else None
-        waiting.append(x.to(dtype) if coded is None else coded.codes)
-        scales.append(None if coded is None else coded.scale)
+@pytest.mark.parametrize("dims", [(15, 60), (128, 16)])
+@pytest.mark.parametrize("stored", KINDS)
+def test_tokens_in_cpp_are_those_of_the_reference(stored, dims, count, mapped, threads, tmp_path):
+    case = Case.of(stored, dims, count)
+    wanted, waiting, scales = case.wanted(), case.waiting, case.scales
     if mapped:
         scales = [scale if scale is None else in_file(scale, tmp_path / f"scale{n}") for n, scale in enumerate(scales)]
         waiting = [in_file(x, tmp_path / f"pool{n}") for n, x in enumerate(waiting)]
-    into = [torch.full((slots, size), float("nan"), dtype=dtype) for size in (dim, value_dim)]
-    head, place = (torch.randint(0, n, (count,), generator=generator) for n in (heads, tokens))
-    at = torch.randperm(slots, generator=generator)[:count]
-    assert copies_tokens(waiting, scales, into)
-    copy_tokens_cpp(waiting, scales, into, head, place, at, threads=threads)
-    others = torch.ones(slots, dtype=torch.bool).index_fill_(0, at, False)
-    for x, scale, out in zip(waiting, scales, into):
-        index = torch.full((heads, count), -1)
-        index[head, torch.arange(count)] = place
-        wanted = gather_tokens_reference(x, index, scale, dtype=dtype)[head, torch.arange(count)]
-        assert torch.equal(out[at], wanted)
-        assert out[others].isnan().all()
+    assert copies_tokens(waiting, scales, case.into)
+    copy_tokens_cpp(waiting, scales, case.into, *case.where, threads=threads)
+    assert equal(case.into, wanted)
 
 
 def test_what_cpp_does_not_copy():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import gc
 import os
@@ -130,3 +131,23 @@ def test_a_prompt_that_does_not_fit_is_refused_before_it_is_read(double_program,
     found, nbytes = tokens(host_memory=2048, host="disk")
     assert found == expected
     assert nbytes["disk"] > 0
+
+
+def test_memory_that_cannot_be_page_locked_is_plain(monkeypatch):
+    """Slower on a GPU, never an error."""
+    plain = torch.empty
+
+    def refusing(*args, pin_memory=False, **kwargs):
+        if pin_memory:
+            raise RuntimeError("no memory to lock")
+        return plain(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "empty", refusing)
+    tier = HostTier(pinned=True)
+    with pytest.warns(
+        UserWarning, match=r"float32 \(2, 3\) of the host could not be page-locked \(no memory to lock\)"
+    ):
+        made = tier.empty((2, 3), torch.float32)
+    assert made.shape == (2, 3)
+    assert not made.is_pinned()
+    assert copy.deepcopy(tier).pinned

@@ -43,6 +43,7 @@ class Gated:
 
     error: BaseException | None = None
     gate: threading.Event = field(default_factory=threading.Event)
+    in_place = False
 
     def fill(self, *into: Tensor, threads: int | None = None) -> None:
         assert self.gate.wait(SECONDS)
