@@ -33,7 +33,7 @@ from pages import Output
 from transformers import DynamicCache
 
 import semkv
-from semkv.evaluation.environment import describe, now
+from semkv.evaluation.environment import commit, describe, now
 from semkv.runtime.host_tier import HostTier
 
 RESULTS = Path(__file__).resolve().parent / "results" / "resident_memory.json"
@@ -271,6 +271,7 @@ def page(report: dict[str, Any]) -> Path:
         table(["", "model", "tokens", "full KV", "a layer", "growth", "beside a layer, %"], filled),
         "## Provenance",
         measured_on(report["environment"]),
+        f"Commits of the rows: {', '.join(dict.fromkeys(row['commit'] for row in report['rows']))}.",
     )
 
 
@@ -306,7 +307,7 @@ def main() -> None:
         else [row for row in earlier(arguments.out) if any(cell.items() <= row.items() for cell in wanted)]
     )
     for cell in lacking(wanted, rows):
-        rows.append(cell | measure(cell, arguments.steps, arguments.folder))
+        rows.append(cell | measure(cell, arguments.steps, arguments.folder) | {"commit": commit()})
         show(rows[-1])
         report = {
             "environment": describe(started).model_dump(mode="json"), "steps": arguments.steps, "bar": BAR,

@@ -80,7 +80,11 @@ class SentenceBuckets(Framed):
     def important(self, store: AttentionSite, record: RowRecord, first: int, recent: int, count: int) -> Tensor:
         """bool [recent - first]: the `count` tokens that the prompt's last queries give most attention to, summed over all
         heads and max-pooled over neighbours."""
-        mass = observed_weights(store, record, self.window).sum(dim=(0, 1, 2))
+        mass = torch.zeros(record.tokens)
+        for head in range(
+            store.first_head, store.first_head + store.kv_heads
+        ):  # one at a time, as all would take a layer's memory
+            mass += observed_weights(store.part(head, head + 1, 1.0), record, self.window).sum(dim=(0, 1, 2))
         scores = pooled(mass[None], self.kernel, "max")[0, first:recent]
         best = scores.argsort(descending=True, stable=True)[: max(0, count)]
         return torch.zeros(recent - first, dtype=torch.bool).scatter(0, best, True)

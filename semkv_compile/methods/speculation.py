@@ -91,13 +91,25 @@ class Speculation:
         bits = 16 if not self.strict else 8 if self._most(8, n, cap) >= n else 4
         most = self._most(bits, n, cap)
         first = max(0, n - most)
-        features = [record.features[site].float() for site in self.section.feature_sites]
-        before = torch.nn.functional.pad(torch.cat(features, -1), (0, 0, 1, 0))[:n] if features else None
-        made = [k for _, k in self._run(record.ids[first:], first, None if before is None else before[first:])]
-        self._store(notes, torch.cat(made, 1), bits, most)
+        made = [
+            self._packed(k, bits)
+            for start in range(first, n, PROMPT_CHUNK)
+            for _, k in self._run(record.ids[start : start + PROMPT_CHUNK], start, self._before(record, start))
+        ]
+        self._store(notes, {name: torch.cat([part[name] for part in made], 1) for name in made[0]}, most)
         notes[UNREAD] = torch.zeros(0, dtype=torch.int64)
         for site in self.section.feature_sites:
             notes[f"features.{site}"] = record.features[site][-1:].float().clone()
+
+    def _before(self, record: RowRecord, start: int) -> Tensor | None:
+        """What a chunk of the prompt from token `start` on needs of the tokens before each of its own: float32 [t, width], zeros before the
+        first token; None where the head reads no features."""
+        rows = slice(max(0, start - 1), min(start + PROMPT_CHUNK, record.tokens) - 1)
+        features = [record.features[site][rows].float() for site in self.section.feature_sites]
+        if not features:
+            return None
+        before = torch.cat(features, -1)
+        return before if start else torch.nn.functional.pad(before, (0, 0, 1, 0))
 
     def _most(self, bits: int, tokens: int, cap: Cap) -> int:
         """Keys of `bits` bits that are kept at most at so many tokens."""
@@ -124,7 +136,7 @@ class Speculation:
             notes[UNREAD] = ids[1:].clone()
         keyed = tokens + (len(ids) if not features else 1)
         bits = self._bits(notes)
-        self._store(notes, k, bits, self._most(bits, tokens + len(ids), cap))
+        self._store(notes, self._packed(k, bits), self._most(bits, tokens + len(ids), cap))
         passing[RANKING] = self._ranking(q, notes, tokens, keyed - _keyed(notes))
 
     def _ranking(self, q: Tensor, notes: dict[str, Tensor], tokens: int, first: int) -> Ranking:
@@ -156,13 +168,16 @@ class Speculation:
             return 16
         return 8 if notes[KEYS].shape[-1] == self.section.head_dim else 4
 
-    def _store(self, notes: dict[str, Tensor], k: Tensor, bits: int, most: int) -> None:
-        """Add keys k [Hkv, t, D] of the next tokens, and keep the newest `most`."""
-        if self.strict:
-            packed = quantize(k, bits)
-            new = {KEYS: packed.codes, SCALE: packed.scale}
-        else:
-            new = {KEYS: k.to(torch.float16)}
+    def _packed(self, k: Tensor, bits: int) -> dict[str, Tensor]:
+        """Keys k [Hkv, t, D] as they are kept."""
+        if not self.strict:
+            return {KEYS: k.to(torch.float16)}
+        packed = quantize(k, bits)
+        return {KEYS: packed.codes, SCALE: packed.scale}
+
+    @staticmethod
+    def _store(notes: dict[str, Tensor], new: dict[str, Tensor], most: int) -> None:
+        """Add the packed keys of the next tokens, and keep the newest `most`."""
         for name, x in new.items():
             older, newest = notes.get(name, x[:, :0]), notes.get(f"{name}{NEWEST}", x[:, :0])
             newest = torch.cat([newest, x], 1)

@@ -67,10 +67,10 @@ def test_a_prefill_may_take_a_layer_beside_its_share(scripts):
 
 def test_pages_hold_every_row(scripts, tmp_path):
     resident, long = scripts
-    rows = [row(800), row(8000)]
+    rows = [row(800) | {"commit": "aaa"}, row(8000) | {"commit": "bbb"}]
     rows.append(
         {"claim": "prefill", "model": "issue", "name": "sketch", "budget": 0.1, "tokens": 16_384, "before": 500 * MIB,
-         "peak": 600 * MIB, "after": 510 * MIB, "layer": 50 * MIB, "full": 400 * MIB}
+         "peak": 600 * MIB, "after": 510 * MIB, "layer": 50 * MIB, "full": 400 * MIB, "commit": "aaa"}
     )  # fmt: skip
     wanted = [{"claim": "decode", "name": "sekv", "budget": 0.1, "tokens": tokens} for tokens in (8000, 16_000)]
     path = resident.page(
@@ -82,6 +82,7 @@ def test_pages_hold_every_row(scripts, tmp_path):
     assert path.parent == tmp_path
     assert "| `sekv` | 10 % | 6.2 | 3.1 | 12.5 |" in text
     assert "| `sketch` | 8 layers | 16,384 | 400 | 50 | 100 | 12.5 |" in text
+    assert text.rstrip().endswith("Commits of the rows: aaa, bbb.")
     rows = [
         {"method": "sekv", "generated": 20_000, "median_ms": 12.34, "busy_ms": 9.87, "peak_share": 0.998, "host": 80 * MIB,
          "host_per_token": 2128.0, "anonymous": 600 * MIB, "tensors": 321, "threads": 1}
