@@ -1,14 +1,16 @@
 """The two products of attention with few queries: memory is read once, and at the speed at which it can be read.
 
 Of the ways that PyTorch has, these were the fastest on a CPU for two queries per KV head (benchmarks/decode_cpu.py times the others):
-keys times queries, not queries times keys, whose matrix product has a slow kernel for few rows; and for values a weighted
-`embedding_bag`, faster than any matrix product. Half-precision entries are converted in tiles that stay in
-the cache, and so are codes.
+keys times queries, not queries times keys, whose matrix product has a slow kernel for few rows where the processor is not Intel's (on
+Intel's it is the faster one, and the more exact); and for values a weighted `embedding_bag`, faster than any matrix product.
+Half-precision entries are converted in tiles that stay in the cache, and so are codes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -19,8 +21,8 @@ FEW_ROWS = 16
 """Query rows per KV head up to which streaming is faster than a matrix product."""
 TILE_NUMBERS = 1 << 18
 """Numbers of a tile that is converted: 1 MiB in float32."""
-BAG = 512
-"""Entries that are summed at once: 256 KiB of values of 128 numbers."""
+BAG = 64
+"""Entries that are summed one after the other; sums of more would be less exact than a matrix product's, and are no faster."""
 
 
 def scores(q: Tensor, k: Tensor, scale: Tensor | None = None) -> Tensor:
@@ -32,8 +34,26 @@ def scores(q: Tensor, k: Tensor, scale: Tensor | None = None) -> Tensor:
         return code_products(q, k, bits, scale)
     if not _streams(q, k):
         return q @ k.to(q.dtype).mT
-    parts = [torch.bmm(tile, q.mT) for tile in _tiles(k, q.dtype)]
-    return (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).mT
+    product = _of_queries if _is_intel() else _of_keys
+    parts = [product(q, tile) for tile in _tiles(k, q.dtype)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+
+
+def _of_keys(q: Tensor, k: Tensor) -> Tensor:
+    return torch.bmm(k, q.mT).mT
+
+
+def _of_queries(q: Tensor, k: Tensor) -> Tensor:
+    return torch.bmm(q, k.mT)
+
+
+@cache
+def _is_intel() -> bool:
+    """Whether the processor is Intel's, as far as the system says."""
+    try:
+        return "GenuineIntel" in Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return False
 
 
 def weighted_sum(weights: Tensor, v: Tensor, scale: Tensor | None = None, dim: int = 0) -> Tensor:

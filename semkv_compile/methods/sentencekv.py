@@ -16,7 +16,7 @@ from semkv.methods.page_routers import MeanKeyRouter, PageRouter
 from semkv.methods.pages import DEFAULT_FRAME, Frame, Framed, page_lengths
 from semkv.methods.quest import check_bits, check_positive
 from semkv.methods.sentences import START, advance, bucket_lengths, sentence_starts
-from semkv.methods.window_scores import observed_weights, pooled
+from semkv.methods.window_scores import observed_mass, pooled
 from semkv.profiles.schema import Profile
 from semkv.runtime.components import Components, Note, Plan
 from semkv.runtime.record import OBSERVED_QUERIES, RowRecord
@@ -80,11 +80,7 @@ class SentenceBuckets(Framed):
     def important(self, store: AttentionSite, record: RowRecord, first: int, recent: int, count: int) -> Tensor:
         """bool [recent - first]: the `count` tokens that the prompt's last queries give most attention to, summed over all
         heads and max-pooled over neighbours."""
-        mass = torch.zeros(record.tokens)
-        for head in range(
-            store.first_head, store.first_head + store.kv_heads
-        ):  # one at a time, as all would take a layer's memory
-            mass += observed_weights(store.part(head, head + 1, 1.0), record, self.window).sum(dim=(0, 1, 2))
+        mass = observed_mass(store, record, self.window)
         scores = pooled(mass[None], self.kernel, "max")[0, first:recent]
         best = scores.argsort(descending=True, stable=True)[: max(0, count)]
         return torch.zeros(recent - first, dtype=torch.bool).scatter(0, best, True)

@@ -19,6 +19,9 @@ from semkv.runtime.record import RowRecord
 CHUNK_SCORES = 1 << 22
 """Scores held at once by `attention_received`: 16 MiB in float32."""
 
+AT_ONCE = 8
+"""Queries whose weights `observed_mass` holds at once."""
+
 Pool = Literal["max", "mean"]
 
 
@@ -40,6 +43,20 @@ def observed_weights(site: AttentionSite, record: RowRecord, queries: int) -> Te
     q, n = q[:, -queries:], k.shape[1]
     seen = torch.arange(n - q.shape[1], n)[:, None]
     return softmax_weights(site, q, k, torch.arange(n) > seen)
+
+
+def observed_mass(site: AttentionSite, record: RowRecord, queries: int) -> Tensor:
+    """`observed_weights` summed over heads and queries, float32 [n]: a KV head and a few queries at a time, as all of them together
+    would take the memory of a layer."""
+    mass = torch.zeros(record.tokens)
+    for head in range(site.first_head, site.first_head + site.kv_heads):
+        own = site.part(head, head + 1, 1.0)
+        q, k = _of_site(own, record)
+        q, n = q[:, -queries:], k.shape[1]
+        at = torch.arange(n - q.shape[1], n)
+        for part, places in zip(q.split(AT_ONCE, 1), at.split(AT_ONCE)):
+            mass += softmax_weights(own, part, k, torch.arange(n) > places[:, None]).sum(dim=(0, 1, 2))
+    return mass
 
 
 def attention_received(site: AttentionSite, record: RowRecord) -> Tensor:

@@ -30,10 +30,13 @@ gives few small pieces a second, so that from files fewer are."""
 
 @dataclass(frozen=True)
 class Foreseen:
-    """A choice of `site` before its turn. It holds in the same step, while the units and the room in bytes are those it was made for."""
+    """A choice of `site` before its turn. It holds in the same step, while the units and the room in bytes are those it was made for.
+
+    score: what it follows from, None where nothing is guessed from it.
+    """
 
     zoom: Zoom
-    score: Tensor
+    score: Tensor | None
     site: int
     units: Tensor
     room: float
@@ -376,13 +379,13 @@ class SiteMemory:
         _, room = self._slots(site, allowance)
         score = self.components.router.score(site, step.q, spans, step).float().cpu()
         zoom = self._select(site, score, room)
-        self._foreseen = Foreseen(zoom, score, site.index, spans.lengths, room, step.passing)
+        self._foreseen = Foreseen(zoom, score if self.guesses else None, site.index, spans.lengths, room, step.passing)
         held = torch.zeros(site.kv_heads, 0, dtype=torch.bool) if self.workspace is None else self.workspace.held
         return Certain(Whereabouts.of(spans), zoom.chosen, held, self.ahead)
 
-    def _expect(self, score: Tensor, zoom: Zoom) -> Wanted | None:
+    def _expect(self, score: Tensor | None, zoom: Zoom) -> Wanted | None:
         """What the next turn may lack, after one that scored [Hq, T, M] and chose `zoom`."""
-        if not (self.ahead and self.guesses):
+        if not (self.ahead and self.guesses) or score is None:
             return None
         lacked = self.supplied.hits + self.supplied.missed
         margin = MARGIN_OF_FILES if self.spans.host_tokens.disk_nbytes else MARGIN

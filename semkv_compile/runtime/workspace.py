@@ -136,13 +136,15 @@ class Workspace:
         if more > 0:
             self.tokens, self.segment = (pad(x, (0, more), value=-1) for x in (self.tokens, self.segment))
             self.positions = pad(self.positions, (0, more), value=EMPTY)
-            self.k, self.v = (pad(x, (0, 0, 0, more)) for x in (self.k, self.v))
+            self.k = pad(self.k, (0, 0, 0, more))  # one after the other: one of them is twice there meanwhile, not both
+            self.v = pad(self.v, (0, 0, 0, more))
         elif more < 0:
             order = (self.segment < 0).to(torch.uint8).argsort(dim=1, stable=True)[:, :slots]
             self.tokens, self.segment = (x.gather(1, order) for x in (self.tokens, self.segment))
             order = order.to(self.k.device)
             self.positions = self.positions.gather(1, order)
-            self.k, self.v = (x.gather(1, order[..., None].expand(-1, -1, x.shape[2])) for x in (self.k, self.v))
+            self.k = self.k.gather(1, order[..., None].expand(-1, -1, self.k.shape[2]))
+            self.v = self.v.gather(1, order[..., None].expand(-1, -1, self.v.shape[2]))
 
     def clone(self) -> Workspace:
         """An independent copy."""

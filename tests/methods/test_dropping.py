@@ -13,7 +13,7 @@ from semkv.methods import CAKE, H2O, ChunkKV, PyramidKV, find_method
 from semkv.methods.cake import LayerPreference, SteadyVotes
 from semkv.methods.chunkkv import ChunkVotes
 from semkv.methods.h2o import HeavyHitters
-from semkv.methods.window_scores import attention_received, observed_weights, pooled
+from semkv.methods.window_scores import attention_received, observed_mass, observed_weights, pooled
 from semkv.runtime.budget import bounded_shares
 from semkv.runtime.record import RowRecord
 
@@ -89,6 +89,10 @@ def test_scores_of_a_part_are_those_of_its_heads():
     part = SITE.part(1, 3, 0.5)
     assert torch.equal(attention_received(part, of), attention_received(SITE, of)[1:])
     assert torch.equal(observed_weights(part, of, 4), observed_weights(SITE, of, 4)[1:])
+    for queries in (4, 20):
+        torch.testing.assert_close(
+            observed_mass(SITE, of, queries), observed_weights(SITE, of, queries).sum(dim=(0, 1, 2))
+        )
 
 
 @pytest.mark.parametrize(("room", "page", "heavy", "places"), [
