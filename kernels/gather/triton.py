@@ -31,7 +31,7 @@ def copy_tokens_launches(
             raise InputError(
                 f"waiting is {x.dtype} {'with' if scale is not None else 'without'} scales; codes uint8 have some"
             )
-        if out.is_cuda and not x.is_cuda and not x.is_pinned():
+        if out.is_cuda and any(y is not None and not y.is_cuda and not y.is_pinned() for y in (x, scale)):
             raise InputError(
                 "waiting is in pageable memory of the host; a GPU reads it where it is pinned: waiting.pin_memory()"
             )

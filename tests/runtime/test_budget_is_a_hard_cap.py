@@ -131,12 +131,11 @@ def test_windowed_layers_are_not_counted(wide_program, compile_as, prompt):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("residency", ["shared", "elastic"])
+@pytest.mark.parametrize(
+    ("method", "residency"), [*((method, "shared") for method in COMPRESSING), ("sekv", "elastic")]
+)  # the others unfold nothing: both residencies are one
 @pytest.mark.parametrize("budget", [0.05, 0.1, 0.2])
-@pytest.mark.parametrize("method", COMPRESSING)
 def test_4k_tokens_and_4k_generated(wide_program, compile_as, prompt, resident, folded, method, budget, residency):
-    if method != "sekv" and residency == "elastic":
-        pytest.skip("nothing is unfolded: both residencies are one")
     compiled = compile_as(wide_program, method, budget, residency=residency, kv_dtype="float16")
     state = compiled.prefill(prompt(4096))
     row = state.rows[0]
