@@ -29,9 +29,8 @@ def softmax_weights(site: AttentionSite, q: Tensor, k: Tensor, hidden: Tensor) -
     """float32 weights [Hkv, G, T, n] of queries q [Hq, T, D] on keys k [Hkv, n, D]; hidden bool, broadcast to [Hkv, G, T, n],
     says what a query does not see."""
     grouped = q.float().unflatten(0, (site.kv_heads, site.group_size))
-    logits = torch.einsum("hgtd,hnd->hgtn", grouped, k.float()).mul_(
-        site.scale
-    )  # in place: many queries take much memory
+    logits = torch.einsum("hgtd,hnd->hgtn", grouped, k.float())
+    logits.mul_(site.scale)  # in place, as all else: many queries take much memory
     if site.softcap:
         logits.div_(site.softcap).tanh_().mul_(site.softcap)
     return logits.masked_fill_(hidden, float("-inf")).softmax(dim=-1)

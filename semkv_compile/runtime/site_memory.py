@@ -400,12 +400,8 @@ class SiteMemory:
         copy.kept, copy.recent = self.kept.clone(), self.recent.clone()
         copy.spans = self.spans.clone() if self.spans is not None else None
         copy.workspace = self.workspace.clone() if self.workspace is not None else None
-        copy.ahead, copy.supply, copy.likely, copy._foreseen = (
-            0,
-            None,
-            None,
-            None,
-        )  # a copy has buffers of its own once it runs
+        copy.ahead, copy.supply = 0, None  # a copy has buffers of its own once it runs
+        copy.likely, copy._foreseen = None, None
         return copy
 
 
