@@ -10,7 +10,7 @@ SHELL := /bin/bash
 .PHONY: help env demo test test-slow lint types format clean
 
 VENV ?= .venv
-# The build that is small on a machine without CUDA; with a GPU, give the one for its driver: TORCH='torch>=2.11'.
+# Without a GPU the CPU build is enough; with one, give the build for its driver: TORCH='torch>=2.11'.
 TORCH ?= torch==2.13.0
 JOBS ?= 2
 ARGS ?=

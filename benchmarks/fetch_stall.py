@@ -329,6 +329,9 @@ def page(report: dict[str, Any]) -> Path:
         "Bar, at 95 % overlap: a stall of at most 5 % of the step, and at most half of that without fetching ahead. "
         + verdict(report["stalls"], off),
         table(columns, lines),
+        "A stall is not all of a step: on cores that compute as well, the thread that fetches takes time from the layers, so that steps as "
+        "a whole are longer with it wherever reading is quick. That is why it is off by default for tokens in RAM, and on for the disk "
+        "only where the choice is known.",
         "On the disk the files' pages are put out of the page cache before every step, which is the coldest that it can be"
         + (f" ({100 * max(cold):.1f} % of them at most stayed)." if cold else "."),
         "## The bundled model's own steps",

@@ -146,7 +146,7 @@ class Run:
                 old.unlink()
 
     def claims(self) -> dict[str, Any]:
-        """What the rows say about the goals; None where the run is too short to say."""
+        """What the rows say about the claims; None where the run is too short to say."""
         first, last = self.rows[0], self.rows[-1]
         store = self.compiled.placement.budgeted[0]
         parts = self.compiled.placement.parts(store)

@@ -93,7 +93,7 @@ def main() -> None:
         "quality",
         "# Accuracy of the methods on the bundled model",
         f"{arguments.length} tokens, the question asked after compression. Made by `benchmarks/quality.py`. "
-        "The first table has the bars that the project set itself: mean over the four families, in percent of the full "
+        "The first table has the bars, set before anything was measured: mean over the four families, in percent of the full "
         "cache's accuracy on the same questions, and points ahead of the two other methods.",
         verdicts(methods),
         "## Methods",

@@ -26,7 +26,7 @@ def block(report: Report) -> str:
         "contexts, chose. All methods of other papers are our implementations. Made by `benchmarks/grid.py`; more in "
         "[docs/results/grid.md](docs/results/grid.md)."
     )
-    picture = f"![Exact answers against the KV budget, per task family]({PICTURE})"
+    picture = f"![Exact answers against the KV budget, per task family: some of the methods above]({PICTURE})"
     return f"{intro}\n\n{at_a_glance(report)}\n\n{picture}"
 
 

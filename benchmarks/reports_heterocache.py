@@ -260,9 +260,9 @@ def main() -> None:
         "do not tell.",
         "## Roles (Fig. 6)",
         "The paper finds mostly satellites and few volatile heads at 0.5 and 0.5. Here heads look at what is asked now, so that no "
-        "head's top set stays half the same, and heads of one layer share a fifth to a third of theirs, not half: at the paper's "
-        "thresholds nearly every head is volatile and stays whole. What suits this model is a `tau_sim` between what its heads share and "
-        "what chance would give (a tenth): then each layer has a pivot and satellites.",
+        "head's top set stays half the same, and heads of one layer share a quarter to two fifths of theirs, and only in the "
+        "first layer more than half: at the paper's thresholds nearly every head is volatile and stays whole. What suits this model is a "
+        "`tau_sim` between what its heads share and what chance would give (a tenth): then each layer has a pivot and satellites.",
         role_table(bench.profile),
     ]  # fmt: skip
     report = bench.run(ablations(samples, length), "HeteroCache")

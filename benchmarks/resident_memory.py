@@ -96,7 +96,7 @@ def decode(
             model(ids, past_key_values=cache, position_ids=torch.full((1, 1), at), use_cache=True)
             at += 1
     else:
-        compiled = issue_model(model, name, budget, folder)
+        compiled = decoder_model(model, name, budget, folder)
         with Peak() as making:
             state = compiled.compress(record)
 
@@ -117,7 +117,7 @@ def decode(
     }
 
 
-def issue_model(model: Any, method: str, budget: float | int | None, folder: str | None) -> Any:
+def decoder_model(model: Any, method: str, budget: float | int | None, folder: str | None) -> Any:
     """The decoder compiled with the disk tier."""
     config = semkv.CompileConfig(residency="elastic", host="disk", disk_folder=folder, prefill_chunk=CHUNK)
     full = semkv.compile(model, random_profile(model), method="full", config=config)
@@ -134,7 +134,7 @@ def prefill(
             semkv.bundled.load()[0], semkv.bundled.profile(), method=name, budget=budget, config=config
         )
     else:
-        compiled = issue_model(build(layers), name, budget, folder)
+        compiled = decoder_model(build(layers), name, budget, folder)
     vocab = compiled.program.vocab_size
     ids = torch.randint(5, vocab, (1, tokens), generator=torch.Generator().manual_seed(0))
     compiled.prefill(ids[:, : min(1024, tokens)])  # what libraries allocate once is no part of a prefill
@@ -166,7 +166,7 @@ def cells(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             cell = {"claim": "prefill", "name": name, "budget": 0.1, "layers": arguments.layers}
             found.append(cell | {"model": "bundled", "tokens": bundled})
             if name in ("sekv", "sketch"):
-                found.append(cell | {"model": "issue", "tokens": arguments.prompt or 16_384})
+                found.append(cell | {"model": "decoder", "tokens": arguments.prompt or 16_384})
     return found
 
 
@@ -235,7 +235,7 @@ def page(report: dict[str, Any]) -> Path:
 
     def cell_said(cell: dict[str, Any]) -> str:
         where = "" if cell["budget"] is None else f", {said(cell['budget'])}"
-        model = {"bundled": " of the bundled model", "issue": " of 8 layers"}.get(cell.get("model", ""), "")
+        model = {"bundled": " of the bundled model", "decoder": " of 8 layers"}.get(cell.get("model", ""), "")
         return f"{cell['claim']}{model} with `{cell['name']}`, {cell['tokens']:,} tokens{where}"
 
     missing = "; ".join(map(cell_said, report["lacking"]))
@@ -245,7 +245,7 @@ def page(report: dict[str, Any]) -> Path:
         for x in report["growth"]
     ]  # fmt: skip
     filled = [
-        [f"`{row['name']}`", {"bundled": "bundled", "issue": "8 layers"}[row["model"]], f"{row['tokens']:,}",
+        [f"`{row['name']}`", {"bundled": "bundled", "decoder": "8 layers"}[row["model"]], f"{row['tokens']:,}",
          *[f"{row[key] / 2**20:,.0f}" for key in ("full", "layer")],
          f"{(row['peak'] - row['before']) / 2**20:,.0f}", f"{100 * excess(row):.1f}"]
         for row in report["rows"] if row["claim"] == "prefill"
@@ -261,13 +261,13 @@ def page(report: dict[str, Any]) -> Path:
         *([f"Not measured yet: {missing}."] if missing else []),
         f"## Decode, from {lengths[0]:,} to {lengths[1]:,} tokens",
         "Growth as a share of the growth of the full KV, in percent. Bar: the peak during "
-        f"{report['steps']} steps grows by at most {100 * BAR:g} %. `after`: before the first step; `making`: the peak while the state is "
-        "made from keys and values in files. `full` and DynamicCache hold everything.",
-        table(["", "budget", "peak in steps", "after", "making"], grown),
+        f"{report['steps']} steps grows by at most {100 * BAR:g} %. `at rest`: before the first step; `making`: the peak while the "
+        "state is made from keys and values in files. `full` and DynamicCache hold everything.",
+        table(["", "budget", "peak in steps", "at rest", "making"], grown),
         "## Prefill",
         f"What a prefill of a random prompt, {CHUNK} tokens at a time, adds at its peak to the idle compiled model, MiB. Bar: at "
         f"most {100 * BAR:g} % of the full KV plus that of one layer; the last column is the growth beside that layer, as a share of the "
-        "full KV.",
+        "full KV. `bundled` is the bundled model at its longest, for every method; `8 layers` is the decoder of the table above.",
         table(["", "model", "tokens", "full KV", "a layer", "growth", "beside a layer, %"], filled),
         "## Provenance",
         measured_on(report["environment"]),

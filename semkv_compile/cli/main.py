@@ -44,7 +44,7 @@ KV_DTYPE_HELP = "dtype of exact keys and values: float32, float16, bfloat16. Def
 
     Tasks of other benchmarks, with their data (`semkv tasks` lists them):
 
-    $ semkv eval --model Qwen/Qwen3-0.6B --tasks ruler --lengths 8K --source haystack=essays.txt
+    $ semkv eval --model Qwen/Qwen3-0.6B --profile qwen.profile --tasks ruler --lengths 8K --source haystack=essays.txt
     --source squad=rajpurkar/squad_v2 --source hotpotqa=hotpot_dev_distractor.json
 
     $ semkv eval --tasks perplexity --set perplexity.tokens=128 --lengths 2K,4K --samples 10
@@ -265,7 +265,8 @@ def plan_command(
 
     $ semkv bench --methods full,quest --budgets 0.1 --context 2K
 
-    $ semkv bench --model Qwen/Qwen3-0.6B --text book.txt --methods full,sketch --budgets 0.05,0.1 --context 32K --device cuda --gpu h100
+    $ semkv bench --model Qwen/Qwen3-0.6B --profile qwen.profile --text book.txt --methods full,sketch --budgets 0.05,0.1
+    --context 32K --device cuda --gpu h100
 
     What a step waits for folded tokens, with and without fetching ahead, and a picture of it (steps.json for Perfetto, steps.png):
 

@@ -27,6 +27,7 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 DPI = 144
 INK = "#333333"
 PANEL = 2.7  # inches
+ACROSS = 6  # heat maps side by side; more of them take further rows
 
 
 def figure_of(width: float, height: float, title: str, subtitle: str) -> Figure:
@@ -165,8 +166,9 @@ def _heat(axes: Axes, values: np.ndarray, *, low: float, high: float, numbers: b
 def needle_heatmap(
     report: Report, question: str, budget: float | int | None, path: Path, bins: int = 10
 ) -> Path | None:
-    """Scores by length (columns) and depth of the evidence (rows), all families whose evidence has a place, a panel per method.
+    """Scores by depth of the evidence (rows), all families whose evidence has a place.
 
+    Of several lengths a panel per method, its columns the lengths; of one length a single panel, its columns the methods.
     `budget` chooses the compressing variants; the full cache is shown beside them. None where nothing is measured.
     """
     chosen = [
@@ -178,26 +180,38 @@ def needle_heatmap(
         return None
     samples = sum(c.accuracy.samples for c in chosen if c.cell.variant.label == labels[0])
     text = chosen[-1].cell.variant.budget_text if budget is not None else "-"
-    figure = figure_of(
-        max(1.2 + (0.5 + 0.42 * len(lengths)) * len(labels) + 0.9 * len(labels), 6.6),
-        4.3,
-        f"{what_is_scored(report)} by context length and depth of the needle, budget {text}",
-        f"{report.model}; question {question}, mean of all families, {samples} questions per panel",
+    of = {
+        (label, length): [c for c in chosen if c.cell.variant.label == label and c.cell.length == length]
+        for label in labels
+        for length in lengths
+    }
+    panels: list[tuple[str, list[tuple[str, int]]]] = (
+        [("", list(of))] if len(lengths) == 1 else [(label, [(label, n) for n in lengths]) for label in labels]
     )
-    all_axes = figure.subplots(1, len(labels), sharey=True, squeeze=False)[0]
+    rows, across = math.ceil(len(panels) / ACROSS), min(len(panels), ACROSS)
+    where = f", {_tokens(lengths[0])} tokens" if len(lengths) == 1 else " and context length"
+    figure = figure_of(
+        max(1.6 + (0.9 + 0.42 * len(panels[0][1])) * across, 6.6),
+        (4.3 if len(lengths) > 1 else 5.2) if rows == 1 else 1.0 + 3.2 * rows,
+        f"{what_is_scored(report)} by depth of the needle{where}, budget {text}",
+        f"{report.model}; question {question}, mean of all families, {samples} questions per method",
+    )
+    all_axes = figure.subplots(rows, across, sharex=True, sharey=True, squeeze=False).ravel()
     image = None
-    for axes, label in zip(all_axes, labels):
-        grid = np.full((bins, len(lengths)), math.nan)
-        for x, length in enumerate(lengths):
-            found = [c for c in chosen if c.cell.variant.label == label and c.cell.length == length]
-            for y in range(bins):
-                grid[y, x] = _at_depth(found, (y + 0.5) / bins)
+    for axes, (title, columns) in zip(all_axes, panels):
+        grid = np.array([[_at_depth(of[column], (y + 0.5) / bins) for column in columns] for y in range(bins)])
         image = _heat(axes, 100 * grid, low=0.0, high=100.0, numbers=True)
-        axes.set_title(label, fontsize=9, color=INK, loc="left")
-        axes.set_xticks(range(len(lengths)), [_tokens(n) for n in lengths])
-        axes.set_xlabel("context (tokens)", fontsize=8, color=INK)
+        axes.set_title(title, fontsize=9, color=INK, loc="left")
+        if title:
+            axes.set_xticks(range(len(columns)), [_tokens(n) for _, n in columns])
+        else:
+            axes.set_xticks(range(len(columns)), [label for label, _ in columns], rotation=40, ha="right")
+    for axes in all_axes[len(panels) :]:
+        axes.set_visible(False)
+    if len(lengths) > 1:
+        figure.supxlabel("context (tokens)", fontsize=8, color=INK)
     all_axes[0].set_yticks(range(bins), [f"{100 * y // bins}-{100 * (y + 1) // bins}" for y in range(bins)])
-    all_axes[0].set_ylabel("depth of the evidence (% of the context)", fontsize=8, color=INK)
+    figure.supylabel("depth of the evidence (% of the context)", fontsize=8, color=INK)
     bar = figure.colorbar(image, ax=list(all_axes), shrink=0.9, pad=0.01)
     bar.set_label(f"{what_is_scored(report).lower()} (%)", fontsize=8, color=INK)
     bar.ax.tick_params(labelsize=7)
@@ -221,7 +235,7 @@ def _tokens(n: int) -> str:
 
 
 def zoom_heatmap(report: Report, question: str, length: int, path: Path, method: str = "sekv") -> Path | None:
-    """Share of folded spans unfolded per decode step, by layer (rows) and query head (columns); a panel per budget.
+    """Share of folded units (spans, pages, tokens) unfolded per decode step, by layer (rows) and query head (columns); a panel per budget.
 
     Families are averaged, as in SeKV's Figures 5 and 6. None where no cell counted zooms.
     """
@@ -240,8 +254,8 @@ def zoom_heatmap(report: Report, question: str, length: int, path: Path, method:
     figure = figure_of(
         max(1.6 + len(maps) * (0.6 + 0.36 * min(heads, 20)), 6.0),
         max(3.0, 1.8 + 0.32 * min(layers, 24)),
-        f"How often {method} unfolds a span, by layer and query head",
-        f"{report.model}; {length} tokens, question {question}, mean over families and decode steps",
+        f"What {method} unfolds, by layer and query head",
+        f"{report.model}; {length} tokens, question {question}; grey: nothing to unfold",
     )
     all_axes = figure.subplots(1, len(maps), sharey=True, squeeze=False)[0]
     top = max(float(np.nanmax(m)) for m in maps) or 1.0
@@ -254,7 +268,7 @@ def zoom_heatmap(report: Report, question: str, length: int, path: Path, method:
         axes.set_yticks(range(0, layers, max(1, layers // 12)))
     all_axes[0].set_ylabel("layer", fontsize=8, color=INK)
     bar = figure.colorbar(image, ax=list(all_axes), shrink=0.9, pad=0.01)
-    bar.set_label("spans unfolded (%)", fontsize=8, color=INK)
+    bar.set_label("unfolded (%), mean over steps", fontsize=8, color=INK)
     bar.ax.tick_params(labelsize=7)
     bar.outline.set_visible(False)
     return save(figure, path)

@@ -14,7 +14,9 @@ WIDE = 110
 """Columns of a terminal from which on intervals fit into tables."""
 
 UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
-CAPTION = "In brackets: 95 % interval, clustered by context."
+CAPTION = (
+    "In brackets: 95 % interval, clustered by context. Times are of the clock, beside whatever else the machine did."
+)
 PERPLEXITY_CAPTION = "Where likelihood is measured the figure is perplexity, and is in no mean of scores."
 
 

@@ -69,7 +69,7 @@ def test_pages_hold_every_row(scripts, tmp_path):
     resident, long = scripts
     rows = [row(800) | {"commit": "aaa"}, row(8000) | {"commit": "bbb"}]
     rows.append(
-        {"claim": "prefill", "model": "issue", "name": "sketch", "budget": 0.1, "tokens": 16_384, "before": 500 * MIB,
+        {"claim": "prefill", "model": "decoder", "name": "sketch", "budget": 0.1, "tokens": 16_384, "before": 500 * MIB,
          "peak": 600 * MIB, "after": 510 * MIB, "layer": 50 * MIB, "full": 400 * MIB, "commit": "aaa"}
     )  # fmt: skip
     wanted = [{"claim": "decode", "name": "sekv", "budget": 0.1, "tokens": tokens} for tokens in (8000, 16_000)]

@@ -31,6 +31,18 @@ def test_accuracy_against_budget(report, tmp_path):
 
 def test_needle_heat_map(report, tmp_path):
     check_picture(needle_heatmap(report, "unseen", 0.25, tmp_path / "n.png"), 6.0, 4.0)
+    of_one = report.model_copy(update={"cells": [c for c in report.cells if c.cell.length == 256]})
+    check_picture(needle_heatmap(of_one, "unseen", 0.25, tmp_path / "of_one_length.png"), 6.0, 5.0)
+
+
+def test_needle_heat_maps_of_many_methods_take_further_rows(report, tmp_path):
+    def named(c, i):
+        variant = c.cell.variant.model_copy(update={"label": f"{c.cell.variant.label} {i}"})
+        return c.model_copy(update={"cell": c.cell.model_copy(update={"variant": variant})})
+
+    cells = [named(c, i) for i in range(4) for c in report.cells]
+    many = report.model_copy(update={"cells": cells})
+    check_picture(needle_heatmap(many, "unseen", 0.25, tmp_path / "many.png"), 6.0, 7.0)
 
 
 def test_zoom_heat_map_of_the_method_that_counts_zooms(report, tmp_path):
