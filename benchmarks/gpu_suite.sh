@@ -54,6 +54,10 @@ PIP=("$PYTHON" -m pip install --quiet --no-deps --no-build-isolation --no-index 
 [ -n "${WHEELS:-}" ] && step wheels 60 "${PIP[@]}" "$WHEELS"/*.whl
 step install 60 "${PIP[@]}" --upgrade "$WORK/tree"
 export PYTHONPATH="$WORK/site${PYTHONPATH:+:$PYTHONPATH}"
+if ! "$PYTHON" -c 'import semkv.api, hypothesis'; then
+    echo "gpu_suite: $PYTHON lacks what semkv or its tests need (above): give their wheels in the folder WHEELS" >&2
+    exit 2
+fi
 TESTS=("$PYTHON" -m pytest --import-mode=importlib -q -p no:cacheprovider)
 
 if [ "$DRY" = 1 ]; then

@@ -116,7 +116,7 @@ class Library:
             forked = self._process != os.getpid()
             if self._future is None or (forked and not self._future.done()):
                 self._future, self._process = Future(), os.getpid()
-                Thread(target=_settle, args=(self._future, self._load), name=f"compile {self.name}").start()
+                Thread(target=_settle, args=(self._future, self.name, self._load), name=f"compile {self.name}").start()
             return self._future
 
     def failure(self, *, asked: bool = False) -> str | None:
@@ -156,7 +156,10 @@ class Library:
                     f"kernel {self.name} was not kept ({reason}); set {FOLDER} to a folder that can be written",
                     stacklevel=2,
                 )
-            return ctypes.CDLL(str(made))
+            try:
+                return ctypes.CDLL(str(made))
+            except OSError:  # from a temporary folder nothing may be loaded
+                return ctypes.CDLL(str(self.path))
 
     def _compile(self, into: Path) -> None:
         found = compiler()
@@ -191,9 +194,15 @@ def _library(template: Path, constants: tuple[tuple[str, int], ...]) -> Library:
     return Library(template.parent.name, "".join([*defined, *(path.read_text() for path in (*SHARED, template))]))
 
 
-def _settle(future: Future[ctypes.CDLL], load: Callable[[], ctypes.CDLL]) -> None:
+def _settle(future: Future[ctypes.CDLL], name: str, load: Callable[[], ctypes.CDLL]) -> None:
     try:
         future.set_result(load())
+    except BuildError as reason:
+        future.set_exception(reason)
+    except (OSError, RuntimeError) as reason:  # no room for it, no home, or a folder from which nothing may be loaded
+        future.set_exception(
+            BuildError(f"kernel {name}: it cannot be loaded ({reason}); set {FOLDER} to a folder that allows it")
+        )
     except BaseException as reason:
         future.set_exception(reason)
 

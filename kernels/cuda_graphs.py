@@ -58,12 +58,16 @@ class CudaRecorder:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool: Any = None
+        self._stream: torch.cuda.Stream | None = None
 
     def __call__(self, function: Callable[[], Sequence[Any]]) -> tuple[Callable[[], None], Sequence[Any]]:
         with _recording, torch.cuda.device(self._device):
-            if self._pool is None:
+            if self._pool is None or self._stream is None:
                 self._pool = torch.cuda.graph_pool_handle()
-            current, aside = torch.cuda.current_stream(), torch.cuda.Stream()
+                # PyTorch deals streams out of two lists in turn. What other threads put on the recording one would be recorded, too:
+                # no stream of this priority is made elsewhere.
+                self._stream = torch.cuda.Stream(priority=-1)
+            current, aside = torch.cuda.current_stream(), self._stream
             aside.wait_stream(current)
             with torch.cuda.stream(aside):
                 for _ in range(WARM_UP):
@@ -71,8 +75,12 @@ class CudaRecorder:
             current.wait_stream(aside)
             graph = torch.cuda.CUDAGraph()
             # Other threads go on meanwhile: what they do to the device is no part of this, and no fault.
-            with torch.cuda.graph(graph, pool=self._pool, stream=aside, capture_error_mode="thread_local"):
-                returned = function()
+            try:
+                with torch.cuda.graph(graph, pool=self._pool, stream=aside, capture_error_mode="thread_local"):
+                    returned = function()
+            except BaseException:
+                torch.cuda.set_stream(current)  # a recording that cannot end leaves its own as the current one
+                raise
         return graph.replay, returned
 
 

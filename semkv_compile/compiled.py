@@ -30,6 +30,7 @@ from semkv.profiles.schema import Profile
 from semkv.runtime.budget import Budget
 from semkv.runtime.heap import return_freed
 from semkv.runtime.host_tier import HostTier
+from semkv.runtime.modes import without_grad
 from semkv.runtime.record import RowRecord
 from semkv.runtime.row_memory import Placement, RowMemory, in_pages
 from semkv.runtime.spans import waiting_cost_bytes
@@ -242,7 +243,7 @@ class CompiledModel(GenerationMixin, nn.Module):
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
+    @without_grad
     def prefill_record(
         self, ids: Tensor, *, surprisal: bool | None = None, all_queries: bool | None = None
     ) -> RowRecord:
@@ -282,7 +283,7 @@ class CompiledModel(GenerationMixin, nn.Module):
         )
         return tokens * (read + waiting)
 
-    @torch.no_grad()
+    @without_grad
     def compress(self, record: RowRecord | list[RowRecord], *, release: bool = False) -> State:
         """A state of this model's method and budget from records, a row each; records serve any number of states.
 
@@ -309,7 +310,7 @@ class CompiledModel(GenerationMixin, nn.Module):
         return_freed()
         return State(self.placement, rows, torch.stack([one.logits for one in records]))
 
-    @torch.no_grad()
+    @without_grad
     def prefill(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> State:
         """Read prompts [B, T] (padded on either side where `attention_mask` says so) and return their state.
 
@@ -321,7 +322,7 @@ class CompiledModel(GenerationMixin, nn.Module):
         ]  # a record at a time
         return State(self.placement, [one.rows[0] for one in states], torch.cat([one.logits for one in states]))
 
-    @torch.no_grad()
+    @without_grad
     def extend(
         self, state: State, input_ids: Tensor, attention_mask: Tensor | None = None, *, all_logits: bool = False
     ) -> Tensor:
@@ -334,22 +335,28 @@ class CompiledModel(GenerationMixin, nn.Module):
         if ids.shape[0] != len(state.rows):
             raise InputError(f"{ids.shape[0]} rows of ids for a state of {len(state.rows)} rows")
         rows = self._rows(ids, attention_mask)
-        unread = 0
+        together = len({len(row) for row in rows}) == 1
+        if all_logits and not together:
+            raise InputError("all_logits needs rows of one length")
+        unread, before = 0, state.lengths
         if state.pending is not None:
             unread = state.pending.shape[1]
             rows = [torch.cat(pair) for pair in zip(state.pending, rows)]
-            state.pending = None
-        if len({len(row) for row in rows}) == 1:
-            logits = extend(self._running, state, torch.stack(rows), self._chunk(ids.shape[1]), all_logits=all_logits)
-            return logits[:, unread:] if all_logits else logits
-        if all_logits:
-            raise InputError("all_logits needs rows of one length")
-        parts = []
-        for index, row in enumerate(rows):
-            single = State(self.placement, [state.rows[index]], state.logits[index : index + 1])
-            parts.append(extend(self._running, single, row[None], self._chunk(len(row))))
-        state.logits = torch.cat(parts)[:, 0]
-        return torch.cat(parts)
+        state.check_room([len(row) for row in rows])
+        try:
+            if together:
+                chunk = self._chunk(ids.shape[1])
+                logits = extend(self._running, state, torch.stack(rows), chunk, all_logits=all_logits)
+                return logits[:, unread:] if all_logits else logits
+            parts = []
+            for index, row in enumerate(rows):
+                single = State(self.placement, [state.rows[index]], state.logits[index : index + 1])
+                parts.append(extend(self._running, single, row[None], self._chunk(len(row))))
+            state.logits = torch.cat(parts)[:, 0]
+            return torch.cat(parts)
+        finally:
+            if state.lengths != before:
+                state.pending = None
 
     def _chunk(self, tokens: int) -> int:
         """Tokens of one `extend` step. Where spans are unfolded, tokens of a step share the room for them, so a question
@@ -369,7 +376,7 @@ class CompiledModel(GenerationMixin, nn.Module):
 
     # -- Hugging Face --------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
+    @without_grad
     def forward(
         self,
         input_ids: Tensor,
@@ -424,7 +431,7 @@ class CompiledModel(GenerationMixin, nn.Module):
         """States replace caches: none is made ahead."""
         model_kwargs.setdefault("past_key_values", None)
 
-    @torch.no_grad()
+    @without_grad
     def generate(self, inputs: Tensor | None = None, *args: Any, state: State | None = None, **kwargs: Any) -> Any:
         """Hugging Face's `generate`, with the same arguments and results.
 

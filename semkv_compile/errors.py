@@ -31,6 +31,10 @@ class InputError(SemkvError, ValueError):
     """Token ids, masks or positions that the program cannot run."""
 
 
+class StateError(SemkvError, RuntimeError):
+    """A state whose last step did not come to its end, so that its layers do not hold the same tokens."""
+
+
 class ProfileError(SemkvError):
     """A profile is damaged, of another schema, or belongs to another model."""
 

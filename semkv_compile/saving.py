@@ -21,6 +21,7 @@ from semkv.kernels.tuning import Tuning
 from semkv.methods import find_method
 from semkv.profiles.schema import Profile
 from semkv.runtime.components import Components
+from semkv.runtime.modes import without_grad
 from semkv.runtime.row_memory import RowMemory
 from semkv.runtime.snapshot import row_from_tensors, row_to_tensors
 from semkv.runtime.state import State
@@ -93,6 +94,7 @@ def save_state(state: State, path: str | os.PathLike[str]) -> None:
     save_tensors(path, "state", meta, tensors, fingerprint=program_fingerprint(state.placement.program))
 
 
+@without_grad
 def load_state(compiled: CompiledModel, path: str | os.PathLike[str]) -> State:
     """A state that `compiled`, or a compiled model equal to it, saved; `ArtifactError` for any other."""
     placement = compiled.placement

@@ -23,6 +23,7 @@ class FinishedRows(StoppingCriteriaList):
         self.state = state
         state.finished = torch.zeros(len(state.rows), dtype=torch.bool, device=state.logits.device)
         self._last: Tensor | None = None
+        self._lengths: list[int] = []
 
     def take(self, criteria: Iterable[Any]) -> FinishedRows:
         """Hold all of `criteria`: those that were given and those that `generate` made of its configuration."""
@@ -36,13 +37,18 @@ class FinishedRows(StoppingCriteriaList):
         finished = self.state.finished
         self._last = newest if self._last is None else torch.where(finished[:, None], self._last, newest)
         self.state.finished = finished | done.to(finished.device)
+        self._lengths = self.state.lengths
         return done
 
     def close(self) -> None:
-        """Leave each row's last token for the next turn to read."""
+        """Leave each row's last token for the next turn to read, unless an interruption came after the step that read it."""
         self.state.finished = None
-        if self._last is not None:
+        read = [now != then for now, then in zip(self.state.lengths, self._lengths)]
+        if self._last is not None and not any(read):
             self.state.pending = self._last
+        elif not all(read):  # rows that had finished have a token to read, the others none: no next turn can begin so
+            for row in self.state.rows:
+                row.stepping = True
 
 
 __all__ = ["FinishedRows"]

@@ -12,7 +12,7 @@ from torch import Tensor
 from semkv.kernels.mixed_attention.blocks import Block, flat_bias, flat_rows, segments
 from semkv.kernels.mixed_attention.call import AttentionCall
 from semkv.kernels.mixed_attention.streaming import scores, weighted_sum
-from semkv.kernels.mixed_attention.suffix import is_suffix, suffix_attention
+from semkv.kernels.mixed_attention.suffix import is_suffix, shared_heads, suffix_attention
 
 BLOCK_SCORES = 1 << 23
 """Scores held at once, over all rows and heads: 32 MiB in float32."""
@@ -34,7 +34,8 @@ def attend_blocked(call: AttentionCall) -> Tensor:
     if call.plain:
         k, v = own.block_k[0], own.block_v[0]
         if call.fresh:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=call.scale, enable_gqa=True)
+            k, v, shared = shared_heads(q, k, v)
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=call.scale, enable_gqa=shared)
         # log-sum-exps have no gradient
         if not torch.is_grad_enabled() and is_suffix(q, call.q_positions, k, v, own.block_positions[0]):
             return suffix_attention(q, k, v, call.scale)

@@ -25,6 +25,15 @@ def is_suffix(q: Tensor, q_positions: Tensor, k: Tensor, v: Tensor, positions: T
     return in_order and (tokens == entries or bool((before.amax(1) < own[:, 0]).all()))
 
 
+def shared_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, bool]:
+    """Keys, values and whether PyTorch's attention has to share their heads. On a device other than the CPU it does so without all scores
+    in memory only in half precision; in other dtypes heads are repeated for it."""
+    if q.device.type == "cpu" or q.dtype in HALF or q.shape[1] == k.shape[1]:
+        return k, v, True
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    return k, v, False
+
+
 def suffix_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """Causal softmax attention of T queries whose tokens are the last of N.
 
@@ -32,11 +41,9 @@ def suffix_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     apart and joined by their log-sum-exps: keys and values of earlier tokens are read where they are, never copied or repeated.
     """
     if q.device.type != "cpu":
-        native = q.dtype in HALF  # flash attention shares KV heads itself
-        if not native:
-            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        k, v, shared = shared_heads(q, k, v)
         bias = causal_lower_right(q.shape[2], k.shape[2])
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale, enable_gqa=native)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale, enable_gqa=shared)
     past = k.shape[2] - q.shape[2]
     group = q.shape[1] // k.shape[1]
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

@@ -37,7 +37,7 @@ class HostTier:
         self, *, disk: bool = False, folder: str | None = None, limit: int | None = None, pinned: bool = False
     ) -> None:
         self.disk, self.limit, self.pinned = disk, limit, pinned
-        self.folder = Path(tempfile.gettempdir() if folder is None else folder)
+        self.folder = Path(folder or (tempfile.gettempdir() if disk else "."))
         if disk and not self.folder.is_dir():
             raise ConfigError(f"disk_folder {str(self.folder)!r} is no folder: make it, or name one that exists")
         self._used = 0
@@ -53,8 +53,10 @@ class HostTier:
         ------
         CapacityError: neither memory nor disk has room for it.
         """
-        count = torch.Size(shape).numel()
+        count, pinned = torch.Size(shape).numel(), pinned or self.pinned
         nbytes = count * dtype.itemsize
+        if pinned:
+            nbytes = 1 << max(0, nbytes - 1).bit_length()  # PyTorch locks powers of two
         if count and not self._take(nbytes):
             if not self.disk:
                 self.check(nbytes, f"a tensor {dtype} {tuple(shape)}")
@@ -62,7 +64,7 @@ class HostTier:
             if scattered:
                 _read_pieces_alone(mapped)
             return mapped.view(shape)
-        made = self._in_memory(shape, dtype, pinned or self.pinned)
+        made = self._in_memory(shape, dtype, pinned)
         if count and self.limit is not None:
             weakref.finalize(made.untyped_storage(), self._release, nbytes).atexit = False
         return made

@@ -116,6 +116,10 @@ class Prefetcher:
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._free = [Buffer(capacity, dims, dtype, device) for _ in range(buffers)]
         self._nbytes = sum(buffer.nbytes for buffer in self._free)
+        if self._copies is not None:
+            self._copies.wait_stream(torch.cuda.current_stream(device))  # on which their memory may still be in use
+            for room in (room for buffer in self._free for room in buffer.tensors):
+                room.record_stream(self._copies)  # not given away while a copy into it is under way
         self._lock = threading.Lock()
         self._queue: queue.SimpleQueue[Fetch | None] = queue.SimpleQueue()
         self._worker: threading.Thread | None = None
@@ -141,13 +145,19 @@ class Prefetcher:
         with self._lock:
             if self._dead or not self._free:
                 return None
-            fetch = Fetch(source, wanted, self._free.pop())
             if self._worker is None:
                 # The thread holds no reference to the prefetcher while it waits, so that one that is forgotten ends it.
-                self._worker = threading.Thread(
+                worker = threading.Thread(
                     target=_work, args=(self._queue, weakref.ref(self)), name="semkv-prefetch", daemon=True
                 )
-                self._worker.start()
+                try:
+                    worker.start()
+                except RuntimeError as cause:  # the system has no thread left
+                    self._dead = True
+                    self._warn(cause)
+                    return None
+                self._worker = worker
+            fetch = Fetch(source, wanted, self._free.pop())
             self._queue.put(fetch)
             return fetch
 
@@ -253,13 +263,13 @@ def _work(tasks: queue.SimpleQueue[Fetch | None], owner: weakref.ref[Prefetcher]
             with torch.inference_mode():  # the caller's mode is not the thread's, and buffers may be of any
                 prefetcher._fetch(fetch)
         except Exception as cause:
-            error = cause
+            error = cause.with_traceback(None)  # it would hold the prefetcher
         except BaseException as cause:  # the thread was told to end
             prefetcher._arrive(fetch, cause)
             prefetcher._bury(cause)
             return
         prefetcher._arrive(fetch, error)
-        del prefetcher, fetch, error  # whose traceback holds the prefetcher
+        del prefetcher, fetch, error
 
 
 __all__ = ["Buffer", "Fetch", "Pool", "Prefetcher", "Source", "Wanted"]

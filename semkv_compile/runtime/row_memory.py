@@ -105,15 +105,16 @@ class RowMemory:
 
     stores: per KV store the memories of its parts, in the order of their heads. shares: per budgeted store, its part of
     the row's budget in bytes. notes: what components remember between steps. lookahead: what fetches ahead of the layers, made
-    by the first step.
+    by the first step. stepping: a step has begun and not ended, so that layers may differ in what they hold.
     """
 
     lookahead: Lookahead | None = None
+    stepping = False
 
     def __init__(self, placement: Placement, record: RowRecord, *, release: bool = False) -> None:
         self.placement = placement
         self.tokens = record.tokens
-        self._check_length(self.tokens)
+        self.check_length(self.tokens)
         self.traffic = Traffic()
         self.notes: dict[str, Tensor] = {}
         self.passing: dict[str, object] = {}
@@ -132,7 +133,7 @@ class RowMemory:
 
     # -- budget ------------------------------------------------------------------------------------------------------
 
-    def _check_length(self, tokens: int) -> None:
+    def check_length(self, tokens: int) -> None:
         """Raise `BudgetError` for a sequence that the device cannot hold with every layer on the host."""
         if self.placement.thresholds:
             offloaded_stores(self.placement.thresholds, tokens)
@@ -364,6 +365,7 @@ class RowMemory:
 
     def begin_step(self, ids: Tensor) -> None:
         """Tokens ids [T] are about to run through all layers."""
+        self.stepping = True
         self.passing, self._staying = {}, {}
         self._offload(self.tokens + len(ids))
         if self.placement.plan.before is not None:
@@ -380,7 +382,6 @@ class RowMemory:
 
     def _offload(self, tokens: int) -> None:
         """Move the layers whose threshold lies below `tokens` tokens to the host (SpeContext Alg. 2)."""
-        self._check_length(tokens)
         for memory in self.budgeted():
             if self.placement.where(memory.site, tokens) is None:
                 self.traffic.offloaded_bytes += memory.to_host()

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from semkv.errors import BudgetError
+from semkv.errors import BudgetError, StateError
 from semkv.ir.memory import Entries
 from semkv.runtime.join import stack_rows
+from semkv.runtime.modes import without_grad
 from semkv.runtime.row_memory import Placement, RowMemory
 from semkv.runtime.timeline import Timeline
 
@@ -149,18 +151,23 @@ class State:
         """Write all tiers of all rows as one file; `CompiledModel.load_state` reads it."""
         from semkv.saving import save_state
 
+        self.check_whole()
         save_state(self, path)
 
     # -- copies --------------------------------------------------------------------------------------------------------
 
+    @without_grad
     def fork(self) -> State:
         """An independent copy: either may go on without the other noticing."""
+        self.check_whole()
         copy = State(self.placement, [row.clone() for row in self.rows], self.logits.clone())
         copy.pending = self.pending
         return copy
 
+    @without_grad
     def select(self, rows: list[int]) -> State:
         """A state of the given rows, copied; a row may be taken several times."""
+        self.check_whole()
         copy = State(self.placement, [self.rows[row].clone() for row in rows], self.logits[rows].clone())
         copy.pending = None if self.pending is None else self.pending[rows].clone()
         return copy
@@ -176,8 +183,23 @@ class State:
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
+    def check_whole(self) -> None:
+        """Raise `StateError` where a step has begun that did not end: it failed in a layer, or another thread is in it."""
+        if any(row.stepping for row in self.rows):
+            raise StateError(
+                "a step of this state did not come to its end, so that some layers hold tokens that others do not: go on from a copy "
+                "that was made before (state.fork()), or read the text again"
+            )
+
+    def check_room(self, tokens: Sequence[int]) -> None:
+        """Raise `StateError` or `BudgetError`, before anything is changed, where the rows cannot take so many tokens each."""
+        self.check_whole()
+        for row, more in zip(self.rows, tokens, strict=True):
+            row.check_length(row.tokens + more)
+
     def begin_step(self, ids: Tensor) -> None:
         """Note the tokens `ids` [B, T] about to run and their surprisal: the first follows from `logits`, the rest come later."""
+        self.check_room([ids.shape[1]] * len(self.rows))
         self._ids = ids
         if self.timeline is not None:
             self.timeline.begin_step()
@@ -211,6 +233,7 @@ class State:
             row.traffic.steps += 1
             if known is not None:
                 row.patch_surprisal(known[index])
+            row.stepping = False
         if self.timeline is not None:
             self.timeline.end_step()
 

@@ -88,6 +88,22 @@ def test_what_does_not_compile_has_a_reason_and_one_warning(folder):
     assert not folder.exists()
 
 
+def test_what_cannot_be_loaded_has_a_reason_and_one_warning(monkeypatch):
+    def refused(path):
+        raise OSError(f"{path}: failed to map segment from shared object")
+
+    own = Library("twice", SOURCE)
+    assert own.path.name.startswith("twice-")  # which asks the compiler and the processor what they are
+    monkeypatch.setattr(ctypes, "CDLL", refused)
+    with pytest.warns(
+        UserWarning,
+        match=r"kernel twice: it cannot be loaded \(.*map segment.*\); set SEMKV_CACHE .*; PyTorch computes",
+    ):
+        assert own.failure() is not None
+    with pytest.raises(BuildError, match="cannot be loaded"):
+        own.function("twice")
+
+
 def test_threads_share_one_library(compilations, tmp_path):
     template = tmp_path / "four" / "template.cpp"
     template.parent.mkdir()

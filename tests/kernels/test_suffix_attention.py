@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from semkv.kernels.mixed_attention import blocked, mixed_attention_blocked, mixed_attention_reference
-from semkv.kernels.mixed_attention.suffix import is_suffix, suffix_attention
+from semkv.kernels.mixed_attention.suffix import is_suffix, shared_heads, suffix_attention
 
 SHAPES = [(1, 4, 2, 7, 30, 8), (2, 6, 2, 5, 5, 60), (1, 4, 4, 63, 174, 64), (1, 8, 2, 2, 111, 16)]
 """B, Hq, Hkv, T, N, D."""
@@ -36,6 +36,22 @@ def test_error_is_that_of_a_plain_softmax(shape, dtype):
     plain = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=0.3, enable_gqa=True)
     assert (got - expected).abs().max() <= 2 * (plain - expected).abs().max() + 1e-14
     assert got.dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "kv_heads", "repeated"),
+    [
+        ("cpu", torch.float32, 2, False),
+        ("meta", torch.bfloat16, 2, False),
+        ("meta", torch.float32, 6, False),
+        ("meta", torch.float32, 2, True),
+    ],
+)
+def test_heads_are_repeated_where_pytorch_would_hold_all_scores(device, dtype, kv_heads, repeated):
+    q, k = (torch.empty(1, heads, 5, 8, dtype=dtype, device=device) for heads in (6, kv_heads))
+    given, values, shared = shared_heads(q, k, k[..., :4])
+    assert shared is not repeated
+    assert (given.shape[1], values.shape) == (6, (1, 6, 5, 4)) if repeated else given is k
 
 
 def test_it_is_what_the_operator_runs_in_pytorch(monkeypatch):

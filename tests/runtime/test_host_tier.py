@@ -151,3 +151,9 @@ def test_memory_that_cannot_be_page_locked_is_plain(monkeypatch):
     assert made.shape == (2, 3)
     assert not made.is_pinned()
     assert copy.deepcopy(tier).pinned
+
+
+def test_page_locked_memory_counts_as_what_it_takes():
+    tier = HostTier(limit=1000, pinned=True)
+    with pytest.raises(CapacityError, match="needs 1024 bytes of host memory"):
+        tier.empty((600,), torch.uint8)

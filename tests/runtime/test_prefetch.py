@@ -193,6 +193,21 @@ def test_a_worker_that_vanishes_is_noticed(monkeypatch):
     assert prefetcher.faults == 1
 
 
+def test_without_threads_nothing_is_fetched_ahead(monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    prefetcher = make(2)
+    with pytest.warns(
+        UserWarning, match=r"\(can't start new thread\), and nothing is fetched ahead any more: steps fetch"
+    ):
+        assert prefetcher.submit(STORED, ONE) is None
+    assert not prefetcher.works
+    assert prefetcher.submit(STORED, ONE) is None
+    prefetcher.close()
+
+
 def test_closing_fails_what_is_queued():
     prefetcher = make(3)
     running, queued = Gated(), Gated()
