@@ -32,7 +32,7 @@ class InputError(SemkvError, ValueError):
 
 
 class StateError(SemkvError, RuntimeError):
-    """A state whose last step did not come to its end, so that its layers do not hold the same tokens."""
+    """A state whose last step did not come to its end, so that its layers, or its rows, do not hold the same tokens."""
 
 
 class ProfileError(SemkvError):

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.generation.configuration_utils import GenerationConfig
 
-from semkv.artifact.fingerprint import program_fingerprint
+from semkv.artifact.fingerprint import program_fingerprint, weights_digest
 from semkv.artifact.load import load_program
 from semkv.artifact.save import save_program
 from semkv.artifact.state_file import load_tensors, save_tensors
@@ -102,7 +104,7 @@ def load_state(compiled: CompiledModel, path: str | os.PathLike[str]) -> State:
     blank = State(placement, [], torch.zeros(0))
     if meta.get("compiled") != _identity(blank):
         raise ArtifactError(
-            f"{path}: a state of {meta.get('compiled')}, expected one of {_identity(blank)}; compile with the same settings"
+            f"{path}: a state of {meta.get('compiled')}, expected one of {_identity(blank)}; compile with the same settings and profile"
         )
     facts = meta.get("rows")
     logits = tensors.get("logits")
@@ -143,7 +145,26 @@ def _identity(state: State) -> dict[str, Any]:
         "kv_dtype": str(placement.budget.dtype),
         "residency": placement.residency,
         "page_size": placement.page_size,
+        "calibrated": weights_digest(dict(_tensors(placement.plan, "")))[:16],
     }
+
+
+def _tensors(part: object, name: str) -> Iterator[tuple[str, Tensor]]:
+    """What a plan's components were calibrated to, by name: the tensors that they were made with, not what they compute later."""
+    if isinstance(part, Tensor):
+        yield name, part
+    elif isinstance(part, nn.Module):
+        yield from _tensors(part.state_dict(), name)
+    elif isinstance(part, Mapping):
+        for key, value in part.items():
+            yield from _tensors(value, f"{name}.{key}")
+    elif isinstance(part, (list, tuple)):
+        for index, value in enumerate(part):
+            yield from _tensors(value, f"{name}.{index}")
+    elif is_dataclass(part):
+        for each in fields(part):
+            if each.init:
+                yield from _tensors(getattr(part, each.name), f"{name}.{each.name}")
 
 
 def _composition(components: Components) -> str:

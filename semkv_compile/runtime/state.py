@@ -187,8 +187,8 @@ class State:
         """Raise `StateError` where a step has begun that did not end: it failed in a layer, or another thread is in it."""
         if any(row.stepping for row in self.rows):
             raise StateError(
-                "a step of this state did not come to its end, so that some layers hold tokens that others do not: go on from a copy "
-                "that was made before (state.fork()), or read the text again"
+                "a step of this state did not come to its end, so that some layers or rows hold tokens that others do not: go on "
+                "from a copy that was made before (state.fork()), or read the text again"
             )
 
     def check_room(self, tokens: Sequence[int]) -> None:

@@ -7,7 +7,7 @@ import torch
 
 from semkv import bundled
 from semkv.api import compile as compile_model
-from semkv.errors import BudgetError, ConfigError
+from semkv.errors import ArtifactError, BudgetError, ConfigError
 from semkv.methods import find_method
 from semkv.profiles.schema import Profile
 from semkv.runtime.budget import Budget
@@ -45,6 +45,22 @@ def test_saved_states_go_on(whole, name, tmp_path, prompt):
     again = compiled.load_state(tmp_path / "state")
     more = prompt(20, 4)
     assert torch.equal(compiled.extend(state, more, all_logits=True), compiled.extend(again, more, all_logits=True))
+
+
+@pytest.mark.parametrize(("name", "tensors"), [("sketch", "sketch.key."), ("sekv", "sekv.router.")])
+def test_a_state_of_another_calibration_is_refused(whole, name, tensors, tmp_path, prompt):
+    """What units keep for routing is read with the maps that it was made with."""
+    model, profile = bundled.load()[0], bundled.profile()
+    changed = {key: 2 * x if key.startswith(tensors) else x for key, x in profile.tensors.items()}
+    compiled = whole.with_method(name, budget=0.6)
+    compiled.prefill(prompt(300, 300)).save(tmp_path / "state")
+    other = compile_model(model, Profile(profile.info, changed), method=name, budget=0.6, config=whole.settings)
+    with pytest.raises(
+        ArtifactError, match=r"'calibrated': .* expected one of .*; compile with the same settings and profile"
+    ):
+        other.load_state(tmp_path / "state")
+    same = compile_model(model, profile, method=name, budget=0.6, config=whole.settings)
+    assert same.load_state(tmp_path / "state").lengths == [300]
 
 
 @pytest.mark.parametrize("name", RETRIEVING)
