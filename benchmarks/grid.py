@@ -1,6 +1,6 @@
 """Every method on the bundled model: which keeps the answers, at which budget, length, and with the question seen or not.
 
-    python benchmarks/grid.py                     # about six hours of one core in all; stops and goes on anywhere
+    python benchmarks/grid.py                     # three to six hours of one core, by the machine; stops and goes on anywhere
     python benchmarks/grid.py --families dense    # one family, as one of several processes that share the rows
     python benchmarks/grid.py --report-only       # what the rows hold so far
 
