@@ -9,7 +9,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.generation.configuration_utils import GenerationConfig
 
@@ -150,11 +150,12 @@ def _identity(state: State) -> dict[str, Any]:
 
 
 def _tensors(part: object, name: str) -> Iterator[tuple[str, Tensor]]:
-    """What a plan's components were calibrated to, by name: the tensors that they were made with, not what they compute later."""
+    """What a plan's components were calibrated to, by name: the tensors that they were made with, not what they compute later.
+
+    Modules, as a retrieval head, are graphs of the program, whose fingerprint tells them.
+    """
     if isinstance(part, Tensor):
         yield name, part
-    elif isinstance(part, nn.Module):
-        yield from _tensors(part.state_dict(), name)
     elif isinstance(part, Mapping):
         for key, value in part.items():
             yield from _tensors(value, f"{name}.{key}")
