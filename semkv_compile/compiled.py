@@ -266,10 +266,12 @@ class CompiledModel(GenerationMixin, nn.Module):
         """Run a prompt ids int64 [n] on the model's device, in chunks."""
         self.placement.tier.check(self._host_nbytes(len(ids)), f"a prompt of {len(ids)} tokens")
         chunk = self.settings.prefill_chunk or (PREFILL_CHUNK_CUDA if self.device.type == "cuda" else PREFILL_CHUNK)
-        return prefill_row(
+        record = prefill_row(
             self.program, ids, self.placement.budget.dtype,
             surprisal=surprisal, all_queries=all_queries, chunk=chunk, tier=self.placement.tier,
         )  # fmt: skip
+        record.model = self.fingerprint
+        return record
 
     def _host_nbytes(self, tokens: int) -> int:
         """Bytes of the host that reading a prompt takes at most: its keys and values, and what is folded of them."""
@@ -294,6 +296,11 @@ class CompiledModel(GenerationMixin, nn.Module):
     def _state(self, records: list[RowRecord], *, release: bool = False) -> State:
         """`compress` of checked records."""
         for one in records:
+            if None not in (one.model, self.fingerprint) and one.model != self.fingerprint:
+                raise InputError(
+                    f"the record was made by another model ({one.model}) than this one ({self.fingerprint}): "
+                    "read the prompt with `prefill_record` of a compiled form of this model"
+                )
             if self.placement.plan.reads_surprisal and one.surprisal is None:
                 raise InputError(
                     f"method {self.method.name!r} divides by surprisal: make the record with surprisal=True"

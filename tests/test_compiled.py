@@ -249,6 +249,17 @@ def test_a_profile_of_another_model_is_refused(model):
         semkv.compile(model, profile)
 
 
+def test_a_record_of_another_model_is_refused(model, full, small):
+    """Of the same shape: its keys and values would be read as this model's."""
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.lm_head.weight.mul_(2.0)
+    record = semkv.compile(other).prefill_record(ids(100), surprisal=True)
+    with pytest.raises(InputError, match=r"made by another model \(\w+\) than this one \(\w+\)"):
+        small.compress(record)
+    assert small.compress(full.prefill_record(ids(100), surprisal=True)).rows  # another method's, of this model
+
+
 @pytest.mark.parametrize(("prompt", "options", "message"), [
     (torch.zeros(1, 0, dtype=torch.int64), {}, r"input ids are empty \(shape \(1, 0\)\)"),
     (torch.tensor([[3, VOCAB]]), {}, "reach from 3 to 41; this model's vocabulary is 0 to 40"),

@@ -28,6 +28,7 @@ class RowRecord:
     features: hidden states [n, H] that entered the layers of the sites that a retrieval head reads, on the host.
     head_orders: per KV store the user's model's KV head at each place, where the program that made it moved heads.
     known: what components have computed of the record, by name, so that other budgets find it there.
+    model: fingerprint of the model that read the prompt; None where nobody says.
     """
 
     ids: Tensor
@@ -40,6 +41,7 @@ class RowRecord:
     head_orders: dict[int, tuple[int, ...]] = field(default_factory=dict)
     features: dict[int, Tensor] = field(default_factory=dict)
     known: dict[str, Tensor] = field(default_factory=dict)
+    model: str | None = None
 
     @property
     def tokens(self) -> int:
