@@ -104,7 +104,7 @@ def measure() -> dict[str, Any]:
         return {
             "minutes": round(minutes, 2), "bar_minutes": BAR_MINUTES, "killed": places, "last_minutes": round(rest, 2),
             "same_tensors": first_tensors == second_tensors,
-            "differing_sections": sorted(key for key in first.keys() | second.keys() if first.get(key) != second.get(key)),
+            "differing_sections": [key for key in sorted({*first, *second}) if first.get(key) != second.get(key)],
         }  # fmt: skip
 
 
@@ -115,13 +115,14 @@ def holds(report: dict[str, Any]) -> bool:
 def page(report: dict[str, Any]) -> Path:
     """docs/results/profile_resume.md from the results."""
     differing = ", ".join(report["differing_sections"]) or "none"
+    tensors = "the same" if report["same_tensors"] else "NOT the same"
     return write_document(
         "profile_resume",
         "# semkv-profile, killed in every step",
-        f"Made by `benchmarks/profile_resume.py`: `semkv-profile bundled` with all steps took {report['minutes']:.1f} minutes when left alone "
-        f"(bar {report['bar_minutes']}). Another run of it was killed with SIGKILL, workers and all, once in each of these places and started "
-        f"again each time. The two profiles' tensors are {'the same' if report['same_tensors'] else 'NOT the same'}, byte for byte; "
-        f"sections of `profile.json` that differ, but for when, how long and by which command they were made: {differing}.",
+        f"Made by `benchmarks/profile_resume.py`: `semkv-profile bundled` with all steps took {report['minutes']:.1f} minutes when "
+        f"left alone (bar {report['bar_minutes']}). Another run of it was killed with SIGKILL, workers and all, once in each of these "
+        f"places and started again each time. The two profiles' tensors are {tensors}, byte for byte; sections of `profile.json` that "
+        f"differ, but for when, how long and by which command they were made: {differing}.",
         table(["killed in", "at"], [[f"`{phase}`", place] for phase, place in report["killed"].items()]),
         "`teacher` and `train` are the two phases of `sekv`.",
         "## Provenance",
