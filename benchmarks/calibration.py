@@ -1,7 +1,7 @@
 """What decides how good a trained router is: its start, the ranking term, and the text.
 
-    python benchmarks/calibration.py                   # about five minutes on one core
-    python benchmarks/calibration.py --steps 240 --length 2048 --sequences 24      # as long as the committed profile's
+    python benchmarks/calibration.py                   # as long as the committed profile's; a quarter of an hour on one core
+    python benchmarks/calibration.py --steps 60 --length 1024 --sequences 12       # three minutes
 
 Each variant is calibrated on the bundled model and judged on the same unseen contexts: of the teacher's attention on spans, how
 much do the spans hold that the router unfolds first, when 6 % of the context's tokens may be unfolded? Once on prose, once
@@ -69,9 +69,9 @@ def untrained(contexts: list[Context], settings: CalibrationSettings, *, oracle:
 
 def main() -> None:
     options = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    options.add_argument("--steps", type=int, default=60)
-    options.add_argument("--length", type=int, default=1024)
-    options.add_argument("--sequences", type=int, default=12)
+    options.add_argument("--steps", type=int, default=240)
+    options.add_argument("--length", type=int, default=2048)
+    options.add_argument("--sequences", type=int, default=24)
     options.add_argument("--threads", type=int, default=1)
     arguments = options.parse_args()
     quiet_libraries()
