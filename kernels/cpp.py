@@ -111,6 +111,9 @@ class Library:
 
     def start(self) -> Future[ctypes.CDLL]:
         """Begin to load it, and to compile it where it is not on disk; returns at once."""
+        future = self._future
+        if future is not None and future.done():
+            return future
         with _lock:
             # Threads do not outlive a fork: what was on its way in the parent never comes here.
             forked = self._process != os.getpid()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -25,6 +26,7 @@ class _Call(ctypes.Structure):
     )  # fmt: skip
 
 
+@cache
 def code_library() -> Library:
     """The object, the same for all sizes and bits."""
     return library(TEMPLATE, {})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -25,6 +26,7 @@ class _Call(ctypes.Structure):
     )  # fmt: skip
 
 
+@cache
 def gather_library() -> Library:
     """The object, one for all shapes."""
     return library(TEMPLATE, {})

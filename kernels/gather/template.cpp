@@ -8,6 +8,7 @@
 namespace {
 
 constexpr int64_t AHEAD = 12, SHARE = 64;  // rows that are asked for; rows of a task
+constexpr int64_t LEAST = 256;              // rows of a thread: fewer are copied before another one has begun
 
 // Fields of 8 bytes each, as semkv.kernels.gather.cpp writes them.
 struct Pool {
@@ -84,5 +85,8 @@ extern "C" void copy_tokens(const Call* call) {
     if (pool.stored_in_file) read_ahead(*call, pool.stored, pool.capacity, pool.bytes);
     if (pool.scale_in_file) read_ahead(*call, (const char*)pool.scale, pool.capacity, sizeof(uint16_t));
   }
-  share(*call, move, (call->count + SHARE - 1) / SHARE);
+  Call own = *call;
+  const int64_t most = (call->count + LEAST - 1) / LEAST;
+  own.threads = own.threads < most ? own.threads : most;
+  share(own, move, (call->count + SHARE - 1) / SHARE);
 }

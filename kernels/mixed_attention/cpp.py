@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from array import array
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ def tile_rows(group: int) -> int:
     return -(-group // -(-group // MAX_TILE_ROWS))
 
 
+@cache
 def attention_library(dim: int, value_dim: int, group: int) -> Library:
     """The object for these head dims and query heads per KV head; it reads every way of storing entries."""
     return library(TEMPLATE, {"DIM": dim, "VALUE_DIM": value_dim, "ROWS": tile_rows(group), "MAX_ROWS": MAX_ROWS})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,6 +28,7 @@ class _Call(ctypes.Structure):
     )  # fmt: skip
 
 
+@cache
 def selection_library() -> Library:
     """The object, the same for all sizes."""
     return library(TEMPLATE, {})

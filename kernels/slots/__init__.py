@@ -8,6 +8,7 @@ from semkv.kernels.cpp import compiler
 from semkv.kernels.slots.cpp import assign_slots_cpp, extent_cpp, release_slots_cpp, slots_library
 from semkv.kernels.slots.reference import (
     EMPTY,
+    Segments,
     assign_slots_reference,
     extent_reference,
     release_slots_reference,
@@ -15,21 +16,19 @@ from semkv.kernels.slots.reference import (
 
 
 def release_slots(
-    wanted: Tensor, held: Tensor, length: Tensor, segment: Tensor, tokens: Tensor, positions: Tensor
+    wanted: Tensor, held: Tensor, segments: Segments, segment: Tensor, tokens: Tensor, positions: Tensor
 ) -> tuple[Tensor, Tensor]:
     """See `release_slots_reference`."""
-    if _in_cpp(positions):
-        return release_slots_cpp(wanted, held, length, segment, tokens, positions)
-    return release_slots_reference(wanted, held, length, segment, tokens, positions)
+    release = release_slots_cpp if _in_cpp(positions) else release_slots_reference
+    return release(wanted, held, segments, segment, tokens, positions)
 
 
 def assign_slots(
-    wanted: Tensor, held: Tensor, length: Tensor, start: Tensor, segment: Tensor, tokens: Tensor, count: int
-) -> tuple[Tensor, Tensor]:
-    """See `assign_slots_reference`; count: tokens that are missing, over all heads."""
-    if _in_cpp(segment):
-        return assign_slots_cpp(wanted, held, length, start, segment, tokens, count)
-    return assign_slots_reference(wanted, held, length, start, segment, tokens)
+    wanted: Tensor, held: Tensor, segments: Segments, segment: Tensor, tokens: Tensor, missing: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See `assign_slots_reference`."""
+    assign = assign_slots_cpp if _in_cpp(segment) else assign_slots_reference
+    return assign(wanted, held, segments, segment, tokens, missing)
 
 
 def extent(segment: Tensor) -> int:
@@ -41,4 +40,4 @@ def _in_cpp(stored: Tensor) -> bool:
     return stored.device.type == "cpu" and compiler() is not None and slots_library().failure() is None
 
 
-__all__ = ["EMPTY", "assign_slots", "extent", "release_slots"]
+__all__ = ["EMPTY", "Segments", "assign_slots", "extent", "release_slots"]

@@ -2,55 +2,78 @@
 
 from __future__ import annotations
 
-from ctypes import c_int64, c_void_p
+import ctypes
+from functools import cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from semkv.kernels.cpp import Library, library
-from semkv.kernels.slots.reference import EMPTY
+from semkv.kernels.cpp import Library, library, team
+from semkv.kernels.slots.reference import EMPTY, Even, Segments
 
 TEMPLATE = Path(__file__).parent / "template.cpp"
+TENSORS = (
+    "wanted", "held", "length", "position", "start", "segment", "tokens", "positions", "kept", "missing",
+    "at", "owner", "place", "where",
+)  # fmt: skip
+NUMBERS = ("heads", "segments", "known", "slots", "empty", "even_length", "even_position", "even_start", "threads")
 
 
+class _Call(ctypes.Structure):
+    """`Call` of the template, whose fields it names."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in TENSORS),
+        *((name, ctypes.c_int64) for name in NUMBERS),
+        ("parallel", ctypes.c_void_p),
+    )  # fmt: skip
+
+
+@cache
 def slots_library() -> Library:
     """The object of the three functions."""
     return library(TEMPLATE, {})
 
 
 def release_slots_cpp(
-    wanted: Tensor, held: Tensor, length: Tensor, segment: Tensor, tokens: Tensor, positions: Tensor
+    wanted: Tensor, held: Tensor, segments: Segments, segment: Tensor, tokens: Tensor, positions: Tensor
 ) -> tuple[Tensor, Tensor]:
     """As `release_slots_reference`, with all tensors on the CPU and the slots' own contiguous."""
-    wanted, held, length = (x.contiguous() for x in (wanted, held, length))
     kept, missing = torch.empty(2, len(wanted), dtype=torch.int64)
-    _run("release", wanted, held, length, segment, tokens, positions, kept, missing, *_sizes(wanted, segment), EMPTY)
+    slots = {"segment": segment, "tokens": tokens, "positions": positions}
+    _run("release", segments, wanted=wanted.contiguous(), held=held.contiguous(), **slots, kept=kept, missing=missing)
     return kept, missing
 
 
 def assign_slots_cpp(
-    wanted: Tensor, held: Tensor, length: Tensor, start: Tensor, segment: Tensor, tokens: Tensor, count: int
-) -> tuple[Tensor, Tensor]:
-    """As `assign_slots_reference`, of `count` tokens that are missing."""
-    wanted, held, length, start = (x.contiguous() for x in (wanted, held, length, start))
-    at, heads = torch.empty(2, count, dtype=torch.int64)
-    _run("assign", wanted, held, length, start, segment, tokens, at, heads, *_sizes(wanted, segment))
-    return at, heads
+    wanted: Tensor, held: Tensor, segments: Segments, segment: Tensor, tokens: Tensor, missing: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As `assign_slots_reference`."""
+    at, owner, place = torch.empty(3, int(missing.sum()), dtype=torch.int64)
+    made = {"at": at, "owner": owner, "place": place, "where": torch.empty(len(at), dtype=torch.int32)}
+    slots = {"segment": segment, "tokens": tokens, "missing": missing}
+    _run("assign", segments, wanted=wanted.contiguous(), held=held.contiguous(), **slots, **made)
+    return at, owner, place, made["where"]
 
 
 def extent_cpp(segment: Tensor) -> int:
     """As `extent_reference`."""
     last = torch.empty((), dtype=torch.int64)
-    _run("extent", segment, last, *segment.shape)
+    _run("extent", None, segment=segment, kept=last)
     return int(last)
 
 
-def _sizes(wanted: Tensor, segment: Tensor) -> tuple[int, int, int]:
-    return *wanted.shape, segment.shape[1]
-
-
-def _run(name: str, *arguments: Tensor | int) -> None:
-    """Call a function of the template with addresses and sizes."""
-    values = [c_void_p(x.data_ptr()) if isinstance(x, Tensor) else c_int64(x) for x in arguments]
-    slots_library().function(name)(*values)
+def _run(name: str, segments: Segments | None, **tensors: Tensor) -> None:
+    """Call a function of the template with what it reads and writes."""
+    even = Even(0, 0, 0) if segments is None or segments.even is None else segments.even
+    if segments is not None and not even.length:
+        tables = {"length": segments.length, "position": segments.position, "start": segments.start}
+        tensors |= {name: table.contiguous() for name, table in tables.items()}
+    slots = tensors["segment"].shape
+    call = _Call(
+        *(tensors[field].data_ptr() if field in tensors else None for field in TENSORS), slots[0],
+        *(tensors[field].shape[1] if field in tensors else 0 for field in ("wanted", "held")), slots[1], EMPTY, *even,
+        torch.get_num_threads(), team(),
+    )  # fmt: skip
+    slots_library().function(name)(ctypes.byref(call))

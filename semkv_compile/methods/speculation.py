@@ -25,7 +25,7 @@ NEWEST = ".newest"
 """After `KEYS` and `SCALE`: those of the newest tokens, so that a step copies few of them."""
 JOINED = 256
 """Newest tokens that become part of the others."""
-RANKING = "retrieval.ranking"
+RANKING, SCORES = "retrieval.ranking", "retrieval.scores"
 PROMPT_CHUNK = 2048
 """Tokens of a prompt whose keys are made at once."""
 
@@ -209,16 +209,24 @@ class SpeculativeRouter(MeansSuffice):
     """Single tokens in the order of the ranking that `Speculation` left for this step: the same in every layer."""
 
     def score(self, site: AttentionSite, q: Tensor, spans: FoldedSpans, step: Step) -> Tensor:
-        ranking = step.passing[RANKING]
+        ranking, known = step.passing[RANKING], step.passing.setdefault(SCORES, {})
         assert isinstance(ranking, Ranking)
+        assert isinstance(known, dict)
         start = spans.run_from
-        if start is not None and start >= ranking.first:
-            logs = ranking.logs[:, :, start - ranking.first :][:, :, : spans.count]
-        else:
+        if start is None or start < ranking.first:
             place = spans.positions[0].long() - ranking.first
             logs = ranking.logs[:, :, place.clamp(min=0)].masked_fill(place < 0, float("-inf"))
-        last = site.first_head + site.kv_heads
-        own = matched_heads(logs, step.site.kv_heads)[site.first_head : last]
+            return self._of_heads(logs, site, step)
+        at = start - ranking.first
+        asked = (at, spans.count, site.first_head, site.kv_heads, site.group_size, step.site.kv_heads)
+        if asked not in known:  # the same for most layers
+            known[asked] = self._of_heads(ranking.logs[:, :, at : at + spans.count], site, step)
+        return known[asked]
+
+    @staticmethod
+    def _of_heads(logs: Tensor, site: AttentionSite, step: Step) -> Tensor:
+        """logs float32 [H, T, M] of the retrieval head's KV heads, for the query heads of a site."""
+        own = matched_heads(logs, step.site.kv_heads)[site.first_head : site.first_head + site.kv_heads]
         return own.repeat_interleave(site.group_size, 0)
 
     def foresees(self, site: AttentionSite, step: Step) -> bool:

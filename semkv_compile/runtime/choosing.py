@@ -49,13 +49,18 @@ class Zoom:
         return torch.stack([read.float(), torch.full(read.shape, float(self.tokens * self.chosen.shape[1]))])
 
 
+def threshold_of(components: Components, site: AttentionSite) -> Tensor:
+    """float32 [Hq]: the score above which each query head wants a unit; -inf where the method fills the cap."""
+    return torch.full((site.q_heads,), NEG_INF) if components.fill else components.router.threshold(site).float()
+
+
 def choose_units(
     components: Components, spans: FoldedSpans, site: AttentionSite, score: Tensor, allowance: float
 ) -> Zoom:
     """Which units each query head unfolds by score float32 [Hq, T, M] on the host: those above its threshold, or all in order of score
     where the method fills the cap; over the cap of `allowance` device bytes, per KV head, the highest-scored of the group's union."""
     group, tokens = site.group_size, score.shape[1]
-    threshold = torch.full((site.q_heads,), NEG_INF) if components.fill else components.router.threshold(site).float()
+    threshold = threshold_of(components, site)
     room, (least, greatest) = allowance / site.kv_heads, spans.unit_nbytes_range
     most = score.shape[2] if room == float("inf") else min(score.shape[2], int(room // max(1, least)))
     if answers(score):

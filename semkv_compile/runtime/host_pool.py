@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -135,10 +136,10 @@ class HostTokens:
         """Those of them that are in files."""
         return sum(part.disk_nbytes for part in self.parts.values())
 
-    @property
+    @cached_property
     def token_nbytes(self) -> int:
         """Bytes that one token of one KV head takes here, and on the way to the device."""
-        return sum(part.data[:1, :0].element_size() * part._tail[0] for part in self.parts.values())
+        return sum(part.stored.element_size() * part._tail[0] for part in self.parts.values())
 
     @property
     def in_place(self) -> bool:

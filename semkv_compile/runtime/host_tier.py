@@ -17,6 +17,9 @@ from torch import Tensor
 
 from semkv.errors import CapacityError, ConfigError
 
+LARGE_PAGE = 1 << 21
+"""Bytes of a large page on x86 and ARM: what is smaller is not in any."""
+
 
 class HostTier:
     """Memory of the host, or files in its place.
@@ -47,7 +50,7 @@ class HostTier:
         self, shape: tuple[int, ...], dtype: torch.dtype, *, pinned: bool = False, scattered: bool = False
     ) -> Tensor:
         """An uninitialised tensor; `pinned`: in page-locked memory, where it is not in a file; `scattered`: it will be read in small
-        pieces here and there, so that nothing around them is to be read from a disk.
+        pieces here and there, so that nothing around them is to be read from a disk, and memory is in large pages.
 
         Raises
         ------
@@ -65,6 +68,8 @@ class HostTier:
                 _read_pieces_alone(mapped)
             return mapped.view(shape)
         made = self._in_memory(shape, dtype, pinned)
+        if scattered and not pinned:
+            _in_large_pages(made)
         if count and self.limit is not None:
             weakref.finalize(made.untyped_storage(), self._release, nbytes).atexit = False
         return made
@@ -131,6 +136,17 @@ class HostTier:
 def _read_pieces_alone(x: Tensor) -> None:
     """Advise the kernel not to read ahead in the file behind `x`, which takes megabytes around each token on some machines."""
     ctypes.CDLL(None).madvise(ctypes.c_void_p(x.data_ptr()), ctypes.c_size_t(x.nbytes), mmap.MADV_RANDOM)
+
+
+def _in_large_pages(x: Tensor) -> None:
+    """Ask for large pages where `x` will be, before it is written: a processor remembers where few pages are, and looks up each of the
+    others when a piece of it is read. A request: systems without them ignore it."""
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return
+    begin = -(-x.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (x.data_ptr() + x.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if end - begin >= LARGE_PAGE:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_HUGEPAGE)
 
 
 def on_disk(x: Tensor) -> bool:

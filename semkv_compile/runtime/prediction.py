@@ -13,6 +13,14 @@ from semkv.runtime.workspace import ranges
 
 NEG_INF = float("-inf")
 
+PLACE_BITS = 32
+"""A token's head and place are one number, so that one search finds it."""
+
+
+def token_keys(heads: Tensor, places: Tensor) -> Tensor:
+    """int64 [n]: numbers in the order of heads, then places, int64 [n] each."""
+    return heads << PLACE_BITS | places
+
 
 @dataclass(frozen=True)
 class Whereabouts:
@@ -43,9 +51,11 @@ class Whereabouts:
         heads, segment = torch.nonzero(wanted, as_tuple=True)
         length = self.length[segment]
         heads, places = heads.repeat_interleave(length)[:most], ranges(self.start[segment], length)[:most]
-        order = places.argsort()
-        order = order[heads[order].argsort(stable=True)]
-        return heads[order], places[order]
+        keys = token_keys(heads, places)
+        if bool((keys[1:] < keys[:-1]).any()):  # units of tokens from here and there
+            keys = keys.sort().values
+            heads, places = keys >> PLACE_BITS, keys & ((1 << PLACE_BITS) - 1)
+        return heads, places
 
 
 @dataclass(frozen=True)
@@ -88,4 +98,4 @@ class Certain:
         return self.where.tokens(self.chosen, self.most, self.held)
 
 
-__all__ = ["Certain", "Likely", "Whereabouts"]
+__all__ = ["Certain", "Likely", "Whereabouts", "token_keys"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
 import time
@@ -9,6 +10,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +18,8 @@ from torch import Tensor
 
 POLL_SECONDS = 0.05
 """How often a waiting step looks whether the worker still lives."""
+END_SECONDS = 10
+"""How long a program that ends waits for the fetch that is under way."""
 
 
 class Source(Protocol):
@@ -125,6 +129,7 @@ class Prefetcher:
         self._worker: threading.Thread | None = None
         self._dead = False
         self._close = weakref.finalize(self, self._queue.put, None)
+        self._close.atexit = False  # `_finish` does more
 
     @property
     def nbytes(self) -> int:
@@ -157,6 +162,9 @@ class Prefetcher:
                     self._warn(cause)
                     return None
                 self._worker = worker
+                finish = partial(_finish, self._queue, worker)
+                atexit.register(finish)
+                weakref.finalize(self, atexit.unregister, finish).atexit = False
             fetch = Fetch(source, wanted, self._free.pop())
             self._queue.put(fetch)
             return fetch
@@ -250,6 +258,12 @@ class Prefetcher:
                 for room, pinned in zip(buffer.tensors, passing):
                     room[: fetch.count].copy_(pinned[: fetch.count], non_blocking=True)
             buffer.copied = self._copies.record_event()
+
+
+def _finish(tasks: queue.SimpleQueue[Fetch | None], worker: threading.Thread) -> None:
+    """At the end of the program: a thread that Python ends in the midst of C++ takes the process down with it."""
+    tasks.put(None)
+    worker.join(END_SECONDS)
 
 
 def _work(tasks: queue.SimpleQueue[Fetch | None], owner: weakref.ref[Prefetcher]) -> None:

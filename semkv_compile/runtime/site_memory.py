@@ -9,7 +9,7 @@ from torch import Tensor
 
 from semkv.ir.memory import Entries
 from semkv.ir.site import AttentionSite
-from semkv.runtime.choosing import Zoom, choose_there, choose_units
+from semkv.runtime.choosing import Zoom, choose_there, choose_units, threshold_of
 from semkv.runtime.components import Components
 from semkv.runtime.prediction import Certain, Likely, Whereabouts
 from semkv.runtime.prefetch import Wanted
@@ -45,6 +45,22 @@ class Foreseen:
     def holds(self, site: AttentionSite, units: Tensor, room: float, step: Step) -> bool:
         """Whether that turn would choose the same."""
         return self.site == site.index and self.units is units and self.room == room and self.passing is step.passing
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What followed from one tensor of scores for units of `cost` bytes in `room` bytes above `threshold` [Hq]: layers that are given the
+    same scores choose the same."""
+
+    zoom: Zoom
+    score: Tensor
+    cost: int
+    room: float
+    threshold: Tensor
+
+
+CHOSEN = "chosen"
+"""Where in `Step.passing` it is."""
 
 
 class SiteMemory:
@@ -319,6 +335,22 @@ class SiteMemory:
         choose = choose_there if kernels else choose_units
         return choose(self.components, self.spans, site, score, allowance)
 
+    def _choose(self, site: AttentionSite, score: Tensor, room: float, step: Step, *, kernels: bool = False) -> Zoom:
+        """`_select`, once for all layers that ask for the same."""
+        least, greatest = self.spans.unit_nbytes_range
+        known, threshold = step.passing.get(CHOSEN), threshold_of(self.components, site)
+        if (
+            isinstance(known, Chosen)
+            and known.score is score
+            and (known.cost, known.room) == (greatest, room)
+            and torch.equal(known.threshold, threshold)
+        ):
+            return known.zoom
+        zoom = self._select(site, score, room, kernels=kernels)
+        if least == greatest:
+            step.passing[CHOSEN] = Chosen(zoom, score, least, room, threshold)
+        return zoom
+
     def _unfold(self, site: AttentionSite, q: Tensor, allowance: float, step: Step) -> tuple[Zoom, Workspace]:
         """The zooms of `_select` and the workspace that holds what they unfold, of at most `allowance` bytes."""
         spans = self.spans
@@ -335,7 +367,7 @@ class SiteMemory:
             score = score if there else score.cpu()
             room = allowance
             while True:
-                zoom = self._select(site, score, room, kernels=there)
+                zoom = self._choose(site, score, room, step, kernels=there)
                 chosen = spans.segments_of(zoom.chosen)
                 if not spans.has_factors:
                     break
@@ -378,7 +410,7 @@ class SiteMemory:
             return None
         _, room = self._slots(site, allowance)
         score = self.components.router.score(site, step.q, spans, step).float().cpu()
-        zoom = self._select(site, score, room)
+        zoom = self._choose(site, score, room, step)
         self._foreseen = Foreseen(zoom, score if self.guesses else None, site.index, spans.lengths, room, step.passing)
         held = torch.zeros(site.kv_heads, 0, dtype=torch.bool) if self.workspace is None else self.workspace.held
         return Certain(Whereabouts.of(spans), zoom.chosen, held, self.ahead)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from semkv.ir.site import AttentionSite
 from semkv.kernels.mixed_attention.streaming import scores
+from semkv.kernels.slots import Segments
 from semkv.runtime.components import Components, IndexPart
 from semkv.runtime.device_index import DeviceIndex
 from semkv.runtime.host_pool import GrowingTensor, HostFactors, HostTokens
@@ -17,7 +18,7 @@ from semkv.runtime.host_tier import HostTier
 from semkv.runtime.prefetch import Source
 from semkv.runtime.quantization import Quantized, bytes_per_vector, concatenate, dequantize, norms, products, quantize
 from semkv.runtime.segments import Folding
-from semkv.runtime.workspace import Segments, UnfoldedFactors, Workspace, ranges
+from semkv.runtime.workspace import UnfoldedFactors, Workspace, ranges
 
 Held = TypeVar("Held", Quantized, Tensor, Quantized | Tensor)
 
@@ -85,6 +86,7 @@ class FoldedSpans:
         self._held: tuple[Tensor, int] | None = None
         self._norms: tuple[Tensor, Tensor] | None = None
         self._plain: tuple[Tensor, bool] | None = None
+        self._segments: Segments | None = None
         self._run: tuple[Tensor, int | None] | None = None
         self._there: DeviceIndex | None = None
 
@@ -407,7 +409,11 @@ class FoldedSpans:
     @property
     def segments(self) -> Segments:
         """Where the tokens of each segment are; of factored ones their number."""
-        return Segments(self.segment_length, self.segment_position, self.segment_start)
+        if (
+            self._segments is None or self._segments.start is not self.segment_start
+        ):  # replaced whenever segments change
+            self._segments = Segments(self.segment_length, self.segment_position, self.segment_start)
+        return self._segments
 
     def segments_of(self, units: Tensor) -> Tensor:
         """The segments bool [Hkv, S] of the units bool [Hkv, M], each head its own."""

@@ -10,10 +10,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from semkv.runtime.prediction import token_keys
 from semkv.runtime.prefetch import Fetch, Prefetcher, Source
-
-HEAD_BITS = 32
-"""A token's head and place are one number, so that one search finds it."""
 
 
 @dataclass
@@ -60,7 +58,7 @@ class Supply:
             with self.told.stall():
                 there = self._prefetcher.wait(self._fetch)
         if there is not None and self._fetch is not None:
-            row, found = _find(_keys(self._fetch.heads, self._fetch.places), _keys(heads, index))
+            row, found = _find(token_keys(self._fetch.heads, self._fetch.places), token_keys(heads, index))
             for room, x in zip((k, v), there):
                 room.index_copy_(0, at[found].to(room.device), x.index_select(0, row[found].to(x.device)))
             missing = ~found
@@ -79,10 +77,6 @@ class Supply:
         if fetch.arrived.is_set() and fetch.error is None:
             self.told.fetched, self.told.fetch = fetch.count, (fetch.began, fetch.ended)
         self._prefetcher.release(fetch)
-
-
-def _keys(heads: Tensor, places: Tensor) -> Tensor:
-    return heads << HEAD_BITS | places
 
 
 def _find(keys: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:

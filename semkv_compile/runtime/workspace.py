@@ -8,20 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from semkv.kernels.slots import EMPTY, assign_slots, extent, release_slots
+from semkv.kernels.slots import EMPTY, Segments, assign_slots, extent, release_slots
 from semkv.runtime.prefetch import Source
 
 ROUND, ROUND_FROM = 64, 1024
 """Slots that a workspace of at least `ROUND_FROM` grows and shrinks by."""
-
-
-@dataclass(frozen=True)
-class Segments:
-    """Stored runs of tokens: length, position of the first token and its place in the host tier, int64 [S] each."""
-
-    length: Tensor
-    position: Tensor
-    start: Tensor
 
 
 @dataclass
@@ -52,7 +43,7 @@ class Workspace:
 
     On the device: k [Hkv, slots, D], v [Hkv, slots, Dv], positions int32 [Hkv, slots], `EMPTY` where a slot holds nothing; what
     stands there is finite. On the host, what is where: tokens int64 [Hkv, slots], places in the host tier, and segment int64
-    [Hkv, slots], both -1 where empty; held bool [Hkv, S], the segments that are there, whole.
+    [Hkv, slots], both -1 where empty; held bool [Hkv, S], the segments that are there, whole (of later ones, none).
     """
 
     def __init__(self, heads: int, key_dim: int, value_dim: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -89,35 +80,33 @@ class Workspace:
         """Hold exactly the segments `wanted` bool [Hkv, S], each head its own: what is missing is fetched from `host` into slots
         whose tokens are not wanted any more.
 
-        slots: per KV head, which the wanted segments of any head fit into; None: as many as they need. Returns the tokens that
-        were fetched and those that were there, over all heads.
+        slots: per KV head, which the wanted segments of any head fit into; None: as many as they need. `wanted` is kept, and must not be
+        written to. Returns the tokens that were fetched and those that were there, over all heads.
         """
-        self.held = pad(self.held, (0, wanted.shape[1] - self.held.shape[1]))
-        kept, lacking = release_slots(wanted, self.held, segments.length, self.segment, self.tokens, self.positions)
+        kept, lacking = release_slots(wanted, self.held, segments, self.segment, self.tokens, self.positions)
         self._resize(int((kept + lacking).max()) if slots is None else slots)
         if bool((kept + lacking > self.slots).any()):
             raise RuntimeError(
                 f"segments of {(kept + lacking).tolist()} tokens per KV head for {self.slots} slots; choose what fits"
             )
-        count = int(lacking.sum())
-        at, heads = assign_slots(wanted, self.held, segments.length, segments.start, self.segment, self.tokens, count)
-        self.held = wanted.clone()
-        self._fetch(at, heads, segments, host)
-        return count, int(kept.sum())
+        at, heads, places, positions = assign_slots(wanted, self.held, segments, self.segment, self.tokens, lacking)
+        self.held = wanted
+        self._fetch(at, heads, places, positions, host)
+        return len(at), int(kept.sum())
 
     def lay_out(self, tokens: Tensor, segment: Tensor, segments: Segments, host: Source) -> None:
         """Hold, in an empty workspace, what `tokens` and `segment` of another say, in the same slots, from `host`."""
         self._resize(tokens.shape[1])
         self.tokens, self.segment = tokens.clone(), segment.clone()
         heads, slots = torch.nonzero(segment >= 0, as_tuple=True)
+        own, places = segment[heads, slots], tokens[heads, slots]
         self.held = torch.zeros(len(segment), len(segments.length), dtype=torch.bool)
-        self.held[heads, segment[heads, slots]] = True
-        self._fetch(heads * self.slots + slots, heads, segments, host)
+        self.held[heads, own] = True
+        positions = segments.position[own] + places - segments.start[own]
+        self._fetch(heads * self.slots + slots, heads, places, positions, host)
 
-    def _fetch(self, at: Tensor, heads: Tensor, segments: Segments, host: Source) -> None:
-        """Fill the places `at` int64 [n] of the slots of all heads, which are of `heads`, with the tokens that belong there."""
-        places, segment = self.tokens.view(-1)[at], self.segment.view(-1)[at]
-        positions = segments.position[segment] + places - segments.start[segment]
+    def _fetch(self, at: Tensor, heads: Tensor, places: Tensor, positions: Tensor, host: Source) -> None:
+        """Fill the places `at` int64 [n] of the slots of all heads, which are of `heads`, with the tokens that wait at `places`."""
         host.fill(self.k.flatten(0, 1), self.v.flatten(0, 1), at, places, heads)
         device = self.positions.device
         self.positions.flatten(0, 1).index_copy_(0, at.to(device), positions.to(device, torch.int32))
@@ -125,8 +114,8 @@ class Workspace:
     def renumber(self, gone: int) -> None:
         """The first `gone` segments are no more, and the others' numbers are smaller by as many."""
         wanted = torch.cat([torch.zeros_like(self.held[:, :gone]), self.held[:, gone:]], 1)
-        lengths = torch.zeros(self.held.shape[1], dtype=torch.int64)
-        release_slots(wanted, self.held, lengths, self.segment, self.tokens, self.positions)
+        none = torch.zeros(self.held.shape[1], dtype=torch.int64)  # nothing is missing
+        release_slots(wanted, self.held, Segments(none, none, none), self.segment, self.tokens, self.positions)
         self.segment = torch.where(self.segment >= 0, self.segment - gone, -1)
         self.held = self.held[:, gone:].clone()
 

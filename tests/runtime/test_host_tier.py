@@ -49,6 +49,16 @@ def test_nothing_is_read_around_scattered_pieces(tmp_path):
     assert "rr" not in flags_of(whole)
 
 
+def test_scattered_pieces_in_memory_are_in_large_pages():
+    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not setting.is_file() or "[never]" in setting.read_text():
+        pytest.skip("the system has no large pages")
+    made = HostTier().empty((4, host_tier.LARGE_PAGE), torch.float32, scattered=True).fill_(2)
+    assert "hg" in flags_of(made[1])
+    assert bool((made == 2).all())
+    assert HostTier().empty((3,), torch.float32, scattered=True).shape == (3,)
+
+
 @pytest.mark.parametrize("disk", [False, True])
 def test_nothing_takes_no_room(tmp_path, disk):
     assert HostTier(disk=disk, folder=str(tmp_path), limit=0).empty((4, 0, 2), torch.float32).shape == (4, 0, 2)

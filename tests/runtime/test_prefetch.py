@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
 import warnings
 import weakref
@@ -234,6 +236,27 @@ def test_a_forgotten_prefetcher_ends_its_thread(fails):
     assert gone() is None
     thread.join(SECONDS)
     assert not thread.is_alive()
+
+
+ENDING = """
+import torch
+from semkv.runtime.prefetch import Prefetcher
+
+class Busy:
+    in_place = True
+
+    def fill(self, k, v, at, index, heads, *, threads=None):
+        for _ in range(300):
+            torch.randn(300, 300).sort()
+
+prefetcher = Prefetcher(4, (3, 2), torch.float32, torch.device("cpu"))
+prefetcher.submit(Busy(), lambda: (torch.zeros(1, dtype=torch.int64),) * 2)
+"""
+
+
+def test_a_program_may_end_in_the_midst_of_a_fetch():
+    done = subprocess.run([sys.executable, "-c", ENDING], capture_output=True, text=True, timeout=SECONDS * 5)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_fetches_are_timed_and_too_many_tokens_fail():

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from semkv.kernels.slots import EMPTY
+from semkv.kernels.slots import EMPTY, Segments
 from semkv.runtime import host_pool
 from semkv.runtime.host_pool import HostTokens
-from semkv.runtime.workspace import ROUND, ROUND_FROM, Segments, Workspace, slots_within
+from semkv.runtime.workspace import ROUND, ROUND_FROM, Workspace, slots_within
 
 HEADS, KEY, VALUE = 3, 5, 4
 LENGTHS = torch.tensor([3, 1, 4, 2, 1, 5, 2, 3])
@@ -96,6 +96,7 @@ def test_what_stays_keeps_its_slot_and_only_what_is_missing_is_read():
     slots, memory = workspace.tokens.clone(), workspace.k.data_ptr()
     read, fill = [], tokens.fill
     tokens.fill = lambda k, v, at, index, heads: read.append(len(index)) or fill(k, v, at, index, heads)
+    wanted = wanted.clone()
     wanted[:, 2], wanted[:, 3] = False, True
     assert workspace.take(wanted, segments, tokens, 16) == (HEADS * 2, HEADS * 8)
     assert read == [HEADS * 2]
