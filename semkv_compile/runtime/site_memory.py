@@ -10,7 +10,7 @@ from torch import Tensor
 from semkv.ir.memory import Entries
 from semkv.ir.site import AttentionSite
 from semkv.runtime.choosing import Zoom, choose_there, choose_units, threshold_of
-from semkv.runtime.components import Components
+from semkv.runtime.components import Components, Foresight
 from semkv.runtime.prediction import Certain, Likely, Whereabouts
 from semkv.runtime.prefetch import Wanted
 from semkv.runtime.quantization import Quantized
@@ -336,19 +336,20 @@ class SiteMemory:
         return choose(self.components, self.spans, site, score, allowance)
 
     def _choose(self, site: AttentionSite, score: Tensor, room: float, step: Step, *, kernels: bool = False) -> Zoom:
-        """`_select`, once for all layers that ask for the same."""
+        """`_select`, once for layers that ask for the same: scores that follow from what was left for them may be one tensor."""
         least, greatest = self.spans.unit_nbytes_range
+        if least != greatest or not isinstance(self.components.router, Foresight):
+            return self._select(site, score, room, kernels=kernels)
         known, threshold = step.passing.get(CHOSEN), threshold_of(self.components, site)
         if (
             isinstance(known, Chosen)
             and known.score is score
-            and (known.cost, known.room) == (greatest, room)
+            and (known.cost, known.room) == (least, room)
             and torch.equal(known.threshold, threshold)
         ):
             return known.zoom
         zoom = self._select(site, score, room, kernels=kernels)
-        if least == greatest:
-            step.passing[CHOSEN] = Chosen(zoom, score, least, room, threshold)
+        step.passing[CHOSEN] = Chosen(zoom, score, least, room, threshold)
         return zoom
 
     def _unfold(self, site: AttentionSite, q: Tensor, allowance: float, step: Step) -> tuple[Zoom, Workspace]:

@@ -82,7 +82,7 @@ def test_filters_and_the_layers_before_them_keep_everything(whole, prompt):
     row = state.rows[0]
     assert [row.stores[layer][0].recent.length for layer in (0, 1, 3)] == [207] * 3
     assert row.stores[2][0].recent.length < 207
-    assert set(row.passing) == {"omnikv.1", "omnikv.3"}
+    assert {name for name in row.passing if name.startswith("omnikv")} == {"omnikv.1", "omnikv.3"}
 
 
 def test_with_room_for_everything_it_is_full_attention(whole, prompt):
