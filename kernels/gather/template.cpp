@@ -8,7 +8,7 @@
 namespace {
 
 constexpr int64_t AHEAD = 12, SHARE = 64;  // rows that are asked for; rows of a task
-constexpr int64_t LEAST = 256;              // rows of a thread: fewer are copied before another one has begun
+constexpr int64_t LEAST = 256;             // rows of a thread: fewer are copied before another one has begun
 
 // Fields of 8 bytes each, as semkv.kernels.gather.cpp writes them.
 struct Pool {

@@ -409,9 +409,8 @@ class FoldedSpans:
     @property
     def segments(self) -> Segments:
         """Where the tokens of each segment are; of factored ones their number."""
-        if (
-            self._segments is None or self._segments.start is not self.segment_start
-        ):  # replaced whenever segments change
+        known = self._segments
+        if known is None or known.start is not self.segment_start:  # replaced whenever segments change
             self._segments = Segments(self.segment_length, self.segment_position, self.segment_start)
         return self._segments
 
