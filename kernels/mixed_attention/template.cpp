@@ -1,5 +1,5 @@
-// Mixed-resolution decode attention on a CPU: keys and values are read once, in tiles that stay in the first cache. A tile is a
-// run of entries at each of four places, far from one another: a core reads four streams faster than one.
+// Mixed-resolution decode attention on a CPU: keys and values are read once, in tiles. A tile is a run of entries at each of four
+// places, far from one another: a core reads four streams faster than one, and long ones faster than short ones.
 //
 // Constants that a specialisation defines: DIM and VALUE_DIM, the head dims; ROWS, query rows that are computed at once; MAX_ROWS, the
 // most that a place has.
@@ -9,13 +9,19 @@
 
 namespace {
 
-constexpr int64_t RUNS = 4, RUN = 16, TILE = RUNS * RUN;  // entries
+constexpr int64_t RUNS = 4, RUN = 128, TILE = RUNS * RUN;  // entries, at most
+constexpr int64_t ROUND = RUNS * LANES;               // entries of a split are a multiple of it
 constexpr int64_t MAX_TILES = (MAX_ROWS + ROWS - 1) / ROWS;
 constexpr int64_t KEY_VECTORS = (DIM + LANES - 1) / LANES, KEY_WIDTH = KEY_VECTORS * LANES;
 constexpr int64_t VALUE_VECTORS = (VALUE_DIM + LANES - 1) / LANES, VALUE_WIDTH = VALUE_VECTORS * LANES;
 constexpr int64_t PASS = 16 / ROWS;  // vectors of values that are summed at once, for all rows, in registers
 constexpr int64_t LONGEST = 4 * (DIM > VALUE_DIM ? DIM : VALUE_DIM);  // bytes of a vector
 constexpr float NONE = -__builtin_inff();
+#if defined(__znver1__) || defined(__znver2__) || defined(__znver3__) || defined(__znver4__) || defined(__znver5__)
+constexpr int64_t AHEAD = 0;  // a Zen core follows the streams by itself; what is asked for ahead takes the place of its own reads
+#else
+constexpr int64_t AHEAD = 16;  // entries of a run, which come to the second cache before they are read
+#endif
 
 // Fields of 8 bytes each, as semkv.kernels.mixed_attention.cpp writes them. Strides of keys, values and scales are bytes.
 struct Vectors {
@@ -86,9 +92,12 @@ struct Codes4 {  // two a byte, low half first
   }
 };
 
-// Where a tile's runs are: `count[i]` entries of a block from `start[i]` on; no run is longer than the first.
+// Where a tile's runs are: `count[i]` entries of a block from `start[i]` on; no run is longer than the first. Numbers of its entries
+// are in lists of RUNS times `width`.
 struct Tile {
-  int64_t start[RUNS], count[RUNS];
+  int64_t start[RUNS], count[RUNS], width;
+
+  int64_t size() const { return RUNS * width; }
 };
 
 // Entry `n` of a run, or its last one; of an empty run an entry of the first, whose weight is 0.
@@ -97,9 +106,9 @@ inline const char* entry(const char* data, int64_t stride, const Tile& tile, int
   return data + (count ? tile.start[run] + (n < count ? n : count - 1) : tile.start[0]) * stride;
 }
 
-// Ask for the entry that has this one's place in the next tile: it comes to the second cache while this tile is computed.
-inline void fetch_next(const char* vector, int64_t stride) {
-  for (int64_t at = 0; at < stride && at < LONGEST; at += 64) __builtin_prefetch(vector + RUN * stride + at, 0, 2);
+// Ask for the entry that comes AHEAD entries after this one.
+inline void fetch_ahead(const char* vector, int64_t stride) {
+  for (int64_t at = 0; AHEAD && at < stride && at < LONGEST; at += 64) __builtin_prefetch(vector + AHEAD * stride + at, 0, 2);
 }
 
 // Products of a tile's keys with ROWS queries [ROWS, KEY_WIDTH], into [ROWS, TILE]: a key of each run and up to four queries at once.
@@ -111,7 +120,7 @@ void products(const char* keys, int64_t stride, const Tile& tile, const float* q
     Floats sums[RUNS][rows] = {};
     for (int64_t run = 0; run < RUNS; ++run) {
       key[run] = entry(keys, stride, tile, run, n);
-      if (First == 0) fetch_next(key[run], stride);
+      if (First == 0) fetch_ahead(key[run], stride);
     }
     for (int64_t i = 0; i < DIM / LANES; ++i)
       for (int64_t run = 0; run < RUNS; ++run) {
@@ -124,7 +133,7 @@ void products(const char* keys, int64_t stride, const Tile& tile, const float* q
     }
     for (int64_t row = 0; row < rows; ++row) {
       Four four = sums_of(sums[0][row], sums[1][row], sums[2][row], sums[3][row]);
-      for (int64_t run = 0; run < RUNS; ++run) out[(First + row) * TILE + run * RUN + n] = four[run];
+      for (int64_t run = 0; run < RUNS; ++run) out[(First + row) * TILE + run * tile.width + n] = four[run];
     }
   }
   if constexpr (First + rows < ROWS) products<Kind, First + rows>(keys, stride, tile, q, out);
@@ -139,20 +148,22 @@ void add(const char* values, int64_t stride, const Tile& tile, const float* weig
   Floats sums[ROWS][vectors];
   for (int64_t row = 0; row < ROWS; ++row)
     for (int64_t i = 0; i < vectors; ++i) sums[row][i] = load(out + row * VALUE_WIDTH + (First + i) * LANES);
-  for (int64_t n = 0; n < tile.count[0]; ++n)
+  for (int64_t n = 0; n < tile.count[0]; ++n) {
+    const char* value[RUNS];
     for (int64_t run = 0; run < RUNS; ++run) {
-      const char* value = entry(values, stride, tile, run, n);
-      if (First == 0) fetch_next(value, stride);
-      const float* weight = weights + run * RUN + n;
-      for (int64_t i = 0; i < whole; ++i) {
-        Floats x = Kind::template part<LANES>(value, (First + i) * LANES);
-        for (int64_t row = 0; row < ROWS; ++row) sums[row][i] += x * weight[row * TILE];
-      }
-      if constexpr (whole < vectors) {
-        Floats x = Kind::template part<rest>(value, VALUE_DIM - rest);
-        for (int64_t row = 0; row < ROWS; ++row) sums[row][whole] += x * weight[row * TILE];
-      }
+      value[run] = entry(values, stride, tile, run, n);
+      if (First == 0) fetch_ahead(value[run], stride);
     }
+    for (int64_t i = 0; i < whole; ++i)
+      for (int64_t run = 0; run < RUNS; ++run) {
+        Floats x = Kind::template part<LANES>(value[run], (First + i) * LANES);
+        for (int64_t row = 0; row < ROWS; ++row) sums[row][i] += x * weights[row * TILE + run * tile.width + n];
+      }
+    for (int64_t run = 0; run < RUNS && whole < vectors; ++run) {
+      Floats x = Kind::template part<rest>(value[run], VALUE_DIM - rest);
+      for (int64_t row = 0; row < ROWS; ++row) sums[row][whole] += x * weights[row * TILE + run * tile.width + n];
+    }
+  }
   for (int64_t row = 0; row < ROWS; ++row)
     for (int64_t i = 0; i < vectors; ++i) store(out + row * VALUE_WIDTH + (First + i) * LANES, sums[row][i]);
   if constexpr (!last) add<Kind, First + vectors>(values, stride, tile, weights, out);
@@ -166,25 +177,26 @@ constexpr Add ADD[] = {add<Float32>, add<Bfloat16>, add<Float16>, add<Codes8>, a
 // Scales of a tile's vectors, or nothing where they have none.
 const float* scales(const Vectors& of, int64_t place, const Tile& tile, float* into) {
   if (!of.scale) return nullptr;
-  for (int64_t run = 0; run < RUNS; ++run) {
-    Shorts half = {};
-    for (int64_t n = 0; n < tile.count[run]; ++n)
-      half[n] = *(const uint16_t*)(of.scale + place * of.scale_place_stride + (tile.start[run] + n) * of.scale_entry_stride);
-    store(into + run * RUN, from_float16(half));
-  }
+  for (int64_t run = 0; run < RUNS; ++run)
+    for (int64_t first = 0; first < tile.width; first += LANES) {
+      Shorts half = {};
+      for (int64_t n = first; n < first + LANES && n < tile.count[run]; ++n)
+        half[n - first] = *(const uint16_t*)(of.scale + place * of.scale_place_stride + (tile.start[run] + n) * of.scale_entry_stride);
+      store(into + run * tile.width + first, from_float16(half));
+    }
   return into;
 }
 
 // How far back each entry of a tile lies from a query, -1 for one that the query does not see; whether it sees any.
 bool distances(const Call& call, const Block& block, int64_t place, const Tile& tile, int64_t where, int32_t* out) {
   bool seen = false;
-  for (int64_t n = 0; n < TILE; ++n) out[n] = -1;
+  for (int64_t n = 0; n < tile.size(); ++n) out[n] = -1;
   for (int64_t run = 0; run < RUNS; ++run)
     for (int64_t n = 0; n < tile.count[run]; ++n) {
       const char* at = block.positions + place * block.position_place_stride + (tile.start[run] + n) * block.position_entry_stride;
       int64_t back = where - (block.position_bytes == 8 ? *(const int64_t*)at : *(const int32_t*)at);
       bool sees = back >= 0 && (!call.window || back < call.window);
-      out[run * RUN + n] = sees ? (back > INT32_MAX ? INT32_MAX : (int32_t)back) : -1;
+      out[run * tile.width + n] = sees ? (back > INT32_MAX ? INT32_MAX : (int32_t)back) : -1;
       seen |= sees;
     }
   return seen;
@@ -194,30 +206,30 @@ bool distances(const Call& call, const Block& block, int64_t place, const Tile& 
 void shape(const Call& call, const Block& block, int64_t place, const Tile& tile, int64_t row, const int32_t* back, float* x) {
   int64_t head = (block.first + place) % call.kv_heads * call.group + row / call.tokens;
   float cap = (float)call.softcap;
-  for (int64_t n = 0; n < TILE && cap != 0; n += LANES) store(x + n, cap * hyperbolic_tangent(load(x + n) / cap));
-  for (int64_t n = 0; n < TILE && call.slopes; ++n) x[n] -= call.slopes[head] * (float)back[n];
-  for (int64_t n = 0; n < TILE && call.table; ++n) {
+  for (int64_t n = 0; n < tile.size() && cap != 0; n += LANES) store(x + n, cap * hyperbolic_tangent(load(x + n) / cap));
+  for (int64_t n = 0; n < tile.size() && call.slopes; ++n) x[n] -= call.slopes[head] * (float)back[n];
+  for (int64_t n = 0; n < tile.size() && call.table; ++n) {
     int64_t at = back[n] < 0 ? 0 : back[n];
     x[n] += call.table[head * call.table_length + (at < call.table_length ? at : call.table_length - 1)];
   }
   for (int64_t run = 0; run < RUNS && block.bias; ++run) {
     const float* bias = block.bias + place * block.bias_place_stride + row / call.tokens * block.bias_group_stride +
                         row % call.tokens * block.bias_token_stride + tile.start[run] * block.bias_entry_stride;
-    for (int64_t n = 0; n < tile.count[run]; ++n) x[run * RUN + n] += bias[n * block.bias_entry_stride];
+    for (int64_t n = 0; n < tile.count[run]; ++n) x[run * tile.width + n] += bias[n * block.bias_entry_stride];
   }
-  for (int64_t n = 0; n < TILE; ++n) x[n] = back[n] < 0 ? NONE : x[n];
+  for (int64_t n = 0; n < tile.size(); ++n) x[n] = back[n] < 0 ? NONE : x[n];
 }
 
 // Turn the scores of one row into weights, relative to the largest score so far, and bring its sums to it; false: all are 0.
-bool weigh(float* x, float* sums, float& top, float& mass) {
+bool weigh(float* x, int64_t size, float* sums, float& top, float& mass) {
   Floats most = load(x);
-  for (int64_t n = LANES; n < TILE; n += LANES) {
+  for (int64_t n = LANES; n < size; n += LANES) {
     Floats next = load(x + n);
     most = next > most ? next : most;
   }
   float found = largest(most);
   if (found == NONE) {
-    for (int64_t n = 0; n < TILE; ++n) x[n] = 0;
+    for (int64_t n = 0; n < size; ++n) x[n] = 0;
     return false;
   }
   if (found > top) {
@@ -227,7 +239,7 @@ bool weigh(float* x, float* sums, float& top, float& mass) {
     top = found;
   }
   Floats total = {};
-  for (int64_t n = 0; n < TILE; n += LANES) {
+  for (int64_t n = 0; n < size; n += LANES) {
     Floats weight = exponential(load(x + n) - top);
     store(x + n, weight);
     total += weight;
@@ -262,15 +274,15 @@ void attend(const Call& call, const Block& block, int64_t place, const Tile& til
   const char* keys = block.k.data + place * block.k.place_stride;
   const char* values = block.v.data + place * block.v.place_stride;
   for (int64_t first = 0; first < rows; first += ROWS) {
-    float x[ROWS * TILE] = {};
+    float x[ROWS * TILE];
     bool any = false;
     PRODUCTS[block.k.kind](keys, block.k.entry_stride, tile, q + first * KEY_WIDTH, x);
     for (int64_t row = first; row < first + ROWS && row < rows; ++row) {
       float* own = x + (row - first) * TILE;
-      for (int64_t n = 0; n < TILE && key_scale; ++n) own[n] *= key_scale[n];
+      for (int64_t n = 0; n < tile.size() && key_scale; ++n) own[n] *= key_scale[n];
       shape(call, block, place, tile, row, back[row % call.tokens], own);
-      any |= weigh(own, found.sums + row * VALUE_WIDTH, found.top[row], found.mass[row]);
-      for (int64_t n = 0; n < TILE && value_scale; ++n) own[n] *= value_scale[n];
+      any |= weigh(own, tile.size(), found.sums + row * VALUE_WIDTH, found.top[row], found.mass[row]);
+      for (int64_t n = 0; n < tile.size() && value_scale; ++n) own[n] *= value_scale[n];
     }
     if (any) ADD[block.v.kind](values, block.v.entry_stride, tile, x, found.sums + first * VALUE_WIDTH);
   }
@@ -286,6 +298,7 @@ void attend_range(const Call& call, const Block& block, int64_t place, int64_t s
       tile.start[run] = from;
       tile.count[run] = left < 0 ? 0 : left < RUN ? left : RUN;
     }
+    tile.width = (tile.count[0] + LANES - 1) / LANES * LANES;
     attend(call, block, place, tile, q, found);
   }
 }
@@ -304,7 +317,7 @@ void attend_split(const Call& call, int64_t task) {
   const Block* end = call.blocks + call.block_count;
   auto has = [place](const Block& block) { return block.first <= place && place < block.first + block.places; };
   for (const Block* block = call.blocks; block < end; ++block) total += has(*block) ? block->entries : 0;
-  int64_t share = ((total + call.splits - 1) / call.splits + TILE - 1) / TILE * TILE, begin = split * share;
+  int64_t share = ((total + call.splits - 1) / call.splits + ROUND - 1) / ROUND * ROUND, begin = split * share;
   for (const Block* block = call.blocks; block < end; ++block) {
     if (!has(*block)) continue;
     int64_t stop = begin + share < block->entries ? begin + share : block->entries;
