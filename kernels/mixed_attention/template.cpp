@@ -10,7 +10,7 @@
 namespace {
 
 constexpr int64_t RUNS = 4, RUN = 128, TILE = RUNS * RUN;  // entries, at most
-constexpr int64_t ROUND = RUNS * LANES;               // entries of a split are a multiple of it
+constexpr int64_t ROUND = RUNS * LANES;  // entries of a split are a multiple of it
 constexpr int64_t MAX_TILES = (MAX_ROWS + ROWS - 1) / ROWS;
 constexpr int64_t KEY_VECTORS = (DIM + LANES - 1) / LANES, KEY_WIDTH = KEY_VECTORS * LANES;
 constexpr int64_t VALUE_VECTORS = (VALUE_DIM + LANES - 1) / LANES, VALUE_WIDTH = VALUE_VECTORS * LANES;
