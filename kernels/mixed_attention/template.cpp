@@ -18,7 +18,7 @@ constexpr int64_t PASS = 16 / ROWS;  // vectors of values that are summed at onc
 constexpr int64_t LONGEST = 4 * (DIM > VALUE_DIM ? DIM : VALUE_DIM);  // bytes of a vector
 constexpr float NONE = -__builtin_inff();
 #if defined(__znver1__) || defined(__znver2__) || defined(__znver3__) || defined(__znver4__) || defined(__znver5__)
-constexpr int64_t AHEAD = 0;  // a Zen core follows the streams by itself; what is asked for ahead takes the place of its own reads
+constexpr int64_t AHEAD = 0;  // a Zen core follows the streams by itself, and is slower where they are asked for ahead
 #else
 constexpr int64_t AHEAD = 16;  // entries of a run, which come to the second cache before they are read
 #endif
