@@ -1,9 +1,10 @@
 """Every method on the bundled model: which keeps the answers, at which budget, length, and with the question seen or not.
 
-    python benchmarks/grid.py                     # three to six hours of one core, by the machine; stops and goes on anywhere
+    python benchmarks/grid.py                     # about 2 h 40 min of one core; stops and goes on anywhere
     python benchmarks/grid.py --families dense    # one family, as one of several processes that share the rows
     python benchmarks/grid.py --report-only       # what the rows hold so far
 
+Two processes on two cores take about half as long; run it once more alone when both are done, for the report.
 A new checkout goes on from the rows that are kept, compressed, in benchmarks/results/rows/.
 
 Three parts, each a JSON in benchmarks/results/: `grid` (4K tokens, question unseen, 3, 5, 10 and 20 %, 50 questions a cell),
@@ -14,6 +15,8 @@ baseline and the ceiling) and `grid_settings` (2K and 8K tokens, and the questio
 from __future__ import annotations
 
 import json
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,12 +36,15 @@ from grids import (
 )
 from quality import points
 
+from semkv.errors import BudgetError
 from semkv.evaluation import Grid, Report, Variant
 from semkv.evaluation.fitting import which_fit
 from semkv.evaluation.plots import accuracy_by_budget, draw_all
-from semkv.evaluation.schema import Summary
+from semkv.evaluation.runner import Work, missing_work
+from semkv.evaluation.schema import Row, Summary
+from semkv.evaluation.store import RowStore
 from semkv.evaluation.subject import Subject
-from semkv.evaluation.tables import markdown, percent, provenance
+from semkv.evaluation.tables import markdown, percent, provenance, size
 
 SPARSE = ("single", "multi", "confusable")
 BUDGETS = (0.03, 0.05, 0.1, 0.2)
@@ -79,7 +85,11 @@ SHOWN = (
 """Methods in the picture: more than these cannot be told apart."""
 REFUSED = "grid_refused.json"
 NOTES = ROOT / "benchmarks" / "grid_notes.md"
-"""Why a system is below what its paper compares it with, with the evidence; written by hand."""
+"""Why a system is below what its paper compares it with, with the evidence: words by hand, figures in braces by `notes`."""
+HOURS = "about 2 h 40 min with one process, 1 h 20 min with two on two cores"
+"""From empty rows, on the machine of the recorded run."""
+ROW_SECONDS = 0.6
+"""By those, of a row at `LENGTH` tokens."""
 
 
 def place(variant: Variant) -> str:
@@ -140,18 +150,59 @@ class Measuring:
         kept = RESULTS / REFUSED
         self.refused: dict[str, dict[str, str]] = json.loads(kept.read_text()) if kept.exists() else {}
 
+    def grid(self, part: Part) -> Grid:
+        """The part's grid, with as many questions as were asked for."""
+        asked = self.arguments.samples
+        return part.grid() if not asked else part.grid().model_copy(update={"samples": min(part.samples, asked)})
+
+    def hours(self, parts: Iterable[Part]) -> float:
+        """What measuring the rows that are missing will take, by `ROW_SECONDS`."""
+        found = ((part, self.missing(self.fitting(part, self.grid(part)))) for part in parts)
+        seconds = sum(len(work.variants) * ROW_SECONDS * part.length / LENGTH for part, left in found for work in left)
+        return seconds / 3600
+
+    def missing(self, grid: Grid) -> list[Work]:
+        """What the chosen families lack of `grid`, in the order in which it is measured."""
+        asked = self.arguments.families.split(",")
+        chosen = grid.model_copy(update={"families": tuple(f for f in grid.families if f in asked)})
+        return missing_work(chosen, self.bench.identity, RowStore(self.bench.rows))
+
     def run(self, part: Part) -> Report:
-        grid = part.grid()
-        if self.arguments.samples:
-            grid = grid.model_copy(update={"samples": min(part.samples, self.arguments.samples)})
+        grid = self.grid(part)
         if not (self.arguments.report_only and part.name in self.refused):
             refused = which_fit(self.subject, self.bench.tokenizer, grid)[1]
             self.refused[part.name] = {place(variant): why for variant, why in refused}
-        fitting = tuple(v for v in grid.variants if place(v) not in self.refused[part.name])
-        grid = grid.model_copy(update={"variants": fitting})
+        grid = self.fitting(part, grid)
         if not self.arguments.report_only:
-            self.bench.run(grid, part.title)
+            grid = self.measure(part, grid)
         return self.report(grid, part.title)
+
+    def fitting(self, part: Part, grid: Grid) -> Grid:
+        """`grid` without the variants that the part has refused so far."""
+        refused = self.refused.get(part.name, {})
+        fitting = tuple(v for v in grid.variants if place(v) not in refused)
+        return grid.model_copy(update={"variants": fitting})
+
+    def measure(self, part: Part, grid: Grid) -> Grid:
+        """Measure `grid` and return what of it runs: a variant that a later context refuses is left out, with that context's reason."""
+        while True:
+            try:
+                self.bench.run(grid, part.title)
+                return grid
+            except BudgetError as error:
+                self.refused[part.name] |= self.refused_at(self.missing(grid)[0], grid, part.title, error)
+                grid = self.fitting(part, grid)
+
+    def refused_at(self, work: Work, grid: Grid, title: str, error: BudgetError) -> dict[str, str]:
+        """Whose `error` it was at the context where the run stopped: its variants one by one, up to the one that raises again."""
+        upto = work.index * grid.questions_per_context + work.asked
+        for variant, _ in work.variants:
+            alone = grid.model_copy(update={"variants": (variant,), "families": (work.family,), "samples": upto})
+            try:
+                self.bench.run(alone, title)
+            except BudgetError as again:
+                return {place(variant): str(again)}
+        raise error
 
     def report(self, grid: Grid, title: str) -> Report:
         """What the rows hold of `grid`; `auto` has the rows of the method that the profile chooses at the budget."""
@@ -247,25 +298,76 @@ def beaten(report: Report) -> str:
     )
 
 
+def refusals(refused: dict[str, dict[str, str]], parts: Iterable[Part]) -> str:
+    """What did not run, part by part, and why."""
+    lines = [[part.title, *pair] for part in parts for pair in refused.get(part.name, {}).items()]
+    return table(["part", "method and budget", "why"], lines)
+
+
+def nowhere(part: Part, report: Report) -> list[str]:
+    """Labels of the part's variants that ran at no budget."""
+    ran = {s.variant.label for s in report.summaries}
+    return list(dict.fromkeys(v.label for v in part.variants() if v.label not in ran))
+
+
+def notes(report: Report) -> str:
+    """The notes with their figures, from this report and HeteroCache's own.
+
+    `{answers[LABEL at BUDGET]}` in percent, of one family after a comma; `{moved[LABEL at BUDGET]}` bytes of a step; `{updates[TAU]}`
+    percent of checks.
+    """
+    unknown = "(not measured)"
+    answers: dict[str, str] = defaultdict(lambda: unknown)
+    moved: dict[str, str] = defaultdict(lambda: unknown)
+    updates: dict[str, str] = defaultdict(lambda: unknown)
+    for summary in report.summaries:
+        answers[place(summary.variant)] = f"{100 * summary.accuracy.value:.0f}"
+        moved[place(summary.variant)] = size(summary.moved_per_step)
+    for cell in report.cells:
+        answers[f"{place(cell.cell.variant)}, {cell.cell.family}"] = f"{100 * cell.accuracy.value:.0f}"
+    theirs = RESULTS / "reports_heterocache.json"
+    for line in json.loads(theirs.read_text(encoding="utf-8")).get("drift", []) if theirs.exists() else []:
+        updates[f"{line['tau_drift']:g}"] = f"{100 * line['per_check']:.0f}"
+    text = NOTES.read_text(encoding="utf-8").replace("../docs/results/", "")
+    return text.format(answers=answers, moved=moved, updates=updates)
+
+
+def effort(rows: Path) -> str:
+    """How long the whole takes, beside what the clocks of the rows in this file say."""
+    found = [Row.model_validate_json(line) for line in rows.read_text(encoding="utf-8").splitlines()]
+    seconds = 1e-6 * sum(row.compress_us + sum(row.step_us) for row in found)
+    return (
+        f"The {len(found):,} rows took {HOURS} on the machine of the recorded run; of one core's time {seconds / 3600:.1f} h were "
+        "compression and decode steps, by the rows' own clocks, the rest reading contexts and questions."
+    )
+
+
 def main() -> None:
     arguments = parser(__doc__.splitlines()[0]).parse_args()
     measuring = Measuring(arguments)
     everyone = (*OURS, *SYSTEMS, *BASELINES)
     first = Part("grid", "All methods", everyone, BUDGETS, 50)
-    methods = measuring.run(first)
-    leaders = Part("grid_leaders", "Leaders", (*OURS, *SYSTEMS, *best_baselines(methods), CEILING), TIGHT, 200)
     settings = [
         Part("grid_2k", "2K tokens", everyone, (0.1,), 50, length=2048),
         Part("grid_8k", "8K tokens", everyone, (0.1,), 50, length=8192),
         Part("grid_seen", "Question seen", everyone, (0.1,), 50, question="seen"),
     ]
+
+    def leading(methods: Report) -> Part:
+        return Part("grid_leaders", "Leaders", (*OURS, *SYSTEMS, *best_baselines(methods), CEILING), TIGHT, 200)
+
+    if not arguments.report_only:
+        known = measuring.report(measuring.grid(first), first.title)
+        left = measuring.hours((first, leading(known), *settings))
+        print(f"about {left:.1f} h of one core left, on a machine that takes {ROW_SECONDS} s a row", flush=True)
+    methods = measuring.run(first)
+    leaders = leading(methods)
     reports = {part.name: measuring.run(part) for part in (leaders, *settings)} | {first.name: methods}
     for name, report in reports.items():
         if report.cells:
             write_results(name, report)
     (RESULTS / REFUSED).write_text(json.dumps(measuring.refused, indent=1) + "\n", encoding="utf-8")
     pictures = pictures_of(methods, reports["grid_leaders"])
-    refused = [list(pair) for pair in measuring.refused[first.name].items()]
     path = write_document(
         "grid",
         "# All methods on the bundled model",
@@ -278,23 +380,25 @@ def main() -> None:
         beaten(reports["grid_leaders"]),
         "## All methods at a glance",
         "Exact answers in percent over the four families, 50 questions each; in brackets 95 % intervals, clustered by "
-        "context. A budget below a method's smallest has a dash. `strict` and `recoverable` are our forms of methods that "
+        "context. A budget below a method's smallest, or with no room to unfold anything, has a dash. `strict` and `recoverable` are "
+        "our forms of methods that "
         "need more room or drop tokens.",
-        at_a_glance(methods),
+        at_a_glance(methods, nowhere(first, methods)),
         "## Leaders, 200 questions a cell",
         markdown(reports["grid_leaders"]),
         "\n\n".join(f"![{picture.stem.replace('_', ' ')}](grid/{picture.name})" for picture in pictures),
         "## All methods, 50 questions a cell",
         markdown(methods),
-        "Cells that are missing, because the budget is below the method's smallest:",
-        table(["method and budget", "why"], refused),
+        "Cells that are missing, here and in the other parts of this page, and what the method says:",
+        refusals(measuring.refused, (first, leaders, *settings)),
         "## The systems against what their papers compare them with",
         rivals(methods),
-        NOTES.read_text(encoding="utf-8").replace("../docs/results/", ""),
+        notes(methods),
         "## Other lengths, and the question seen",
         *[markdown(reports[p.name]) if reports[p.name].cells else f"{p.title}: not measured yet." for p in settings],
         "## Provenance",
         provenance(methods),
+        effort(measuring.bench.rows),
         ""
         if all(report.complete for report in reports.values())
         else "Not complete: the tables tell how many questions each line has.",

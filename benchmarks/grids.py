@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import lzma
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -159,8 +159,11 @@ def table(columns: list[str], lines: list[list[str]]) -> str:
     return "\n".join(["| " + " | ".join(columns) + " |", rule, *["| " + " | ".join(line) + " |" for line in lines]])
 
 
-def at_a_glance(report: Report) -> str:
-    """A line per method, a column per budget, the best first: exact answers in percent, with their intervals."""
+def at_a_glance(report: Report, nowhere: Sequence[str] = ()) -> str:
+    """A line per method, a column per budget, the best first: exact answers in percent, with their intervals.
+
+    nowhere: labels of methods that ran at no budget, last.
+    """
     budgets = sorted({s.variant.budget for s in report.summaries if isinstance(s.variant.budget, float)})
     found: dict[str, dict[float, Summary]] = {}
     for summary in report.summaries:
@@ -168,13 +171,17 @@ def at_a_glance(report: Report) -> str:
             found.setdefault(summary.variant.label, {})[summary.variant.budget] = summary
     full = next(s for s in report.summaries if s.variant.budget is None)
 
+    def coded(label: str) -> str:
+        name, _, form = label.partition(", ")
+        return f"`{name}`" + (f", {form}" if form else "")
+
     def merit(label: str) -> tuple[float, int]:
         """Budgets at which a method does not run count as nothing."""
         return -sum(s.accuracy.value for s in found[label].values()), list(found).index(label)
 
     lines = [["`full`", *[percent(full.accuracy)] * len(budgets)]]
     for label in sorted(found, key=merit):
-        name, _, form = label.partition(", ")
         cells = [percent(found[label][b].accuracy) if b in found[label] else "-" for b in budgets]
-        lines.append([f"`{name}`" + (f", {form}" if form else ""), *cells])
+        lines.append([coded(label), *cells])
+    lines += [[coded(label), *["-"] * len(budgets)] for label in nowhere]
     return table(["method", *[f"{100 * budget:g} %" for budget in budgets]], lines)

@@ -1,4 +1,4 @@
-"""CompressKV on the bundled model: heads masked, numbers of heads that choose, selection and allocation, budgets.
+"""CompressKV on the bundled model: heads masked, numbers of heads that choose, selection and allocation, budgets, costs by length.
 
     python benchmarks/reports_compresskv.py            # an interrupted run goes on
     python benchmarks/reports_compresskv.py --samples 20
@@ -10,13 +10,15 @@ docs/results/reports_compresskv.md.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from costs import ABOUT, Contender, Direction, by_length, costs_table, directions_table, times_full
 from grids import DOCS, FAMILIES, Bench, parser, table, write_document
-from reports import Claim, claims_table, curve, draw_curves, write_parts
+from reports import Claim, Figures, claims_table, curve, draw_curves, write_parts
 
 from semkv.evaluation import Grid, Report, Variant
 from semkv.evaluation.plots import accuracy_by_budget
@@ -29,9 +31,13 @@ SAMPLES = 40
 BUDGETS = (0.012, 0.02, 0.03, 0.05, 0.1)
 SWEPT = 0.02
 HEADS = (1, 2, 3, 4, 6, 8)
-MASKED = {"semantic": (1, 2, 3, 4, 6), "classic": (1, 2, 3, 4, 6), "random": (3, 6)}
+RANKED = {"semantic": (1, 2, 3, 4, 6), "classic": (1, 2, 3, 4, 6)}
 """Numbers of masked heads by what ranks them."""
+OTHERS, DRAWS = (4, 6), 5
+"""Numbers of heads drawn from those that are masked under neither ranking, and how often."""
 SEED = 0
+Masking = tuple[Report, list[tuple[int, int]]]
+"""The full cache's report, and the heads that are masked in it."""
 
 METHODS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("compresskv", "compresskv", {}),
@@ -98,13 +104,21 @@ CLAIMS = tuple(
 
 
 def ranking(kind: str, scores: RetrievalHeads) -> list[tuple[int, int]]:
-    """(site, query head), those that are masked first in front: by score over all layers, or in random order."""
+    """(site, query head) by score over all layers, those that are masked first in front."""
     rows = scores.classic if kind == "classic" else scores.semantic
     heads = [(site, head) for site, row in enumerate(rows) for head in range(len(row))]
-    if kind == "random":
-        order = torch.randperm(len(heads), generator=torch.Generator().manual_seed(SEED)).tolist()
-        return [heads[place] for place in order]
     return sorted(heads, key=lambda place: (-rows[place[0]][place[1]], place))
+
+
+def drawn(count: int, scores: RetrievalHeads) -> list[list[tuple[int, int]]]:
+    """`DRAWS` random choices of `count` heads, none of which is masked under a ranking."""
+    tested = {head for kind, counts in RANKED.items() for head in ranking(kind, scores)[: max(counts)]}
+    others = [head for head in sorted(ranking("semantic", scores)) if head not in tested]
+    generator = torch.Generator().manual_seed(SEED)
+    return [
+        sorted(others[place] for place in torch.randperm(len(others), generator=generator)[:count].tolist())
+        for _ in range(DRAWS)
+    ]
 
 
 @contextmanager
@@ -124,43 +138,81 @@ def masked(model: Any, heads: Sequence[tuple[int, int]]) -> Iterator[None]:
                 weight.copy_(values)
 
 
-def masking(bench: Bench, samples: int, length: int) -> dict[tuple[str, int], tuple[Report, list[tuple[int, int]]]]:
-    """The full cache's report and the masked heads, by kind of ranking and number; 0 heads under every kind."""
+def masking(bench: Bench, samples: int, length: int) -> dict[tuple[str, int], list[Masking]]:
+    """By kind and number of masked heads: one masking of a ranking's first heads, several of other heads (`random`); 0 under every kind."""
     plain = Grid(
         variants=(Variant(method="full"),), families=FAMILIES, lengths=(length,), samples=samples, questions_per_context=2
     )  # fmt: skip
-    found = {}
-    for kind, counts in MASKED.items():
-        order = ranking(kind, bench.profile.info.retrieval_heads)
-        for count in (0, *counts):
-            heads = order[:count]
+    scores = bench.profile.info.retrieval_heads
+    chosen = {(kind, n): [ranking(kind, scores)[:n]] for kind, counts in RANKED.items() for n in (0, *counts)}
+    chosen |= {("random", 0): [[]]} | {("random", n): drawn(n, scores) for n in OTHERS}
+    found: dict[tuple[str, int], list[Masking]] = {}
+    for (kind, count), draws in chosen.items():
+        for heads in draws:
             with masked(bench.model, heads):
                 bench.identify()
-                found[kind, count] = (bench.run(plain, f"{count} {kind} heads masked"), heads)
+                found.setdefault((kind, count), []).append((bench.run(plain, f"{count} {kind} heads masked"), heads))
     bench.identify()
     return found
 
 
-def masking_curves(
-    found: dict[tuple[str, int], tuple[Report, list[tuple[int, int]]]],
-) -> dict[str, list[tuple[float, Interval]]]:
+def over_draws(maskings: Sequence[Masking]) -> Interval:
+    """Accuracy of one masking with its interval; of several the mean, from the lowest to the highest."""
+    each = [report.summaries[0].accuracy for report, _ in maskings]
+    if len(each) == 1:
+        return each[0]
+    values = [one.value for one in each]
+    return each[0].model_copy(update={"value": statistics.mean(values), "low": min(values), "high": max(values)})
+
+
+def masking_curves(found: dict[tuple[str, int], list[Masking]]) -> dict[str, list[tuple[float, Interval]]]:
     """Accuracy by number of masked heads, a curve per kind."""
     return {
-        kind: [(count, found[kind, count][0].summaries[0].accuracy) for count in (0, *counts)] for kind, counts in MASKED.items()
+        named: [(count, over_draws(found[kind, count])) for count in (0, *counts)]
+        for kind, named, counts in (*((kind, kind, counts) for kind, counts in RANKED.items()), ("random", "others", OTHERS))
     }  # fmt: skip
 
 
-def masking_table(found: dict[tuple[str, int], tuple[Report, list[tuple[int, int]]]]) -> str:
-    """Accuracy with the first heads of each ranking masked, and which they are."""
+def masking_table(found: dict[tuple[str, int], list[Masking]]) -> str:
+    """Accuracy with the first heads of each ranking masked, and which they are; and with as many others."""
     lines = []
-    for count in sorted({count for counts in MASKED.values() for count in counts}):
+    for count in sorted({count for kind, count in found if count}):
         line = [str(count)]
-        for kind in MASKED:
-            report, heads = found.get((kind, count), (None, []))
-            accuracy = "-" if report is None else percent(report.summaries[0].accuracy)
-            line += [accuracy, " ".join(f"{site}.{head}" for site, head in sorted(heads))]
-        lines.append(line)
-    return table(["masked", *(text for kind in MASKED for text in (f"{kind}, %", "heads (layer.head)"))], lines)
+        for kind in RANKED:
+            report, heads = found[kind, count][0]
+            line += [percent(report.summaries[0].accuracy), " ".join(f"{site}.{head}" for site, head in sorted(heads))]
+        others = found.get(("random", count))
+        lines.append([*line, "-" if others is None else percent(over_draws(others))])
+    columns = [text for kind in RANKED for text in (f"{kind}, %", "heads (layer.head)")]
+    return table(["masked", *columns, f"{DRAWS} draws of others, %"], lines)
+
+
+# -- costs -------------------------------------------------------------------------------------------------------------
+
+COSTS = tuple(Contender(name, name, 512) for name in ("compresskv", "streaming_llm", "snapkv", "pyramidkv", "cake"))
+EVICTING = tuple(one.label for one in COSTS[1:])
+SAID = (
+    Direction(
+        "a step faster than with the full cache (Fig. 8)", "step, times full's", times_full("compresskv", "step_ms"),
+        lambda values: max(values) < 1,
+    ),
+    Direction(
+        "and the more so the longer the context", "full's step over it", lambda _, at: at["full"]["step_ms"] / at["compresskv"]["step_ms"],
+        lambda values: values[-1] > values[0],
+    ),
+    Direction(
+        "time like the other evicting methods'", "step, times the slowest of theirs",
+        lambda _, at: at["compresskv"]["step_ms"] / max(at[other]["step_ms"] for other in EVICTING), lambda values: max(values) <= 1.1,
+    ),
+    Direction(
+        "memory like theirs at a fixed budget", "device, times the largest of theirs",
+        lambda _, at: at["compresskv"]["device"] / max(at[other]["device"] for other in EVICTING), lambda values: max(values) <= 1.1,
+    ),
+    Direction(
+        "and the full cache needs more, most at long contexts", "device, times full's", times_full("compresskv", "device"),
+        lambda values: values[-1] < values[0] < 1,
+    ),
+)  # fmt: skip
 
 
 def main() -> None:
@@ -181,10 +233,13 @@ def main() -> None:
         masking_curves(found),
     )  # fmt: skip
     kept = {
-        f"{kind}, {count}": {"heads": heads, "accuracy": one.summaries[0].accuracy.model_dump()}
-        for (kind, count), (one, heads) in found.items()
+        f"{kind}, {count}": [
+            {"heads": heads, "accuracy": one.summaries[0].accuracy.model_dump()} for one, heads in maskings
+        ]
+        for (kind, count), maskings in found.items()
     }
-    write_parts(NAME, {"selection": report}, {"masking": kept})
+    costs = by_length(bench, Figures(arguments.rows / f"{NAME}.figures.jsonl", bench.identity), COSTS)
+    write_parts(NAME, {"selection": report}, {"masking": kept, "costs": costs})
     path = write_document(
         NAME,
         "# CompressKV on the bundled model",
@@ -195,7 +250,8 @@ def main() -> None:
         "The outputs of the best heads by each score are set to zero, in prefill and generation, with the full cache. The paper masks 10, "
         "20 and 30 of 1024 heads; that is less than one of the 32 heads here, so up to six are masked. It loses 74 % with 30 semantic "
         "heads and 12 % with 30 classic ones. Here both scores point to the same layer and mostly to the same heads, as answers are "
-        "single tokens copied from where they stand: where the sets are equal, so are the figures.",
+        "single tokens copied from where they stand: where the sets are equal, so are the figures. The control is "
+        f"drawn from the heads that neither ranking masks, {DRAWS} times: the mean, in brackets the lowest and the highest draw.",
         masking_table(found),
         f"![masked heads]({NAME}/masked.png)",
         "## Selection, allocation and number of heads (Tables 2, 3)",
@@ -206,6 +262,12 @@ def main() -> None:
         "## Budgets",
         f"![budgets]({NAME}/budgets.png)",
         markdown(report),
+        "## Time and memory by length (Fig. 8)",
+        ABOUT + f"A budget of {COSTS[0].budget} tokens per KV head and layer, where the paper has 1,024. Accuracy, memory and step time "
+        "of every variant at one length are side by side above.",
+        costs_table(costs),
+        directions_table(costs, SAID),
+        "At 64K tokens in larger layers see `compresskv, dropping` in [decode_cpu.md](decode_cpu.md).",
         "## Provenance",
         provenance(report),
     )  # fmt: skip

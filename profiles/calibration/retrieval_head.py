@@ -16,6 +16,7 @@ from semkv.profiles.schema.retrieval_head import (
     PREFIX,
     RetrievalHeadSection,
     Yarn,
+    group_scores,
     matched_heads,
     rotary_frequencies,
 )
@@ -38,9 +39,9 @@ class Distillation(Measure):
 
     The teacher is the model: per KV head, the largest attention weight over layers and the query group on every token that is
     neither among the first nor near the query, for the decode steps' queries. What exceeds `head_floor` times an even share is
-    to be foretold: the loss is the cross-entropy of that and the softmax of the head over all earlier tokens, the mean over
-    its query group, weighted by how much attention there is. Memory is one layer's attention of a block of queries at a time,
-    and one [Hkv, steps, T] target.
+    to be foretold: the loss is the cross-entropy of that and the head's weights on all earlier tokens, the largest of its query
+    group as at run time (`group_scores`), weighted by how much attention there is. Memory is one layer's attention of a block
+    of queries at a time, and one [Hkv, steps, T] target.
     """
 
     name = "retrieval-head"
@@ -178,16 +179,16 @@ class Distillation(Measure):
         features = torch.cat([seen[site].float() for site in self.section.feature_sites], -1)
         return target, torch.nn.functional.pad(features, (0, 0, 1, 0))[:-1]
 
-    def _logits(
+    def _scores(
         self, ids: Tensor, features: Tensor | None, rows: Tensor, section: RetrievalHeadSection | None = None
     ) -> Tensor:
-        """[Hkv, G, len(rows), T] of the queries at `rows`; later tokens are out of reach."""
+        """[Hkv, len(rows), T] of the queries at `rows`, as `group_scores`; later tokens are out of reach."""
         positions = torch.arange(len(ids), device=self.embedding.device)
         given, section = None if features is None else features[None], section or self.section
         weights = self.weights | {FREQUENCIES: rotary_frequencies(section)[0].to(positions.device)}
         q, k = queries_and_keys(section, weights, ids[None].to(positions.device), positions[None], given)
         logits = q[0, :, rows].unflatten(0, (self.section.kv_heads, -1)) @ k[0][:, None].transpose(2, 3)
-        return logits.masked_fill(positions > rows[:, None], UNSEEN)
+        return group_scores(logits.masked_fill(positions > rows[:, None], UNSEEN))
 
     def _train(self, ids: Tensor, unit: int, sums: Sums) -> None:
         """`head_steps` optimiser steps, each on some of the sample's queries in an order fixed by the seed."""
@@ -202,9 +203,8 @@ class Distillation(Measure):
             for group in self.optimizer.param_groups:
                 group["lr"] = self.settings.head_rate * rate
             wanted = target[:, part]
-            foretold = self._logits(ids, features, context + part).log_softmax(-1)
-            mean = torch.logsumexp(foretold, 1) - math.log(foretold.shape[1])
-            loss = -(wanted * mean).sum() / wanted.sum().clamp(min=1e-6)
+            foretold = self._scores(ids, features, context + part)
+            loss = -(wanted * foretold).sum() / wanted.sum().clamp(min=1e-6)
             self.optimizer.zero_grad()
             loss.backward()
             self.optimizer.step()
@@ -223,7 +223,7 @@ class Distillation(Measure):
         context = len(ids) - self.settings.steps
         count = max(1, round(self.section.share * context))
         rows = torch.arange(context, len(ids), device=target.device)
-        weights = self._logits(ids, features, rows, self.extended()).softmax(-1).amax(1)
+        weights = self._scores(ids, features, rows, self.extended()).exp()
         near = torch.arange(len(ids), device=target.device)
         resident = (near < SINKS) | (near > rows[:, None] - self.settings.head_near)
         weights = weights.masked_fill(resident, -1.0)

@@ -138,6 +138,13 @@ def rotary_frequencies(section: RetrievalHeadSection) -> tuple[Tensor, float]:
     return (plain * (kept + (1 - kept) / yarn.factor)).float(), (0.1 * math.log(yarn.factor) + 1) ** 2
 
 
+def group_scores(logits: Tensor) -> Tensor:
+    """How much each KV head of the retrieval head attends to each token: logits [Hkv, G, T, m] of its query heads to the logarithm
+    of the largest softmax weight of the group, [Hkv, T, m] (SpeContext Sec. 4.3). It is distilled with the scores that choose."""
+    logs = logits.log_softmax(-1)
+    return logs[:, 0] if logs.shape[1] == 1 else logs.amax(1)
+
+
 def matched_heads(weights: Tensor, heads: int) -> Tensor:
     """Weights [H, ...] of some KV heads as those of `heads` KV heads: as they are, each for several heads, or the largest of
     several; where neither number divides the other, the largest of all for each."""

@@ -33,6 +33,9 @@ STEPS = ("taxonomy", "retrieval-heads", "layer-errors", "sketch", "sentences", "
 ALL_STEPS = (*STEPS, CHOICE)
 """What `--steps` takes: the last compares the methods that the others made possible."""
 
+OTHER_NAMES = {"router": "sekv"}
+"""Names that `--steps` takes too: what a step trains, in place of the method that it is for."""
+
 HELP = """Calibrate a model and write a profile that semkv.compile(model, profile, budget=...) takes. The model itself is
 frozen; running text is all that is needed.
 
@@ -57,7 +60,7 @@ Steps, in the order in which they run (--steps takes some of them, separated by 
   memory           working memory and bytes per token, and from which lengths on layers have to leave a device for the host
                    (SpeContext)
 
-  sekv             SeKV's router, zoom thresholds and rank gates, trained
+  sekv             SeKV's router, zoom thresholds and rank gates, trained; 'router' names this step too
 
   choice           every method at 3, 5, 10 and 20 %, measured: what method="auto" chooses from
 
@@ -114,8 +117,8 @@ def profile(
         list[str] | None,
         typer.Option(
             "--steps",
-            help=f"What to calibrate: {', '.join(ALL_STEPS)}, separated by commas. On a profile that exists, these sections are "
-            "made again and all others stay.",
+            help=f"What to calibrate: {', '.join(ALL_STEPS)}, separated by commas; 'router' is 'sekv'. On a profile that exists, "
+            "these sections are made again and all others stay.",
         ),
     ] = None,
     length: Annotated[
@@ -166,10 +169,7 @@ def profile(
     ] = None,
 ) -> None:
     """See HELP."""
-    named = [part.strip() for entry in steps or () for part in entry.split(",") if part.strip()]
-    unknown = [step for step in named if step not in ALL_STEPS]
-    if unknown:
-        raise ConfigError(f"--steps {unknown[0]!r} is unknown: it can be {', '.join(ALL_STEPS)}")
+    named = _named(steps or ())
     from semkv.profiles.calibration import CalibrationSettings, MeasureSettings
 
     training = {"length": length, "queries": queries, "max_steps": max_steps, "sequences": sequences}
@@ -198,6 +198,16 @@ def profile(
             workers,
         )
     )  # fmt: skip
+
+
+def _named(entries: Sequence[str]) -> list[str]:
+    """The steps that `--steps` names; `ConfigError` names an unknown one."""
+    written = [part.strip() for entry in entries for part in entry.split(",") if part.strip()]
+    unknown = [step for step in written if step not in ALL_STEPS and step not in OTHER_NAMES]
+    if unknown:
+        others = ", ".join(f"{name} ({step})" for name, step in OTHER_NAMES.items())
+        raise ConfigError(f"--steps {unknown[0]!r} is unknown: it can be {', '.join(ALL_STEPS)}; or {others}")
+    return [OTHER_NAMES.get(step, step) for step in written]
 
 
 def _over(defaults: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import hashlib
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from rich.console import Console
@@ -18,6 +19,12 @@ from semkv.errors import ConfigError
 CHOICE = "choice"
 TEXT_TASKS = ("niah_single_2", "niah_multikey_1", "niah_multikey_2", "niah_multivalue")
 """What methods are compared on where the model is not the bundled one: RULER's needles in the user's own text."""
+SHOWN = 6
+"""Methods that the picture draws in colour beside those that `method="auto"` takes; the others are grey."""
+COLOURS = tuple(
+    f"tab:{name}" for name in ("blue", "orange", "green", "red", "purple", "brown", "pink", "olive", "cyan")
+)
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 
 def run_choice(
@@ -98,9 +105,7 @@ def choice_table(console: Console, profile: Any) -> None:
         "accuracy (%) by budget; in brackets, questions per family", "method", *(f"{100 * b:g} %" for b in budgets)
     )
     cells = {(cell.method, cell.budget): cell for cell in profile.info.choices}
-    names = sorted(
-        {name for name, _ in cells}, key=lambda name: -sum(cells[name, b].score for b in budgets if (name, b) in cells)
-    )
+    names = _ranked({key: cell.score for key, cell in cells.items()})
     for name in names:
         shown = []
         for budget in budgets:
@@ -114,3 +119,72 @@ def choice_table(console: Console, profile: Any) -> None:
         "*: what method='auto' takes at this budget; -: below the method's smallest, or the profile lacks its part",
         highlight=False,
     )
+
+
+def _ranked(scores: dict[tuple[str, float], float]) -> list[str]:
+    """Methods by their scores at all budgets, the best first; what could not run at a budget counts as nothing there."""
+    sums: dict[str, float] = {}
+    for (name, _), score in scores.items():
+        sums[name] = sums.get(name, 0.0) + score
+    return sorted(sums, key=lambda name: -sums[name])
+
+
+def choice_picture(pyplot: Any, section: Any, profile: Any) -> Any:
+    """Accuracy of every method against the budget: the best in colour, named where their lines end, what auto takes as stars.
+
+    Those in colour stand a little beside each other, as several may have the same score.
+    """
+    budgets = sorted({cell.budget for cell in section})
+    cells: dict[tuple[str, float], list[float]] = {}
+    for cell in section:
+        cells.setdefault((cell.method, cell.budget), []).append(100 * cell.score)
+    scores = {key: fmean(found) for key, found in cells.items()}
+    taken = [profile.best_method(budget) for budget in budgets]
+    names = _ranked(scores)
+    coloured = [name for place, name in enumerate(names) if place < SHOWN or name in taken]
+    figure, axis = pyplot.subplots(figsize=(8, max(4.5, 1.5 + 0.19 * len(names))), layout="constrained")
+    ends: list[tuple[float, str, float, dict[str, Any]]] = []
+    aside = dict.fromkeys(names, 0.0)
+    for place, name in enumerate(names):
+        style = {"color": "darkgrey", "lw": 0.9, "ms": 4, "zorder": 2}
+        if name in coloured:
+            rank = coloured.index(name)
+            aside[name] = 0.06 * (rank - (len(coloured) - 1) / 2)
+            style = {"color": COLOURS[rank % len(COLOURS)], "lw": 1.8, "ms": 7, "zorder": 3 + len(coloured) - rank}
+        points = [(x + aside[name], scores[name, b]) for x, b in enumerate(budgets) if (name, b) in scores]
+        axis.plot(*zip(*points), marker=MARKERS[place % len(MARKERS)], **style)
+        ends.append((points[-1][1], name, points[-1][0], style))
+    ends.sort(key=lambda end: (-end[0], names.index(end[1])))
+    for (score, name, x, style), height in zip(ends, _apart([end[0] for end in ends])):
+        loud = name in coloured
+        axis.annotate(
+            name, (x, score), xytext=(1.06, height), textcoords=axis.get_yaxis_transform(), va="center", fontsize=8,
+            color=style["color"] if loud else "dimgrey", weight="bold" if loud else "normal", annotation_clip=False,
+            arrowprops={"arrowstyle": "-", "color": style["color"], "lw": 0.6, "relpos": (0, 0.5)},
+        )  # fmt: skip
+    stars = [(x + aside[name], scores[name, budget]) for x, (name, budget) in enumerate(zip(taken, budgets))]
+    axis.plot(
+        *zip(*stars), ls="", marker="*", ms=12, color="gold", mec="black", mew=0.8, zorder=20,
+        label="what method='auto' takes",
+    )  # fmt: skip
+    ticks = [f"{100 * budget:g} %\n{name}" for budget, name in zip(budgets, taken)]
+    axis.set_xticks(range(len(budgets)), ticks)
+    axis.set(xlim=(-0.35, len(budgets) - 0.65), ylim=(-3, 103), xlabel="budget, of the full KV", ylabel="accuracy (%)")
+    asked = sorted({cell.samples for cell in section})
+    lengths = ", ".join(f"{length:,}" for length in sorted({cell.length for cell in section}))
+    questions = " to ".join(str(count) for count in dict.fromkeys((asked[0], asked[-1])))
+    axis.set_title(f"contexts of {lengths} tokens, {questions} questions per family", fontsize=10)
+    axis.grid(axis="y", color="gainsboro", lw=0.6)
+    figure.legend(loc="outside lower center", fontsize=8, frameon=False)
+    return figure
+
+
+def _apart(wanted: Sequence[float]) -> list[float]:
+    """Heights of labels, from 100 down to 0, near those `wanted` (which fall) and far enough from each other."""
+    step = min(5.0, 100 / max(1, len(wanted) - 1))
+    heights = list(wanted)
+    for i in range(1, len(heights)):
+        heights[i] = min(heights[i], heights[i - 1] - step)
+    for i in reversed(range(len(heights))):
+        heights[i] = max(heights[i], step * (len(heights) - 1 - i))
+    return heights

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from semkv.cli.profile_choice import choice_picture
 from semkv.cli.profile_memory import memory_picture
 
 COLOURS = {"anchor": "tab:blue", "volatile": "tab:red", "pivot": "tab:orange", "satellite": "tab:green"}
@@ -33,6 +34,7 @@ def write_report(folder: Path, profile: Any, history: list[dict[str, float]]) ->
         "layer_errors.png": (info.layer_errors, _errors),
         "sketch.png": (info.sketch, _sketch),
         "memory.png": (info.memory_model, memory_picture),
+        "choice.png": (info.choices or None, choice_picture),
         "losses.png": (history or None, _losses),
     }
     written = ["report.json"]

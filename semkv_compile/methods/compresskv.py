@@ -45,8 +45,8 @@ class HeadVotes(WindowKeeper):
 
 @dataclass(frozen=True)
 class ErrorAllocation:
-    """Alg. 1: `minimum` tokens for each layer and the rest by error, at most three times the mean. The errors are the
-    shares of the annotated sites; where even the minimum does not fit, it is lowered."""
+    """Alg. 1: `minimum` tokens for each layer, its window among them, and the rest by error, at most three times the mean. The
+    errors are the shares of the annotated sites; where even the minimum does not fit, it is lowered."""
 
     minimum: int = 32
 
@@ -63,10 +63,11 @@ class CompressKV(Method):
     most under compression get most of the budget. Needs a profile with retrieval heads and layer errors.
 
     heads: query heads of a layer that choose. window: observing queries. kernel: width of the mean pooling, odd. recent: last
-    tokens that stay exact. minimum: least tokens of a layer. selection: the score that ranks heads: `semantic` (Eq. 5),
-    `classic` (top-1), `classic_top_k`, or `all` (every head has a vote). allocation: `errors`, or `uniform`.
-    recoverable: keep what the paper drops in the host tier, in spans of at most `span` tokens that unfold where a query is
-    like their mean key; half of the budget is theirs.
+    tokens that stay exact. minimum: m, least tokens of a layer, its window among them; a layer that gets less than
+    `minimum_tokens` (a page that was chosen, a page of the window and their positions) is raised to it. selection: the score
+    that ranks heads: `semantic` (Eq. 5), `classic` (top-1), `classic_top_k`, or `all` (every head has a vote). allocation:
+    `errors`, or `uniform`. recoverable: keep what the paper drops in the host tier, in spans of at most `span` tokens that
+    unfold where a query is like their mean key; half of the budget is theirs.
     """
 
     heads: int = 4
@@ -80,9 +81,11 @@ class CompressKV(Method):
     span: int = 16
 
     name: ClassVar[str] = "compresskv"
-    minimum_tokens: ClassVar[int] = 40
+    minimum_tokens: ClassVar[int] = 24
 
     def __post_init__(self) -> None:
+        if self.recoverable:  # summaries and what unfolds need room as well
+            object.__setattr__(self, "minimum_tokens", 40)
         self._votes({})  # checks window and kernel before any work
         for name in ("heads", "minimum", "span"):
             if getattr(self, name) < 1:

@@ -121,7 +121,8 @@ class HeteroCache(Method):
             for number, site in enumerate(program.stores)
             if site.treatment == "method"
         }
-        return Plan(parts, notes=router.notes(), after_prompt=router if pivots else None)
+        attending = {site.index: router for site, _ in router.sites_of_pivots}
+        return Plan(parts, notes=router.notes(), after_prompt=router if pivots else None, at_site=attending)
 
     def _compositions(self, router: PivotRouter) -> dict[str, Components]:
         """By role."""

@@ -1,4 +1,4 @@
-"""All systems in one composition: sketches where heads retrieve, spans with zoom elsewhere, and switches for the rest."""
+"""Sketches where heads retrieve and spans with zoom elsewhere, with switches for parts of the other systems."""
 
 from __future__ import annotations
 
@@ -71,8 +71,9 @@ class MixedRouter(SketchRouter):
 
 @dataclass(frozen=True)
 class Mixed(Sketch):
-    """All systems' parts in one composition: heads that retrieve (CompressKV's scores say which) choose single
-    tokens by their sketch; all others have SeKV's spans, coarse in the softmax and unfolded by the trained gate.
+    """Parts of several systems in one composition: heads that retrieve (CompressKV's scores say which) choose single
+    tokens by their sketch; all others have SeKV's spans, coarse in the softmax and unfolded by the trained gate. Parts of the
+    other systems are off by default, and no head is whole.
 
     Options of `sketch`, and: others: what heads without a sketch hold: `spans`; `window`, first and recent tokens; `votes`, what
     the prompt's end attends to; `roles`, votes for heads whose role (HeteroCache) is anchor and spans for all else. errors: their

@@ -16,10 +16,10 @@ from semkv.ir.site import AttentionSite
 from semkv.methods.base import Method
 from semkv.methods.page_routers import MeanKeyRouter
 from semkv.methods.pages import Frame, Pages
-from semkv.methods.pivots import tokens_of
+from semkv.methods.pivots import logits_on_all
 from semkv.methods.quest import check_bits, check_positive
 from semkv.methods.routers import MeansSuffice
-from semkv.methods.window_scores import CHUNK_SCORES, softmax_weights
+from semkv.methods.window_scores import CHUNK_SCORES
 from semkv.profiles.schema import Profile
 from semkv.runtime.components import Components, Part, Plan
 from semkv.runtime.spans import FoldedSpans
@@ -58,15 +58,15 @@ def highest_weights(step: Step) -> Tensor:
     wherever they are; 0 where a token is later than the query."""
     site, first = step.site, step.tokens
     n = first + len(step.ids)
-    k = torch.zeros(site.kv_heads, n, site.key_dim)
-    for memory in step.parts:
-        for head in range(memory.site.kv_heads):
-            for keys, positions in tokens_of(memory, head):
-                k[memory.site.first_head + head, positions] = keys.float().cpu()
-    chunk = max(1, CHUNK_SCORES // (site.q_heads * n))
+    heads = [site.part(head, head + 1, 1.0) for head in range(site.kv_heads)]
+    chunk = max(1, CHUNK_SCORES // (site.group_size * n))
     found = []
-    for q, asked in zip(step.q.cpu().split(chunk, dim=1), torch.arange(first, n).split(chunk)):
-        found.append(softmax_weights(site, q, k, torch.arange(n) > asked[:, None]).amax(dim=(0, 1)))
+    for q, asked in zip(step.q.split(chunk, dim=1), torch.arange(first, n).split(chunk)):
+        hidden, most = torch.arange(n) > asked[:, None], torch.zeros(q.shape[1], n)
+        for own in heads:
+            logits = logits_on_all(step, own, q[own.query_heads]).masked_fill_(hidden, float("-inf"))
+            most = torch.maximum(most, logits.softmax(-1).amax(dim=(0, 1)))
+        found.append(most)
     return torch.cat(found)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from semkv.ir.program import Program
 from semkv.ir.site import AttentionSite
 from semkv.methods.routers import MeansSuffice
-from semkv.methods.window_scores import pooled, softmax_weights
+from semkv.methods.window_scores import attention_logits, pooled
 from semkv.runtime.components import Cap, Note
 from semkv.runtime.record import RowRecord
 from semkv.runtime.site_memory import SiteMemory
@@ -26,7 +26,8 @@ class PivotRouter(MeansSuffice):
     HeteroCache Sec. 4.3 and Alg. 1: every `every` steps, where the median overlap of the pivot's top sets with those of its
     baseline is below `tau_drift`, the pivot's ranking for the current query becomes its satellites' from the next step on,
     and the new baseline. A top set has as many tokens as the satellites on the mean may hold. Tokens that came after the
-    ranking follow behind it, the newest first.
+    ranking follow behind it, the newest first. The update is beside the step, not in its way: what a single new token's step
+    unfolds is known before it, and the pivot's attention, in `stored`, changes what the next one does.
 
     pivots: for the satellites, by (store, KV head in the lowered program), their pivot's KV head there. pool: width of the
     average pooling of weights. retrieve: False keeps the ranking of the prompt's last query (ablation).
@@ -41,7 +42,7 @@ class PivotRouter(MeansSuffice):
     sites_of_pivots: tuple[tuple[AttentionSite, int], ...] = ()
 
     def score(self, site: AttentionSite, q: Tensor, spans: FoldedSpans, step: Step) -> Tensor:
-        orders = self.follow(step, self.pivots[site.store, site.first_head])
+        orders = self.orders(step, self.pivots[site.store, site.first_head])
         at, tokens = spans.positions[0].long(), step.tokens + q.shape[1]
         rows = []
         for order in orders:
@@ -50,16 +51,26 @@ class PivotRouter(MeansSuffice):
             rows.append(-rank[at].float())
         return torch.stack(rows).expand(site.q_heads, -1, -1)
 
+    def foresees(self, site: AttentionSite, step: Step) -> bool:
+        """See `semkv.runtime.components.Foresight`: where a token runs alone; among several the first may change the ranking of others."""
+        return len(step.ids) == 1
+
     def threshold(self, site: AttentionSite) -> Tensor:
         return torch.full((site.q_heads,), float("-inf"))
 
-    def follow(self, step: Step, pivot: int) -> list[Tensor]:
-        """The ranking int64 [n] of tokens that the pivot's satellites go by, for each new query; once for all of them."""
+    def stored(self, step: Step) -> None:
+        """The site's pivots attend, once a step; see `semkv.runtime.components.AtSite`."""
+        for site, pivot in self.sites_of_pivots:
+            if site.index == step.site.index:
+                name = f"{site.index}.{pivot}"
+                step.passing[f"pivot.{name}"] = self._follow(step, pivot, name)
+
+    def orders(self, step: Step, pivot: int) -> list[Tensor]:
+        """The ranking int64 [n] of tokens that the pivot's satellites go by, for each new query; before the site's turn that of the
+        only one."""
         name = f"{step.site.index}.{pivot}"
-        found = step.passing.get(f"pivot.{name}")
-        if found is None:
-            found = step.passing[f"pivot.{name}"] = self._follow(step, pivot, name)
-        return found  # type: ignore[return-value]
+        used = step.passing.get(f"pivot.{name}")
+        return [step.notes[f"pivot.order.{name}"]] if used is None else used  # type: ignore[return-value]
 
     def _follow(self, step: Step, pivot: int, name: str) -> list[Tensor]:
         notes = step.notes
@@ -96,21 +107,15 @@ class PivotRouter(MeansSuffice):
     def weights(self, step: Step, pivot: int) -> Tensor:
         """The pivot's pooled attention float32 [T, n] on all tokens of the row, averaged over its query heads."""
         own = step.site.part(pivot, pivot + 1, 1.0)
-        n = step.tokens + len(step.ids)
-        k = torch.zeros(1, n, own.key_dim)
-        for memory in step.parts:
-            inside = pivot - memory.site.first_head
-            if 0 <= inside < memory.site.kv_heads:
-                for keys, positions in tokens_of(memory, inside):
-                    k[0, positions] = keys.float().cpu()
-        return _pooled_weights(own, step.q[own.query_heads].cpu(), k, self.pool)
+        return _pooled_weights(logits_on_all(step, own, step.q[own.query_heads]), self.pool)
 
     def read(self, record: RowRecord, notes: dict[str, Tensor], cap: Cap) -> None:
         """The baseline: the ranking by the prompt's last query."""
         for site, pivot in self.sites_of_pivots:
             own = site.part(pivot, pivot + 1, 1.0)
             k = record.keys[site.store][pivot : pivot + 1]
-            weights = _pooled_weights(own, record.queries[site.index][own.query_heads, -1:].cpu(), k, self.pool)
+            last = record.queries[site.index][own.query_heads, -1:].cpu()
+            weights = _pooled_weights(attention_logits(own, last, k), self.pool)
             name = f"{site.index}.{pivot}"
             notes[f"pivot.order.{name}"] = weights[0].argsort(descending=True, stable=True)
             notes[f"pivot.overlaps.{name}"] = torch.zeros(0)
@@ -133,8 +138,20 @@ def pivot_sites(program: Program, pivots: Mapping[tuple[int, int], int]) -> tupl
     return tuple((site, pivot) for site in program.sites for store, pivot in clusters if site.store == store)
 
 
+def logits_on_all(step: Step, site: AttentionSite, q: Tensor) -> Tensor:
+    """Logits float32 [1, G, T, n], on the host, of new queries q [G, T, D] of one KV head, `site`, of the step's site on all n tokens of
+    the row: computed where keys are, so that no key moves."""
+    logits = torch.zeros(1, site.group_size, q.shape[1], step.tokens + len(step.ids))
+    for memory in step.parts:
+        inside = site.first_head - memory.site.first_head
+        if 0 <= inside < memory.site.kv_heads:
+            for keys, positions in tokens_of(memory, inside):
+                logits[..., positions] = attention_logits(site, q.to(keys.device), keys[None]).cpu()
+    return logits
+
+
 def tokens_of(memory: SiteMemory, head: int) -> list[tuple[Tensor, Tensor]]:
-    """(keys [m, D], positions int64 [m]) of all tokens of one KV head of a memory, on the device and on the host."""
+    """(keys [m, D] where they are, positions int64 [m]) of all tokens of one KV head of a memory, on the device and on the host."""
     found = []
     for store in (memory.kept, memory.recent):
         positions = store.positions.expand(store.k.shape[0], -1)[head]
@@ -147,10 +164,10 @@ def tokens_of(memory: SiteMemory, head: int) -> list[tuple[Tensor, Tensor]]:
     return found
 
 
-def _pooled_weights(site: AttentionSite, q: Tensor, k: Tensor, pool: int) -> Tensor:
-    """Weights float32 [T, n] of the last queries q [G, T, D] of one KV head on its keys k [1, n, D]: averaged over the group,
-    pooled, -1 where a token is later than the query."""
-    n, tokens = k.shape[1], q.shape[1]
+def _pooled_weights(logits: Tensor, pool: int) -> Tensor:
+    """Weights float32 [T, n] by the logits [1, G, T, n] of the last T queries on n tokens: averaged over the group, pooled, -1 where a
+    token is later than the query."""
+    tokens, n = logits.shape[2:]
     hidden = torch.arange(n) > torch.arange(n - tokens, n)[:, None]
-    weights = softmax_weights(site, q, k, hidden).mean(1)[0]
+    weights = logits.masked_fill(hidden, float("-inf")).softmax(-1).mean(1)[0]
     return pooled(weights, pool, "mean").masked_fill(hidden, -1.0)

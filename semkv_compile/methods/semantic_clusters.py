@@ -11,6 +11,7 @@ from torch import Tensor
 
 from semkv.errors import BudgetError
 from semkv.ir.site import AttentionSite
+from semkv.methods.sentences import ENDED, FULL, HARD, SOFT
 from semkv.runtime.record import RowRecord
 from semkv.runtime.segments import Segmentation
 
@@ -28,6 +29,17 @@ def delimiter_ids(tokenizer: Any) -> tuple[int, ...]:
     """Ids of the tokens of a Hugging Face tokenizer whose text ends with a mark of punctuation or a line break."""
     texts = ((token, tokenizer.decode([token]).rstrip(CLOSING)) for token in range(len(tokenizer)))
     return tuple(token for token, text in texts if text and text[-1] in MARKS)
+
+
+def sentence_delimiters(classes: Tensor) -> tuple[int, ...]:
+    """Ids of the tokens that may end a sentence: those of classes uint8 [vocab] (`semkv.methods.sentences`) that end with a full
+    stop, another mark or a line break, and special tokens.
+
+    Of the `MARKS` of `delimiter_ids`, semicolons and colons end no sentence and are not there, nor are abbreviations ("Dr.").
+    Tokens beyond the table are no delimiters.
+    """
+    ends = torch.tensor([SOFT, HARD, FULL, ENDED], dtype=classes.dtype)
+    return tuple(torch.nonzero(torch.isin(classes // 16, ends))[:, 0].tolist())
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import ClassVar
 from semkv.errors import ConfigError
 from semkv.ir.program import Program
 from semkv.methods.base import Method
-from semkv.methods.semantic_clusters import SemanticClusters
+from semkv.methods.semantic_clusters import SemanticClusters, sentence_delimiters
 from semkv.profiles.schema import Profile
 from semkv.runtime.components import Components, Summary
 
@@ -18,12 +18,13 @@ class SemantiCache(Method):
     """SemantiCache (Wu et al., 2026): chunks end at delimiters, greedily seeded clusters of each chunk's keys are merged into
     a mean key and value, and proportional attention gives each the weight of its tokens (log size). Nothing comes back.
 
-    delimiters: ids of the tokens that end a chunk, see `delimiter_ids`; without any, chunks have `chunk` tokens. chunk: longest
+    delimiters: ids of the tokens that end a chunk, see `delimiter_ids`; none of them, `()`: chunks have `chunk` tokens. None: the
+    tokens that may end a sentence by the profile, see `sentence_delimiters`; none where it has no sentences. chunk: longest
     chunk, tokens. window: recent tokens that stay exact, at most a third of the room. sinks: first tokens that stay exact.
     bits: of the merged keys and values, 4 or 8.
     """
 
-    delimiters: tuple[int, ...] = ()
+    delimiters: tuple[int, ...] | None = None
     chunk: int = 32
     window: int = 64
     sinks: int = 4
@@ -35,7 +36,9 @@ class SemantiCache(Method):
     def __post_init__(self) -> None:
         if isinstance(self.delimiters, list):  # as JSON has it
             object.__setattr__(self, "delimiters", tuple(self.delimiters))
-        ids = isinstance(self.delimiters, tuple) and all(type(x) is int and x >= 0 for x in self.delimiters)
+        ids = self.delimiters is None or (
+            isinstance(self.delimiters, tuple) and all(type(x) is int and x >= 0 for x in self.delimiters)
+        )
         for name, sound, expected in (
             ("delimiters", ids, "token ids such as [5, 17]; `semkv.methods.delimiter_ids(tokenizer)` gives them"),
             ("chunk", self.chunk >= 1, "at least 1 token"),
@@ -48,7 +51,7 @@ class SemantiCache(Method):
                 )
 
     def components(self, program: Program, profile: Profile | None) -> Components:
-        segmenter = SemanticClusters(self.delimiters, self.chunk, self.window, sinks=self.sinks)
+        segmenter = SemanticClusters(self._ends(profile), self.chunk, self.window, sinks=self.sinks)
         return Components(
             segmenter=segmenter,
             summary=Summary(weights="uniform", bits=self.bits),
@@ -59,3 +62,11 @@ class SemantiCache(Method):
             window_share=segmenter.share,
             fold_chunk=segmenter.fold_chunk,
         )
+
+    def _ends(self, profile: Profile | None) -> tuple[int, ...]:
+        """Ids of the tokens that end a chunk."""
+        if self.delimiters is not None:
+            return self.delimiters
+        if profile is None or profile.info.sentences is None:
+            return ()
+        return sentence_delimiters(profile.tensors["sentences.classes"])

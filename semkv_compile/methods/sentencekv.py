@@ -36,8 +36,8 @@ class SentenceBuckets(Framed):
 
     Of `keep` times the budget, `important` tokens of the prompt are retained, all with `keep` 0; a bucket's retained
     tokens are one unit, in as many segments as they have runs. Where the index of that many buckets does not fit, neighbours
-    are joined. classes: uint8 [vocab], None: chunks of `chunk` tokens. longest: tokens of a bucket. fixed_share: of the budget
-    that the room of `segment` is.
+    are joined. classes: uint8 [vocab], None: chunks of `longest` tokens. longest: tokens of a bucket. fixed_share: of the budget
+    that the room of `segment` is. look_back: tokens after which it does not matter what came before.
     """
 
     classes: Tensor | None
@@ -45,11 +45,11 @@ class SentenceBuckets(Framed):
     window: int = 32
     kernel: int = 7
     longest: int = 64
-    chunk: int = 16
     fixed_share: float = 1 / 2
     frame: Frame = DEFAULT_FRAME
 
     per_store: ClassVar[bool] = True
+    look_back: ClassVar[int] = 8
 
     def segment(
         self, record: RowRecord, store: AttentionSite, room: float, unit_cost: float, page_size: int
@@ -88,11 +88,19 @@ class SentenceBuckets(Framed):
     def buckets(self, ids: Tensor) -> Tensor:
         """Lengths int64 of the buckets of ids [n]."""
         if self.classes is None:
-            return page_lengths(len(ids), self.chunk)
+            return page_lengths(len(ids), self.longest)
         return bucket_lengths(sentence_starts(ids, self.classes)[0], self.longest)
 
     def segment_more(self, ids: Tensor, surprisal: Tensor, k: Tensor) -> Segmentation:
-        return Segmentation.of_lengths(self.buckets(ids))
+        return self.segment_on(ids[:0], ids)[0]
+
+    def segment_on(self, before: Tensor, ids: Tensor) -> tuple[Segmentation, bool]:
+        """A sentence that began before goes on; chunks end where they are full."""
+        if self.classes is None:
+            return Segmentation.of_lengths(page_lengths(len(ids), self.longest)), True
+        _, state = sentence_starts(before, self.classes)
+        starts, _ = sentence_starts(ids, self.classes, state)
+        return Segmentation.of_lengths(bucket_lengths(starts, self.longest)), not bool(starts[0])
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,7 +200,7 @@ class SentenceKV(Method):
         frame = Frame(self.sinks, self.recent, share=1 / 4)
         segmenter = SentenceBuckets(
             classes if self.buckets == "sentences" else None, 0.0 if self.recoverable else self.r, self.window, self.kernel,
-            self.longest, self.chunk, self.fixed_share, frame,
+            self.longest if self.buckets == "sentences" else self.chunk, self.fixed_share, frame,
         )  # fmt: skip
         return Components(
             segmenter=segmenter, router=SentenceRouter(self.bits, classes=classes if self.query == "sentence" else None),

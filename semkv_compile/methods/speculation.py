@@ -13,7 +13,7 @@ from semkv.errors import BudgetError
 from semkv.ir.site import AttentionSite
 from semkv.kernels.mixed_attention.streaming import scores
 from semkv.methods.routers import MeansSuffice
-from semkv.profiles.schema.retrieval_head import RetrievalHeadSection, matched_heads
+from semkv.profiles.schema.retrieval_head import RetrievalHeadSection, group_scores, matched_heads
 from semkv.runtime.components import Cap, Note
 from semkv.runtime.quantization import Quantized, bytes_per_vector, products, quantize
 from semkv.runtime.record import RowRecord
@@ -145,8 +145,7 @@ class Speculation:
         if q.shape[1] > 1:
             asked = tokens + torch.arange(q.shape[1])
             logits = logits.masked_fill(first + torch.arange(logits.shape[3]) > asked[:, None], float("-inf"))
-        logs = logits.log_softmax(-1)
-        logs = logs[:, 0] if logs.shape[1] == 1 else logs.amax(1)
+        logs = group_scores(logits)
         return Ranking(logs.exp().mean(0, keepdim=True).log() if self.batch else logs, first)
 
     def _run(self, ids: Tensor, first: int, before: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:

@@ -28,12 +28,17 @@ Pool = Literal["max", "mean"]
 def softmax_weights(site: AttentionSite, q: Tensor, k: Tensor, hidden: Tensor) -> Tensor:
     """float32 weights [Hkv, G, T, n] of queries q [Hq, T, D] on keys k [Hkv, n, D]; hidden bool, broadcast to [Hkv, G, T, n],
     says what a query does not see."""
+    return attention_logits(site, q, k).masked_fill_(hidden, float("-inf")).softmax(dim=-1)
+
+
+def attention_logits(site: AttentionSite, q: Tensor, k: Tensor) -> Tensor:
+    """float32 [Hkv, G, T, n] of queries q [Hq, T, D] on keys k [Hkv, n, D]: what the softmax is of."""
     grouped = q.float().unflatten(0, (site.kv_heads, site.group_size))
     logits = torch.einsum("hgtd,hnd->hgtn", grouped, k.float())
     logits.mul_(site.scale)  # in place, as all else: many queries take much memory
     if site.softcap:
         logits.div_(site.softcap).tanh_().mul_(site.softcap)
-    return logits.masked_fill_(hidden, float("-inf")).softmax(dim=-1)
+    return logits
 
 
 def observed_weights(site: AttentionSite, record: RowRecord, queries: int) -> Tensor:

@@ -39,6 +39,23 @@ class Segmenter(Protocol):
         """Divide tokens that leave the window during generation: ids [t], surprisal [t] nats, k [Hkv, t, D]."""
 
 
+@runtime_checkable
+class Continuing(Protocol):
+    """What a segmenter has whose units may go on in tokens that leave the window later, as sentences do in generation.
+
+    look_back: tokens before, which tell where it stands. longest: tokens of a unit that goes on.
+    """
+
+    @property
+    def look_back(self) -> int: ...
+
+    @property
+    def longest(self) -> int: ...
+
+    def segment_on(self, before: Tensor, ids: Tensor) -> tuple[Segmentation, bool]:
+        """Divide ids [t] that follow on `before` [at most look_back]: how, and whether the first unit goes on with the last one."""
+
+
 class Keeper(Protocol):
     """Which single tokens stay exact for good, per KV head."""
 

@@ -18,7 +18,7 @@ from semkv.ir.site import AttentionSite
 from semkv.kernels.mixed_attention.dispatch import DTYPES
 from semkv.profiles.schema.memory import offloaded_stores
 from semkv.runtime.budget import Budget, bounded_shares
-from semkv.runtime.components import Components, Evictor, Part, Plan
+from semkv.runtime.components import Components, Continuing, Evictor, Part, Plan
 from semkv.runtime.host_tier import HostTier
 from semkv.runtime.join import join_parts
 from semkv.runtime.lookahead import Lookahead
@@ -130,6 +130,7 @@ class RowMemory:
             self.stores[number] = tuple(self._build(store, part, record, divided) for part in placement.parts(store))
             if release and not placement.plan.reads_others:
                 record.release(number)
+        self._check_reach()
 
     # -- budget ------------------------------------------------------------------------------------------------------
 
@@ -164,6 +165,26 @@ class RowMemory:
                 cap = self._part_cap(store, part, self.tokens) / self._token_nbytes(site)
                 if cap < placement.minimum_tokens:
                     self._refuse(store, cap)
+
+    def _check_reach(self) -> None:
+        """Raise `BudgetError` where folded tokens are seen only when they unfold, and most of them cannot: their units do not fit."""
+        folded, fitting, sizes = 0, 0, []
+        for store in self.placement.budgeted:
+            for memory, room in zip(self.stores[store.store], self.workspace_allowance(store, self.tokens)):
+                seen = memory.components.summary is not None and memory.components.summary.attend
+                if not memory.unfolds or seen or memory.spans is None:
+                    continue
+                lengths, free = memory.spans.lengths, memory.unfolded_tokens(room) / memory.site.kv_heads
+                folded += int(lengths.sum())
+                fitting += int(lengths[lengths <= free].sum())
+                sizes.append((free, float(lengths.float().mean())))
+        if 2 * fitting < folded:
+            free, length = min(sizes)
+            raise BudgetError(
+                f"budget {self.placement.budget.value} is too small for {self.placement.method!r} in a sequence of {self.tokens} tokens: "
+                f"it leaves {free:.0f} tokens per KV head to unfold units of {length:.0f} tokens on the mean, of which there are so few "
+                "because the index of more does not fit either: raise the budget"
+            )
 
     def _refuse(self, store: AttentionSite, cap: float) -> NoReturn:
         placement, smallest = self.placement, self.placement.minimum_tokens
@@ -358,7 +379,7 @@ class RowMemory:
                 scores=scored[1],
             ),
             spans, made.record.ids[recent].clone(), made.surprisal[recent].clone(),
-            device=device, elastic=placement.residency == "elastic" or made.components.resident,
+            ids_before=made.ids_before(recent), device=device, elastic=placement.residency == "elastic" or made.components.resident,
         )  # fmt: skip
 
     # -- steps -------------------------------------------------------------------------------------------------------
@@ -505,3 +526,10 @@ class _Prompt:
     @property
     def surprisal(self) -> Tensor:
         return torch.zeros(self.record.tokens) if self.record.surprisal is None else self.record.surprisal
+
+    def ids_before(self, recent: Tensor) -> Tensor:
+        """int64: the last few ids before the window of tokens `recent`, as many as the segmenter looks back."""
+        segmenter = self.components.segmenter
+        count = segmenter.look_back if isinstance(segmenter, Continuing) else 0
+        first = int(recent[0]) if len(recent) else self.record.tokens
+        return self.record.ids[max(0, first - count) : first].clone()

@@ -10,7 +10,7 @@ from torch import Tensor
 from semkv.ir.memory import Entries
 from semkv.ir.site import AttentionSite
 from semkv.runtime.choosing import Zoom, choose_there, choose_units, threshold_of
-from semkv.runtime.components import Components, Foresight
+from semkv.runtime.components import Components, Continuing, Foresight
 from semkv.runtime.prediction import Certain, Likely, Whereabouts
 from semkv.runtime.prefetch import Wanted
 from semkv.runtime.quantization import Quantized
@@ -67,7 +67,7 @@ class SiteMemory:
     """Tensors of the KV heads that `site` has, without a batch dimension.
 
     kept: exact tokens that stay; recent: the newest ones; spans: what is folded, None where the method folds nothing;
-    recent_ids int64, recent_surprisal float32 in nats: one for each recent token.
+    recent_ids int64, recent_surprisal float32 in nats: one for each recent token; ids_before int64: of the last few before those.
 
     ahead: tokens that are fetched before the layer's turn at most, 0 where nothing is; guesses: whether the next turn's are guessed from
     this one's; supply: what is under way; likely: what the next turn may lack; supplied: what the last one took.
@@ -75,11 +75,12 @@ class SiteMemory:
 
     def __init__(
         self, site: AttentionSite, components: Components, kept: TokenStore, recent: TokenStore, spans: FoldedSpans | None,
-        recent_ids: Tensor, recent_surprisal: Tensor, *, device: torch.device, elastic: bool = False,
+        recent_ids: Tensor, recent_surprisal: Tensor, *, ids_before: Tensor | None = None, device: torch.device, elastic: bool = False,
     ) -> None:  # fmt: skip
         self.site, self.components, self.device, self.elastic = site, components, device, elastic
         self.kept, self.recent, self.spans = kept, recent, spans
         self.recent_ids, self.recent_surprisal = recent_ids, recent_surprisal
+        self.ids_before = recent_ids[:0] if ids_before is None else ids_before
         self.workspace: Workspace | None = None
         self.workspace_nbytes = 0
         self.moved_nbytes = self.held_nbytes = 0
@@ -247,8 +248,17 @@ class SiteMemory:
     def _fold_oldest(self, count: int) -> None:
         ids, surprisal = self.recent_ids[:count].clone(), self.recent_surprisal[:count].clone()
         k, v, positions = (x.cpu() for x in self._pop(count))  # they leave the device: units are made on the host
-        parts = self.components.segmenter.segment_more(ids, surprisal, k)
+        segmenter, longest = self.components.segmenter, 0
+        if isinstance(segmenter, Continuing):
+            parts, goes_on = segmenter.segment_on(self.ids_before, ids)
+            self.ids_before = torch.cat([self.ids_before, ids])[-segmenter.look_back :]
+            longest = segmenter.longest if goes_on else 0
+        else:
+            parts = segmenter.segment_more(ids, surprisal, k)
+        at = self.spans.count
         self.spans.fold(Folding(k, v, positions[0].long(), surprisal, parts.lengths, parts.units, ids))
+        if longest:
+            self.spans.go_on(at, longest)
 
     def _shrink(self, room: float, span_limit: float) -> None:
         """Merge spans, then archive the oldest, until kept tokens and spans take at most `room` bytes."""

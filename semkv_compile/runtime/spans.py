@@ -313,6 +313,19 @@ class FoldedSpans:
             self._join(torch.tensor(sorted(lefts)))
         return len(lefts)
 
+    def go_on(self, unit: int, longest: int) -> bool:
+        """Make one of `unit` and the one before it, if its first token follows on the last of that and both have at most `longest`
+        tokens; whether that was so."""
+        if not 0 < unit < self.count or not self._mergeable:
+            return False
+        together = self.lengths[:, unit - 1 : unit + 1].sum(1)
+        before, own = (torch.nonzero(self.segment_unit[0] == number)[:, 0] for number in (unit - 1, unit))
+        end = (self.segment_position + self.segment_length)[before[-1:]]
+        if int(together.max()) > longest or not torch.equal(end, self.segment_position[own[:1]]):
+            return False
+        self._join(torch.tensor([unit - 1]))
+        return True
+
     @property
     def _mergeable(self) -> bool:
         parts = self.index_parts.values()
@@ -507,12 +520,14 @@ def _joined(old: Quantized | None, new: Quantized) -> Quantized:
 
 def _replaced(held: Held, keep: Tensor, at: Tensor, made: Tensor) -> Held:
     """The units `keep` bool [M] of `held` [H, M, ...], those then at the places `at` replaced by `made` float32 [H, P, ...]."""
-    kept = held[:, keep]
-    if isinstance(kept, Quantized):
-        new = quantize(made, kept.bits)
-        kept.codes[:, at], kept.scale[:, at] = new.codes, new.scale
-    else:
-        kept[:, at] = made.to(kept.dtype)
+    first = int(at[0])  # what comes before is copied as it lies
+    behind = keep[first:]
+    if isinstance(held, Quantized):
+        packed, new = concatenate([held[:, :first], held[:, first:][:, behind]], 1), quantize(made, held.bits)
+        packed.codes[:, at], packed.scale[:, at] = new.codes, new.scale
+        return packed
+    kept = torch.cat([held[:, :first], held[:, first:][:, behind]], 1)
+    kept[:, at] = made.to(kept.dtype)
     return kept
 
 

@@ -209,6 +209,60 @@ def test_a_report_of_every_section_is_drawn(tmp_path):
         assert shown in text
 
 
+@pytest.mark.parametrize("count", [1, 20])
+def test_what_was_compared_is_drawn(tmp_path, count):
+    """Every method is named once, each name apart from the others; what auto takes stands under its budget."""
+    from matplotlib import pyplot
+    from matplotlib.text import Text
+
+    from semkv.cli.profile_choice import choice_picture
+    from semkv.cli.profile_pictures import write_report
+    from semkv.profiles.schema import Choice, ModelFacts, ProfileInfo, SiteFacts
+
+    site = SiteFacts(index=0, name="a", store=0, q_heads=2, kv_heads=2, key_dim=8, value_dim=8, treatment="method")
+    choices = tuple(
+        Choice(
+            method=f"method_{i}", budget=budget, length=length, score=max(0.0, 1 - i * (0.3 - budget)), samples=4 + i
+        )
+        for i in range(count)
+        for budget in (0.03, 0.05, 0.2)
+        for length in (512, 2048)
+        if i != 1 or budget > 0.04  # cannot run at the smallest
+    )
+    facts = ModelFacts(name="m", dtype="float32", vocab_size=9, sites=(site,))
+    made = Profile(ProfileInfo(fingerprint="f" * 64, model=facts, choices=choices), {})
+    assert write_report(tmp_path / "report", made, []) == ["report.json", "choice.png"]
+    assert (tmp_path / "report" / "choice.png").read_bytes()[:4] == b"\x89PNG"
+
+    figure = choice_picture(pyplot, choices, made)
+    figure.canvas.draw()
+    (axis,) = figure.axes
+    assert [label.get_text() for label in axis.get_xticklabels()] == [f"{b} %\nmethod_0" for b in (3, 5, 20)]
+    assert sorted(text.get_text() for text in axis.texts) == sorted(f"method_{i}" for i in range(count))
+    # of the words alone, without the lines that lead to them
+    boxes = sorted((Text.get_window_extent(text) for text in axis.texts), key=lambda box: box.y0)
+    legend = figure.legends[0].get_window_extent()
+    assert boxes[-1].y1 < figure.bbox.y1
+    assert all(box.x1 < figure.bbox.x1 for box in boxes)
+    assert all(below.y1 <= above.y0 + 1 for below, above in zip([legend, *boxes], boxes))
+    stars = next(line for line in axis.lines if line.get_marker() == "*")
+    assert stars.get_ydata().tolist() == [100.0] * 3
+    pyplot.close(figure)
+
+
+def test_the_router_is_a_name_of_the_step_that_trains_it(folder, text, tmp_path):
+    output = tmp_path / "tiny.profile"
+    result = run(folder, "--data", text, "-o", output, "--steps", "router", *TINY)
+    assert result.exit_code == 0, result.output
+    info = Profile.load(output).info
+    assert info.sekv is not None
+    assert info.head_taxonomy is None
+    every = "taxonomy,retrieval-heads,layer-errors,sketch,router,retrieval-head,memory,choice"
+    assert set(command._named([every])) == set(command.ALL_STEPS) - {"sentences"}
+    with pytest.raises(ConfigError, match=r"--steps 'routers' is unknown: .*, sekv, choice; or router \(sekv\)"):
+        run_raising("-o", tmp_path / "out", "--steps", "routers")
+
+
 def test_help_teaches():
     result = run("--help")
     assert result.exit_code == 0

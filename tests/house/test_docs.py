@@ -24,8 +24,8 @@ def _section(page: str, heading: str) -> str:
 
 def _value(text: str) -> object:
     text = text.strip("`")
-    if text == "()":
-        return ()
+    if text in ("()", "None"):
+        return () if text == "()" else None
     if text in ("True", "False"):
         return text == "True"
     if re.fullmatch(r"\d+/\d+", text):

@@ -9,11 +9,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from semkv import bundled
+from semkv.api import compile as compile_model
+from semkv.config import CompileConfig
 from semkv.errors import ConfigError
 from semkv.ir.site import AttentionSite
 from semkv.methods import CompressKV, find_method
 from semkv.methods.compresskv import ErrorAllocation, HeadVotes
 from semkv.methods.kept_and_runs import KeptAndRuns
+from semkv.profiles.bundled.tasks import make_text
+from semkv.profiles.schema import Profile
 from semkv.profiles.schema.allocation import layer_budgets
 from semkv.runtime.record import RowRecord
 
@@ -95,6 +100,42 @@ def test_layers_share_by_error(budget):
     assert sum(shares) == pytest.approx(1)
     if budget == 300:
         assert expected == [round(32 + 0.9 * 536), round(32 + 0.1 * 536)]
+
+
+@pytest.mark.parametrize(("minimum", "recoverable", "least"), [
+    (8, False, 24), (16, False, 24), (24, False, 24), (32, False, 32), (64, False, 64), (32, True, 40), (64, True, 64),
+])  # fmt: skip
+def test_a_layer_without_errors_gets_the_minimum(minimum, recoverable, least):
+    """m as Alg. 1 has it, or the smallest budget, which the others then give up in proportion; no token is lost."""
+    model, tokenizer = bundled.load()
+    known = bundled.profile()
+    errors = known.info.layer_errors.model_copy(update={"errors": (0.0, 0.3, 0.3, 0.4)})
+    known = Profile(known.info.model_copy(update={"layer_errors": errors}), known.tensors)
+    options = {"minimum": minimum, "recoverable": recoverable}
+    config = CompileConfig(kv_dtype="float16", page_size=8, method_options=options)
+    compiled = compile_model(model, known, method="compresskv", budget=100, config=config)
+    ids = tokenizer(make_text(700, 0), return_tensors="pt")["input_ids"][:, :600]
+    state = compiled.prefill(ids)
+    row = state.rows[0]
+    total = 100 * len(row.shares)
+    first, *others = layer_budgets([1e-6, 0.3, 0.3, 0.4], total, minimum=minimum)
+    assert first == minimum
+    expected = [least, *(size * (total - least) / sum(others) for size in others)]
+    assert list(row.shares.values()) == pytest.approx([size / total for size in expected], rel=2e-3)
+    assert sum(row.shares.values()) == pytest.approx(1, abs=1e-9)
+    held = [sum(memory.kept.length + memory.recent.length for memory in store) for store in row.stores.values()]
+    assert held[0] <= least
+    if not recoverable:
+        assert held[0] == (least - 1) // 8 * 8  # whole pages beside their positions
+    for _ in range(3):
+        compiled.extend(state, ids[:, :20])
+    assert row.traffic.peak_share <= 1
+
+
+def test_the_smallest_budget_is_that_of_the_mode():
+    assert (CompressKV.minimum_tokens, CompressKV().minimum_tokens) == (24, 24)
+    assert find_method("compresskv", {"recoverable": True}).minimum_tokens == 40
+    assert find_method("compresskv", {"minimum": 64}).minimum_tokens == 24
 
 
 def test_errors_are_in_the_annotated_graph(decoder_program):

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from semkv import bundled
+from semkv.config import CompileConfig
 from semkv.errors import BudgetError, ConfigError
 from semkv.ir.site import AttentionSite
 from semkv.kernels.slots import EMPTY
@@ -76,7 +77,7 @@ def test_drift_updates_as_the_algorithm_says(cuts, tau, retrieve):
     rows = torch.rand(17, n + 17, generator=generator)
     rows[4:] = rows[4:] * 0.2 + rows[9].clone()  # attention that settles after a while
     first = rows[0, :n].argsort(descending=True)
-    router = Given({(3, 1): 0}, every, tau, 5, retrieve)
+    router = Given({(3, 1): 0}, every, tau, 5, retrieve, ((SITE, 0),))
     order, buffered, expected, updates = first.tolist(), [], [], 0
     for t in range(17):
         expected.append(order)
@@ -90,8 +91,12 @@ def test_drift_updates_as_the_algorithm_says(cuts, tau, retrieve):
     got, at = [], 0
     for cut in cuts:
         step = Step(torch.zeros(cut).long(), n + at, SITE, rows[None, at : at + cut], notes=notes)
-        made = router.follow(step, 0)
-        assert router.follow(step, 0) is made, "satellites of one pivot share its ranking"
+        before = router.orders(step, 0)
+        router.stored(step)
+        made = router.orders(step, 0)
+        assert router.foresees(SITE, step) == (cut == 1)
+        if cut == 1:
+            assert before == made, "known before the turn"
         got += made
         at += cut
     assert [one.tolist() for one in got] == expected
@@ -163,6 +168,32 @@ def test_what_stays_is_not_moved_again(whole, prompt):
     moved = state.rows[0].traffic.moved_bytes
     compiled.extend(state, prompt(1, 5))
     assert state.rows[0].traffic.moved_bytes - moved < 0.05 * moved
+
+
+def test_what_a_token_unfolds_is_fetched_before_its_turn(whole, prompt):
+    """And nothing else changes: the drift check runs once a step and site, foreseen or not, alone or among others."""
+    logits, checks, states = [], [], []
+    for ahead in (False, True):
+        config = CompileConfig(kv_dtype="float16", residency="elastic", prefetch=ahead)
+        compiled = whole.with_method(
+            "heterocache", budget=0.6, config=config, recent=16, every=2, tau_drift=0.99, **CLUSTERS
+        )
+        state = compiled.prefill(prompt(260, 3))
+        logits.append([compiled.extend(state, ids) for ids in prompt(24, 4).split([1] * 8 + [5] + [1] * 11, 1)])
+        checks.append({name: at.tolist() for name, at in state.rows[0].notes.items() if "checks" in name})
+        states.append(state)
+    assert all(torch.equal(*pair) for pair in zip(*logits))
+    assert checks[0] == checks[1]
+    assert all(done == 24 // 2 for done, _ in checks[0].values())
+    assert any(updates > 2 for _, updates in checks[0].values())
+    off, on = (state.stats for state in states)
+    assert off.hit_rate == 0 < on.hit_rate
+    first = states[1].rows[0].lookahead.turns[0].store
+    for store, memories in states[1].rows[0].stores.items():
+        for memory in memories:
+            if isinstance(memory.components.router, PivotRouter) and store != first:
+                assert memory.ahead
+                assert not memory.guesses
 
 
 KINDS = {

@@ -13,7 +13,7 @@ from semkv.profiles.schema import Profile
 from semkv.runtime.budget import Budget
 
 RETRIEVING = ("quest", "shadowkv", "infllm", "clusterkv", "sketch", "mixed")
-SMALL = {"infllm": {"block": 8}, "clusterkv": {"tokens_per_cluster": 12}}
+SMALL = {"infllm": {"block": 8}, "clusterkv": {"tokens_per_cluster": 12, "sinks": 4, "fold_chunk": 8}}
 
 
 @pytest.mark.parametrize("name", RETRIEVING)
@@ -45,6 +45,18 @@ def test_saved_states_go_on(whole, name, tmp_path, prompt):
     again = compiled.load_state(tmp_path / "state")
     more = prompt(20, 4)
     assert torch.equal(compiled.extend(state, more, all_logits=True), compiled.extend(again, more, all_logits=True))
+
+
+@pytest.mark.parametrize(("name", "budget"), [("quest", 48), ("infllm", 100), ("clusterkv", 100)])
+def test_a_budget_in_which_little_can_come_back_is_refused(whole, name, budget, prompt):
+    """Where the index of more units does not fit, units are so long that they do not fit either."""
+    compiled = whole.with_method(name, budget=budget)
+    with pytest.raises(
+        BudgetError,
+        match=rf"budget {budget} is too small for '{name}' in a sequence of 3000 tokens: it leaves \d+ tokens",
+    ):
+        compiled.prefill(prompt(3000, 1))
+    whole.with_method(name, budget=400).prefill(prompt(3000, 1))
 
 
 @pytest.mark.parametrize(("name", "tensors"), [("sketch", "sketch.key."), ("sekv", "sekv.router.")])

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,7 +15,8 @@ import semkv
 from semkv.errors import BudgetError, ConfigError
 from semkv.ir.site import AttentionSite
 from semkv.methods import SemantiCache, delimiter_ids, find_method
-from semkv.methods.semantic_clusters import SemanticClusters, cluster, shared_out
+from semkv.methods.semantic_clusters import SemanticClusters, cluster, sentence_delimiters, shared_out
+from semkv.methods.sentences import sentence_ends, token_class
 from semkv.runtime.quantization import dequantize
 from semkv.runtime.record import RowRecord
 from semkv.runtime.segments import Folding
@@ -143,3 +148,59 @@ def test_options_are_checked(options, said):
 
 def test_delimiters_may_come_from_json():
     assert find_method("semanticache", {"delimiters": [3, 5]}).delimiters == (3, 5)
+
+
+TEXTS = ["word", " Dr", ".", ";", ":", " yes!", '?"', "\n\n", "。", " 3.", " a", "…", "-", " J."]
+CLASSES = torch.tensor([begins + 16 * ends for begins, ends in map(token_class, TEXTS)], dtype=torch.uint8)
+
+
+def with_classes(classes: torch.Tensor | None):
+    sentences = None if classes is None else object()
+    return SimpleNamespace(info=SimpleNamespace(sentences=sentences), tensors={"sentences.classes": classes})
+
+
+def chunks_by_loops(ids: list[int], ends: set[str], longest: int) -> list[int]:
+    lengths, run = [], 0
+    for token in ids:
+        run += 1
+        if (token < len(TEXTS) and TEXTS[token] in ends) or run == longest:
+            lengths.append(run)
+            run = 0
+    return lengths + [run] * (run > 0)
+
+
+def test_chunks_end_where_sentences_may_by_the_profile():
+    """Semicolons, colons and abbreviations end none; ids that the profile's table does not have do not either."""
+    ends = {".", " yes!", '?"', "\n\n", "。", " 3.", "…"}
+    assert {TEXTS[token] for token in sentence_delimiters(CLASSES)} == ends
+    segmenter = find_method("semanticache", {"chunk": 9}).components(None, with_classes(CLASSES)).segmenter
+    ids = torch.randint(0, len(TEXTS) + 5, (400,), generator=torch.Generator().manual_seed(2))
+    assert segmenter.chunks(ids).tolist() == chunks_by_loops(ids.tolist(), ends, 9)
+
+
+@pytest.mark.parametrize(("delimiters", "classes", "expected"), [
+    (None, None, ()), ((), CLASSES, ()), ([3, 4], CLASSES, (3, 4)), (None, CLASSES, sentence_delimiters(CLASSES)),
+])  # fmt: skip
+def test_delimiters_that_are_given_are_those(delimiters, classes, expected):
+    method = find_method("semanticache", {"delimiters": delimiters})
+    assert method.components(None, with_classes(classes)).segmenter.delimiters == expected
+    assert method.with_options({"chunk": 8}).delimiters == method.delimiters
+    again = json.loads(json.dumps(asdict(method)))
+    assert find_method("semanticache", again) == method
+
+
+def test_a_prompts_chunks_end_at_its_sentences():
+    """Every sentence of the bundled tasks ends a chunk, and chunks that are shorter than the longest end nowhere else."""
+    from semkv.profiles.bundled.tasks import make_text
+
+    _, tokenizer = semkv.bundled.load()
+    profile = semkv.bundled.profile()
+    segmenter = SemantiCache().components(None, profile).segmenter
+    assert {tokenizer.decode([token]) for token in segmenter.delimiters} >= {".", "?"}
+    ids = tokenizer(make_text(640, 0), return_tensors="pt")["input_ids"][0, :600]
+    ends = sentence_ends(ids, profile.tensors["sentences.classes"])
+    lengths = segmenter.chunks(ids)
+    edges = lengths.cumsum(0) - 1
+    assert set(torch.nonzero(ends)[:, 0].tolist()) <= set(edges.tolist())
+    assert int(ends.sum()) > 20
+    assert all(bool(ends[edge]) or length == 32 for edge, length in zip(edges.tolist(), lengths.tolist()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -105,7 +106,7 @@ def test_neighbours_are_joined_where_their_means_do_not_fit():
 
 
 def test_buckets_may_be_chunks():
-    segmenter = SentenceBuckets(None, chunk=5)
+    segmenter = SentenceBuckets(None, longest=5)
     assert segmenter.buckets(torch.zeros(12, dtype=torch.int64)).tolist() == [5, 5, 2]
 
 
@@ -161,6 +162,44 @@ def test_the_nearest_sentences_are_recalled(whole, text):
         chosen = memory.zoomed[head * site.group_size : (head + 1) * site.group_size, 0].any(0)
         assert set(order[: int(chosen.sum())]) == set(torch.nonzero(chosen)[:, 0].tolist())
         assert 0 < int(chosen.sum()) < len(best)
+
+
+def test_sentences_that_leave_the_window_are_whole_units(whole, text, tmp_path):
+    """A unit is a sentence, whatever the steps and chunks its tokens came in, and in a state that was stored in between."""
+    compiled = whole.with_method("sentencekv", budget=400, recoverable=True, longest=40)
+    ids = torch.cat([text(200, 1), text(230, 2)], 1)
+    state, at = compiled.prefill(ids[:, :200]), 200
+    for step, size in enumerate([1, 9, 30, 2, 17, 8, 50, 1, 1, 40, 71]):
+        compiled.extend(state, ids[:, at : at + size])
+        at += size
+        if step == 4:
+            state.save(tmp_path / "state")
+            state = compiled.load_state(tmp_path / "state")
+    assert at == 430
+    classes = compiled.profile.tensors["sentences.classes"]
+    sentence = (torch.cumsum(sentence_ends(ids[0], classes), 0) - sentence_ends(ids[0], classes).long()).tolist()
+    for memory in state.rows[0].budgeted():
+        spans = memory.spans
+        segments = zip(spans.segment_unit[0].tolist(), spans.segment_position.tolist(), spans.segment_length.tolist())
+        units: dict[int, list[int]] = {}
+        for unit, position, length in segments:
+            units.setdefault(unit, []).extend(range(position, position + length))
+        assert sorted(token for unit in units.values() for token in unit) == list(range(32, at - memory.recent.length))
+        assert all(len({sentence[token] for token in unit}) == 1 for unit in units.values())
+        for one, other in itertools.pairwise(units.values()):
+            assert sentence[one[-1]] != sentence[other[0]] or len(one) + min(len(other), 8) > 40
+        assert spans.lengths[0].tolist() == [len(unit) for unit in units.values()]
+
+
+def test_a_sentence_goes_on_only_with_what_it_follows_on():
+    segmenter = SentenceBuckets(CLASSES, longest=12)
+    ids = torch.tensor([1, 2, STOP, 3, 4, 5, 6, STOP, 1, 1])
+    assert not segmenter.segment_on(ids[:0], ids[:3])[1]
+    assert segmenter.segment_on(ids[:2], ids[2:4])[1]
+    parts, goes_on = segmenter.segment_on(ids[:5], ids[5:])
+    assert goes_on
+    assert parts.lengths.tolist() == [3, 2]
+    assert not segmenter.segment_on(ids[:3], ids[3:])[1]
 
 
 OPTIONS = {

@@ -19,9 +19,9 @@ def held_tokens(memory) -> list[dict[int, torch.Tensor]]:
 
 @pytest.mark.parametrize("residency", ["shared", "elastic"])
 def test_old_segments_leave_the_tables(wide_program, compile_as, prompt, tmp_path, residency):
-    compiled = compile_as(wide_program, "quest", 64, residency=residency)
-    state = compiled.prefill(prompt(600))
-    for chunk in prompt(120, seed=1).split(4, 1):
+    compiled = compile_as(wide_program, "quest", 72, residency=residency)
+    state = compiled.prefill(prompt(40))
+    for chunk in prompt(900, seed=1).split(30, 1):
         compiled.extend(state, chunk)
     memories = list(state.rows[0].budgeted())
     for memory in memories:
@@ -37,7 +37,7 @@ def test_old_segments_leave_the_tables(wide_program, compile_as, prompt, tmp_pat
                 *memory.recent.positions[0].tolist(),
             ]
         )
-        assert everything == list(range(720))
+        assert everything == list(range(940))
         if residency == "elastic":
             keys = spans.host_tokens.all_tokens()[0]
             place = dict(zip(spans.waiting_places()[1].tolist(), spans.waiting_places()[0].tolist()))

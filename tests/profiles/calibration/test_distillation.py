@@ -13,16 +13,18 @@ from semkv.compiled import CompiledModel
 from semkv.config import CompileConfig
 from semkv.errors import ConfigError, ProfileError
 from semkv.methods import find_method
+from semkv.methods.speculation import KEYS, RANKING, UNREAD, Speculation
 from semkv.passes.assign_budgets import AssignBudgets
 from semkv.passes.base import PassOptions
+from semkv.passes.retrieval_graph import head_graph
 from semkv.pipeline import captured_program
 from semkv.profiles.calibration import MeasureData, MeasureSettings, import_eagle
 from semkv.profiles.calibration.calibrate import model_facts
-from semkv.profiles.calibration.measure import Subject, run_measure
+from semkv.profiles.calibration.measure import Subject, Sums, run_measure
 from semkv.profiles.calibration.retrieval_head import SINKS, Distillation
 from semkv.profiles.calibration.samples import SampleSet
 from semkv.profiles.schema import Profile, ProfileInfo
-from semkv.profiles.schema.retrieval_head import PREFIX
+from semkv.profiles.schema.retrieval_head import PREFIX, RetrievalHead, group_scores
 
 LENGTH, STEPS, NEAR = 80, 12, 10
 
@@ -75,6 +77,34 @@ def test_the_head_learns_what_is_attended(subject):
     after = Distillation(subject(held_out=0, head_rounds=25, head_rate=2e-2))
     caught = [run_measure(step, identity="x", path=None, report=quiet).section.caught for step in (before, after)]
     assert caught[1] > caught[0] + 0.1
+
+
+@pytest.mark.parametrize("group", [1, 3])
+def test_what_is_trained_is_what_chooses_at_run_time(subject, group):
+    """Scores of the distillation against the ranking of a step that reads the same tokens: the largest weight of a group."""
+    step = Distillation(subject(head_group=group, head_input="embedding"))
+    step._start(Sums())
+    ids = repeated(0)
+    rows = torch.arange(LENGTH, LENGTH + STEPS)
+    trained = step._scores(ids, None, rows).detach()
+
+    head = RetrievalHead(step.section, {name: tensor.detach() for name, tensor in step._trained.items()})
+    selector = head_graph(head, step.embedding.detach(), "embedding")
+    empty = {KEYS: torch.zeros(2, 0, 8, dtype=torch.float16), UNREAD: torch.zeros(0, dtype=torch.int64)}
+    passing = {}
+    Speculation(selector, step.section).begin(ids, 0, empty, passing, lambda tokens: float("inf"))
+    ranking = passing[RANKING].logs[:, rows]
+    reached = ranking > float("-inf")
+    assert reached.sum() == 2 * sum(range(LENGTH + 1, LENGTH + STEPS + 1))
+    assert (trained[~reached] < -1e6).all()
+    # keys are kept in half precision
+    torch.testing.assert_close(trained[reached], ranking[reached], rtol=1e-3, atol=5e-3)
+
+
+def test_scores_are_the_largest_weights_of_a_group():
+    logits = torch.randn(2, 3, 5, 7, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(group_scores(logits), logits.softmax(-1).amax(1).log())
+    assert torch.equal(group_scores(logits[:, :1]), logits[:, 0].log_softmax(-1))
 
 
 @pytest.mark.parametrize("kind", ["features", "embedding"])

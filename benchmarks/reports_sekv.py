@@ -1,0 +1,169 @@
+"""SeKV on the bundled model: time and memory by length beside the methods of its Table 3, and the paper's formulas beside bytes that exist.
+
+    python benchmarks/reports_sekv.py                  # minutes; an interrupted run goes on
+
+Switches and grids are in ablations.py, answers and zoom rates in grid.py. Writes benchmarks/results/reports_sekv.json and
+docs/results/reports_sekv.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from costs import ABOUT, LENGTHS, Contender, Costs, Direction, by_length, costs_table, directions_table, times_full
+from grids import Bench, measured_on, parser, table, write_document
+from reports import Figures, write_parts
+
+from semkv.config import CompileConfig
+from semkv.evaluation.environment import describe, now
+from semkv.evaluation.samples import make_sample
+from semkv.evaluation.subject import as_ids
+from semkv.evaluation.tables import size
+from semkv.runtime.site_memory import SiteMemory
+from semkv.runtime.spans import FACTORS
+
+NAME = "reports_sekv"
+BUDGET = 0.1
+NEW = 1024
+"""Tokens written in Table 3's first setting."""
+OTHERS = ("streaming_llm", "chunkkv", "sentencekv")
+COSTS = (Contender("sekv", "sekv", BUDGET), *(Contender(name, name, BUDGET) for name in OTHERS))
+
+
+def whole(cost: Costs) -> float:
+    """Seconds to read the context and write `NEW` tokens."""
+    return cost["first_s"] + NEW * cost["step_ms"] / 1000
+
+
+def against(label: str) -> Any:
+    """Of `whole`: sekv's over another's, at a length."""
+    return lambda _, at: whole(at["sekv"]) / whole(at[label])
+
+
+def faster(values: Any) -> bool:
+    return max(values) < 1
+
+
+def slower(values: Any) -> bool:
+    return min(values) > 1
+
+
+SAID = (
+    Direction("38.1 s where the full cache takes 43.6, 4K in and 1K out (Table 3)", "whole, times full's", against("full"), faster),
+    Direction("StreamingLLM is the fastest", "whole, times streaming_llm's", against("streaming_llm"), slower),
+    Direction("as fast as ChunkKV, within 5 %", "whole, times chunkkv's", against("chunkkv"), lambda v: max(v) <= 1.05),
+    Direction("faster than SentenceKV", "whole, times sentencekv's", against("sentencekv"), faster),
+    Direction(
+        "memory grows by a tenth of what the full cache's does from 8K to 128K (Fig. 4)", "device, times full's",
+        times_full("sekv", "device"), lambda v: max(v) <= 1.02 * BUDGET,
+    ),
+)  # fmt: skip
+
+
+# -- formulas ----------------------------------------------------------------------------------------------------------
+
+
+def segment_nbytes(memory: SiteMemory) -> torch.Tensor:
+    """float64 [Hkv, S]: bytes of each folded segment where it waits, tables apart."""
+    spans = memory.spans
+    cost = (spans.segment_length * spans.host_tokens.token_nbytes).double().repeat(memory.site.kv_heads, 1)
+    factored = spans.segment_kind == FACTORS
+    if bool(factored.any()):
+        cost[:, factored] = spans.host_factors.span_nbytes()[:, spans.segment_start[factored]].double()
+    return cost
+
+
+@torch.no_grad()
+def formulas(bench: Bench, length: int) -> dict[str, float]:
+    """Eq. 16-20 for a state whose spans are all factored, and the bytes that it has: after a context, and in one step of a question."""
+    config = CompileConfig(kv_dtype="float16")
+    compiled = bench.compiled.with_method("sekv", BUDGET, config=config, forms="factored")
+    sample = make_sample(bench.tokenizer, "dense", length, 0, seed=0, questions=1)
+    state = compiled.prefill(as_ids(sample.ids))
+    memories = [memory for memory in state.rows[0].budgeted() if memory.spans is not None]
+    held, waiting = state.nbytes["device"], state.nbytes["host"]
+    scalar = compiled.placement.budget.dtype.itemsize
+    exact = summaries = bases = 0.0
+    for memory in memories:
+        site = memory.site
+        exact += (memory.kept.length + memory.recent.length) * site.values_per_token * scalar
+        rank = memory.components.router.weights[site.index].shape[1]
+        summaries += 2 * site.q_heads * rank * memory.spans.count * scalar
+        bases += float(segment_nbytes(memory).sum())
+    for token in sample.questions[0].ids:
+        compiled.extend(state, as_ids((token,)))
+    chosen = [memory.spans.segments_of(memory.zoom.chosen) for memory in memories]
+    cost = [segment_nbytes(memory) for memory in memories]
+    zoomed = torch.stack([one.any(0) for one in chosen]).any(0) if len({one.shape for one in chosen}) == 1 else None
+    return {
+        "full": sum(m.site.values_per_token for m in memories) * len(sample.ids) * scalar, "full_held": state.full_bytes,
+        "device": exact + summaries, "device_held": held, "host": bases, "host_held": waiting,
+        "every_head": float("nan") if zoomed is None else sum(float(one[:, zoomed].sum()) for one in cost),
+        "own_heads": sum(float(one[picked].sum()) for one, picked in zip(cost, chosen)), "moved": sum(m.moved_nbytes for m in memories),
+    }  # fmt: skip
+
+
+def formulas_table(found: Mapping[int, Mapping[str, float]]) -> str:
+    """Each formula's bytes and those that exist, by length."""
+    rows = (
+        ("full KV (Eq. 16)", "full", "full_held"),
+        ("SeKV on the device (Eq. 17)", "device", "device_held"),
+        ("SeKV on the host (Eq. 18, 19)", "host", "host_held"),
+        ("moved in a step (Eq. 20, all heads for each zoom)", "every_head", "moved"),
+        ("moved in a step, heads that zoom", "own_heads", "moved"),
+    )
+    lines = [
+        [
+            f"{length:,}",
+            name,
+            size(at[formula]),
+            size(at[held]),
+            f"{at[held] / at[formula]:.2f}" if at[formula] else "-",
+        ]
+        for length, at in found.items()
+        for name, formula, held in rows
+    ]
+    return table(["tokens", "", "by the formula", "measured", "measured over formula"], lines)
+
+
+def main() -> None:
+    started = now()
+    arguments = parser((__doc__ or "").splitlines()[0]).parse_args()
+    bench = Bench(NAME, arguments)
+    figures = Figures(arguments.rows / f"{NAME}.figures.jsonl", bench.identity)
+    costs = by_length(bench, figures, COSTS)
+    bytes_by_length = {
+        length: figures.get("formulas", {"length": length}, lambda n=length: formulas(bench, n)) for length in LENGTHS
+    }
+    environment = describe(started).model_dump(mode="json")
+    write_parts(NAME, {}, {"costs": costs, "formulas": bytes_by_length, "environment": environment})
+    path = write_document(
+        NAME,
+        "# SeKV's time and memory on the bundled model",
+        f"Made by `benchmarks/{NAME}.py`; do not edit. {100 * BUDGET:g} % of the KV. Its switches and grids are in "
+        "[ablations.md](ablations.md), its answers and the rates at which layers and heads zoom (Fig. 5, 6) in "
+        "[grid.md](grid.md).",
+        "## Time and memory by length (Table 3, Fig. 4)",
+        ABOUT,
+        costs_table(costs),
+        f"`whole` is the first token and {NEW:,} steps, by their median. Memory is of the KV alone, where the paper has the whole device.",
+        directions_table(costs, SAID),
+        "The full cache of four layers is small, and steps are bound by the number of calls: at 64K to 128K tokens in larger layers see "
+        "[decode_cpu.md](decode_cpu.md).",
+        "## The paper's formulas (Eq. 16 to 20)",
+        "With every span factored (`forms='factored'`), as the formulas have it; each span and head with its own rank, which Eq. 18 has as "
+        "one r. Eq. 17 counts routing keys for every query head, at full precision, twice, and leaves out the coarse means and short "
+        "spans: here routing summaries are made from coarse means of few bits. Eq. 20 has every head of every layer fetch what any of "
+        "them zooms into; the last line counts the heads that zoom. Measured bytes on the host include tables. A budget is filled up, "
+        "so that what is moved is what it has room for.",
+        formulas_table(bytes_by_length),
+        "## Provenance",
+        measured_on(environment),
+    )
+    print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    main()
