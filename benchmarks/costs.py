@@ -147,8 +147,9 @@ def directions_table(found: Mapping[int, Mapping[str, Costs]], said: Sequence[Di
 
 ABOUT = (
     f"Contexts of the dense haystack on a CPU, where the host tier is memory like the device's. Medians of {PREFILLS} prefills with "
-    f"their compression and of {STEPS} steps, which take turns. `choosing`: scores of all units and the choice among them; `fetching`: "
-    "standing still for folded tokens; both in ms. Bytes are of the KV alone: device at its peak, by the tensors that there are. "
+    f"their compression and of {STEPS} steps, which take turns. `choosing`: attention of retrieval heads, pivots and filters, scores of "
+    "all units and the choice among them; `fetching`: standing still for folded tokens, a mean over the steps like the bytes that are "
+    "moved; both in ms. Bytes are of the KV alone: device at its peak, by the tensors that there are. "
     f"`on the link` is arithmetic: what a step moves over {LINK / 1e9:g} GB/s (PCIe 3, 16 lanes). "
 )
 """What `costs_table` shows."""

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from semkv.ir.site import AttentionSite
+from semkv.runtime.components import Foresight
 from semkv.runtime.row_memory import RowMemory
 from semkv.runtime.site_memory import SiteMemory
 from semkv.runtime.spans import FoldedSpans
@@ -93,6 +94,13 @@ class Replay:
         return self.drawn[step.tokens % 2][..., : spans.count]
 
 
+class Foreseeing(Replay):
+    """A `Replay` of a router that is a `semkv.runtime.components.Foresight`."""
+
+    def foresees(self, site: AttentionSite, step: Step) -> bool:
+        return self.router.foresees(site, step)
+
+
 @dataclass(frozen=True)
 class _TimedBefore:
     """`semkv.runtime.components.BeforeStep` whose steps are counted."""
@@ -107,15 +115,29 @@ class _TimedBefore:
         self.clock.timed(self.before.begin)(*args)
 
 
+@dataclass(frozen=True)
+class _TimedAtSite:
+    """`semkv.runtime.components.AtSite` whose time is counted."""
+
+    at_site: Any
+    clock: Clock
+
+    def stored(self, step: Step) -> None:
+        self.clock.timed(self.at_site.stored)(step)
+
+
 def watch(state: State) -> Clock:
-    """Time what a state of one row does to find what it unfolds: retrieval heads, scores of all units, and the choice among them."""
+    """Time what a state of one row does to find what it unfolds: retrieval heads, attention of pivots and filters, scores of all units, and
+    the choice among them."""
     clock, row = Clock(), state.rows[0]
-    if row.placement.plan.before is not None:
-        row.placement = replace(
-            row.placement, plan=replace(row.placement.plan, before=_TimedBefore(row.placement.plan.before, clock))
-        )
+    plan = row.placement.plan
+    before = None if plan.before is None else _TimedBefore(plan.before, clock)
+    at_site = {index: _TimedAtSite(one, clock) for index, one in plan.at_site.items()}
+    row.placement = replace(row.placement, plan=replace(plan, before=before, at_site=at_site))
     for memory in _choosing(row):
-        memory.components = replace(memory.components, router=Replay(memory.components.router, clock))
+        router = memory.components.router
+        made = Foreseeing if isinstance(router, Foresight) else Replay
+        memory.components = replace(memory.components, router=made(router, clock))
         memory._select = clock.timed(memory._select)
     return clock
 
