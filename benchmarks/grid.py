@@ -36,11 +36,10 @@ from grids import (
 )
 from quality import points
 
-from semkv.errors import BudgetError
 from semkv.evaluation import Grid, Report, Variant
 from semkv.evaluation.fitting import which_fit
 from semkv.evaluation.plots import accuracy_by_budget, draw_all
-from semkv.evaluation.runner import Work, missing_work
+from semkv.evaluation.runner import Refusal, Work, missing_work
 from semkv.evaluation.schema import Row, Summary
 from semkv.evaluation.store import RowStore
 from semkv.evaluation.subject import Subject
@@ -185,24 +184,10 @@ class Measuring:
 
     def measure(self, part: Part, grid: Grid) -> Grid:
         """Measure `grid` and return what of it runs: a variant that a later context refuses is left out, with that context's reason."""
-        while True:
-            try:
-                self.bench.run(grid, part.title)
-                return grid
-            except BudgetError as error:
-                self.refused[part.name] |= self.refused_at(self.missing(grid)[0], grid, part.title, error)
-                grid = self.fitting(part, grid)
-
-    def refused_at(self, work: Work, grid: Grid, title: str, error: BudgetError) -> dict[str, str]:
-        """Whose `error` it was at the context where the run stopped: its variants one by one, up to the one that raises again."""
-        upto = work.index * grid.questions_per_context + work.asked
-        for variant, _ in work.variants:
-            alone = grid.model_copy(update={"variants": (variant,), "families": (work.family,), "samples": upto})
-            try:
-                self.bench.run(alone, title)
-            except BudgetError as again:
-                return {place(variant): str(again)}
-        raise error
+        refusals: list[Refusal] = []
+        self.bench.run(grid, part.title, refusals=refusals)
+        self.refused[part.name] |= {place(refusal.variant): refusal.why for refusal in refusals}
+        return self.fitting(part, grid)
 
     def report(self, grid: Grid, title: str) -> Report:
         """What the rows hold of `grid`; `auto` has the rows of the method that the profile chooses at the budget."""

@@ -18,6 +18,7 @@ from semkv.evaluation import Grid, Report, evaluate
 from semkv.evaluation.environment import describe, now
 from semkv.evaluation.identity import subject_identity
 from semkv.evaluation.report import build_report
+from semkv.evaluation.runner import Refusal
 from semkv.evaluation.schema import Summary
 from semkv.evaluation.store import RowStore
 from semkv.evaluation.tables import percent
@@ -70,10 +71,13 @@ class Bench:
         """Tie the rows that follow to the model's weights as they are now."""
         self.identity = subject_identity(self.model, self.profile, None, self.compiled.placement.budget.dtype)
 
-    def run(self, grid: Grid, title: str, tasks: Mapping[str, Task] | None = None) -> Report:
+    def run(
+        self, grid: Grid, title: str, tasks: Mapping[str, Task] | None = None, refusals: list[Refusal] | None = None
+    ) -> Report:
         """Measure what the chosen families lack, then report on everything that the rows hold of the grid.
 
         tasks: what names in `grid.families` stand for that are not bundled families; they are measured beside any of those.
+        refusals: as in `evaluate`.
         """
         asked = self.arguments.families.split(",")
         chosen = tuple(family for family in grid.families if family in asked or family in (tasks or {}))
@@ -90,6 +94,7 @@ class Bench:
                 rows=self.rows,
                 progress=progress,
                 tasks=tasks,
+                refusals=refusals,
             )
         if not report.complete:
             raise SystemExit("stopped before it was complete; run the same command to go on")

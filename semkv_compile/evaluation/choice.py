@@ -10,7 +10,7 @@ from typing import Any
 
 from semkv.errors import ConfigError
 from semkv.evaluation.fitting import which_fit
-from semkv.evaluation.runner import Progress, cell_of, run_grid
+from semkv.evaluation.runner import Progress, Refusal, cell_of, run_grid
 from semkv.evaluation.schema import Row
 from semkv.evaluation.settings import Grid, Variant
 from semkv.evaluation.store import RowStore
@@ -76,16 +76,21 @@ def choose(
     """Measure every method at every budget on a few questions, and the better half on twice as many until `samples`.
 
     compiled: a `CompiledModel` that holds what the methods need (profile, weights); its own method does not matter.
-    identity, rows, workers: as in `evaluate`; a run that stopped goes on. A method whose smallest budget is above one of the
-    budgets, or that lacks something in the profile, is left out there. Ties are broken by the bytes that a step moves.
+    identity, rows, workers: as in `evaluate`; a run that stopped goes on. A method that a budget is too small for in one of the
+    contexts, or that lacks something in the profile, is left out there. Ties are broken by the bytes that a step moves.
     """
     subject, store = Subject(compiled, identity), RowStore(rows)
     entrants, left_out = _able(subject, tokenizer, contest, tasks)
     measured: dict[tuple[str, float], Choice] = {}
     asked = contest.first
     while entrants:
-        grid = contest.grid(entrants, asked)
-        run_grid(subject, tokenizer, grid, store, progress, tasks, workers)
+        grid, refusals = contest.grid(entrants, asked), list[Refusal]()
+        run_grid(subject, tokenizer, grid, store, progress, tasks, workers, refusals)
+        left_out += [_left_out(refusal.variant, refusal.why) for refusal in refusals]
+        for name, budget in [(refusal.variant.method, refusal.variant.budget) for refusal in refusals]:
+            entrants[budget] = tuple(other for other in entrants[budget] if other != name)
+            measured.pop((name, budget), None)
+        entrants = {budget: names for budget, names in entrants.items() if names}
         for budget, names in entrants.items():
             for name in names:
                 measured[name, budget] = _measured(grid, identity, store, name, budget, contest, tasks)
@@ -107,7 +112,11 @@ def _able(
     for variant in fitting:
         assert isinstance(variant.budget, float)
         able[variant.budget] = (*able.get(variant.budget, ()), variant.method)
-    return able, [f"{variant.method} at {variant.budget_text}: {why}" for variant, why in refused]
+    return able, [_left_out(variant, why) for variant, why in refused]
+
+
+def _left_out(variant: Variant, why: str) -> str:
+    return f"{variant.method} at {variant.budget_text}: {why}"
 
 
 def _measured(

@@ -8,7 +8,7 @@ from typing import Any
 
 from semkv.evaluation import environment
 from semkv.evaluation.report import build_report
-from semkv.evaluation.runner import Progress, run_grid
+from semkv.evaluation.runner import Progress, Refusal, run_grid
 from semkv.evaluation.schema import Report
 from semkv.evaluation.settings import Grid
 from semkv.evaluation.store import RowStore
@@ -29,6 +29,7 @@ def evaluate(
     notes: Sequence[str] = (),
     tasks: Mapping[str, Task] | None = None,
     workers: int = 1,
+    refusals: list[Refusal] | None = None,
 ) -> Report:
     """Run what is missing of `grid` and return the report of all of it.
 
@@ -40,10 +41,12 @@ def evaluate(
     rows: JSON Lines file of what is measured, continued where it exists; None keeps rows in memory.
     tasks: what the names in `grid.families` stand for, beside the bundled families; see `semkv.evaluation.tasks`.
     workers: processes that measure contexts side by side, for small models on a CPU; answers are the same, times are not.
+    refusals: takes the variants whose budget is too small for one of the contexts; they are not in the report.
 
     A KeyboardInterrupt ends the run early: the report of what there is comes back with `complete=False`.
 
-    Raises ConfigError, BudgetError or InputError before any work where the grid cannot run.
+    Raises ConfigError, BudgetError or InputError before any work where the grid cannot run; BudgetError where a context is refused
+    and `refusals` is None. What was measured until then stays.
     """
     subject = Subject(compiled, identity)
     store = RowStore(rows)
@@ -51,11 +54,12 @@ def evaluate(
     notes = [*notes, *(note for task in asked.values() for note in task.notes())]
     started = environment.now()
     try:
-        run_grid(subject, tokenizer, grid, store, progress, asked, workers)
+        run_grid(subject, tokenizer, grid, store, progress, asked, workers, refusals)
     except KeyboardInterrupt:
         notes = [*notes, "stopped before it was complete"]
+    refused = [refusal.variant for refusal in refusals or ()]
     return build_report(
-        grid,
+        grid.model_copy(update={"variants": tuple(v for v in grid.variants if v not in refused)}),
         identity,
         store,
         environment.describe(started, str(compiled.device)),

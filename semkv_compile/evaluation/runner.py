@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -42,6 +42,14 @@ class Work:
     index: int
     asked: int
     variants: tuple[tuple[Variant, str], ...]
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A variant whose budget is too small for a context, and why."""
+
+    variant: Variant
+    why: str
 
 
 def plan_of(grid: Grid, task: Task | None) -> Plan:
@@ -152,11 +160,15 @@ def run_grid(
     progress: Progress | None = None,
     tasks: Mapping[str, Task] | None = None,
     workers: int = 1,
+    refusals: list[Refusal] | None = None,
 ) -> None:
     """Measure every cell of `grid` that `store` lacks. An interrupt between two rows loses nothing.
 
     tasks: what the names in `grid.families` stand for, beside the bundled families. workers: processes that measure contexts side
-    by side (`semkv.evaluation.workers`); times of steps are then those of a busy machine.
+    by side (`semkv.evaluation.workers`); times of steps are then those of a busy machine. refusals: takes the variants whose
+    budget is too small for a context, which then see no more of them; without it that is an error.
+
+    Raises ConfigError before any work where the grid cannot run, BudgetError where a context is refused and `refusals` is None.
     """
     check_workers(workers, subject.compiled.device)
     check_grid(grid, subject, tokenizer, tasks)
@@ -164,21 +176,35 @@ def run_grid(
     work = missing_work(grid, subject.identity, store, tasks)
     total = sum(len(item.variants) for item in work)
     commit = environment.commit()
+    gone: set[str] = set()  # what this process has seen refused
 
-    def rows_of(item: Work) -> Iterator[Row]:
-        return _run_context(Answering(subject, tokenizer, known[item.family]), grid, item, commit)
+    def results_of(item: Work) -> Iterator[Row | Refusal]:
+        left = tuple((variant, key) for variant, key in item.variants if variant.model_dump_json() not in gone)
+        for result in _run_context(
+            Answering(subject, tokenizer, known[item.family]), grid, replace(item, variants=left), commit
+        ):
+            if isinstance(result, Refusal):
+                gone.add(result.variant.model_dump_json())
+            yield result
 
-    alone = ((item, row) for item in work for row in rows_of(item))
-    found = alone if workers == 1 else in_processes(rows_of, work, workers)
-    for done, (item, row) in enumerate(found, start=1):
-        store.add(row)
+    alone = ((item, result) for item in work for result in results_of(item))
+    found = alone if workers == 1 else in_processes(results_of, work, workers)
+    for done, (item, result) in enumerate(found, start=1):
+        if isinstance(result, Row):
+            store.add(result)
+        elif refusals is None:
+            raise BudgetError(result.why)
+        elif all(result.variant != refusal.variant for refusal in refusals):
+            refusals.append(result)
         if progress is not None:
             progress(done, total, f"{item.family}, {item.length} tokens, question {item.question}")
 
 
-def _run_context(answering: Answering, grid: Grid, work: Work, commit: str) -> Iterator[Row]:
+def _run_context(answering: Answering, grid: Grid, work: Work, commit: str) -> Iterator[Row | Refusal]:
     """Rows of one context, one variant after the other."""
-    subject, task = answering.subject, answering.task
+    subject, task, variants = answering.subject, answering.task, [variant for variant, _ in work.variants]
+    if not variants:
+        return
     sample = task.make(
         answering.tokenizer,
         work.length,
@@ -188,30 +214,38 @@ def _run_context(answering: Answering, grid: Grid, work: Work, commit: str) -> I
     )
     questions = sample.questions[: work.asked]
     if work.question == "unseen":
-        record = subject.record(sample.ids, [variant for variant, _ in work.variants])
+        record = subject.record(sample.ids, variants)
         for variant, key in work.variants:
             tally = Tally()
             compiled = subject.variant(variant)
-            state = _compress(compiled, record, tally, work)
+            state = _compress(compiled, variant, record, tally, work)
+            if isinstance(state, Refusal):
+                yield state
+                continue
             for question in questions:
                 answering.answer(compiled, state.fork(), question.ids, question, tally)
             yield tally.row(key, work.index, commit, len(sample.ids))
         return
-    tallies = [Tally() for _ in work.variants]
+    tallies = {key: (variant, Tally()) for variant, key in work.variants}
     for question in questions:
-        record = subject.record((*sample.ids, *question.ids), [variant for variant, _ in work.variants])
-        for (variant, _), tally in zip(work.variants, tallies):
+        record = subject.record((*sample.ids, *question.ids), variants)
+        for key, (variant, tally) in list(tallies.items()):
             compiled = subject.variant(variant)
-            answering.answer(compiled, _compress(compiled, record, tally, work), (), question, tally)
-    for (_, key), tally in zip(work.variants, tallies):
+            state = _compress(compiled, variant, record, tally, work)
+            if isinstance(state, Refusal):
+                del tallies[key]
+                yield state
+                continue
+            answering.answer(compiled, state, (), question, tally)
+    for key, (_, tally) in tallies.items():
         yield tally.row(key, work.index, commit, len(sample.ids))
 
 
-def _compress(compiled: Any, record: Any, tally: Tally, work: Work) -> Any:
+def _compress(compiled: Any, variant: Variant, record: Any, tally: Tally, work: Work) -> Any:
     started = time.perf_counter()
     try:
         state = compiled.compress(record)
     except BudgetError as error:
-        raise BudgetError(f"{work.family}, {work.length} tokens, context {work.index}: {error}") from error
+        return Refusal(variant, f"{work.family}, {work.length} tokens, context {work.index}: {error}")
     tally.compress_us += 1e6 * (time.perf_counter() - started)
     return state

@@ -16,7 +16,7 @@ from semkv.ir.site import AttentionSite
 from semkv.methods.base import Method
 from semkv.methods.page_routers import MeanKeyRouter
 from semkv.methods.pages import Frame, Pages
-from semkv.methods.pivots import logits_on_all
+from semkv.methods.pivots import keys_of, logits_on
 from semkv.methods.quest import check_bits, check_positive
 from semkv.methods.routers import MeansSuffice
 from semkv.methods.window_scores import CHUNK_SCORES
@@ -58,16 +58,17 @@ def highest_weights(step: Step) -> Tensor:
     wherever they are; 0 where a token is later than the query."""
     site, first = step.site, step.tokens
     n = first + len(step.ids)
-    heads = [site.part(head, head + 1, 1.0) for head in range(site.kv_heads)]
     chunk = max(1, CHUNK_SCORES // (site.group_size * n))
-    found = []
-    for q, asked in zip(step.q.split(chunk, dim=1), torch.arange(first, n).split(chunk)):
-        hidden, most = torch.arange(n) > asked[:, None], torch.zeros(q.shape[1], n)
-        for own in heads:
-            logits = logits_on_all(step, own, q[own.query_heads]).masked_fill_(hidden, float("-inf"))
-            most = torch.maximum(most, logits.softmax(-1).amax(dim=(0, 1)))
-        found.append(most)
-    return torch.cat(found)
+    most = torch.zeros(len(step.ids), n)
+    for head in range(site.kv_heads):
+        own = site.part(head, head + 1, 1.0)
+        keys = keys_of(step, own)
+        for new in torch.arange(len(step.ids)).split(chunk):
+            hidden = torch.arange(n) > (first + new)[:, None]
+            logits = logits_on(keys, own, step.q[own.query_heads][:, new], step)
+            weights = logits.masked_fill_(hidden, float("-inf")).softmax(-1)
+            most[new] = torch.maximum(most[new], weights.amax(dim=(0, 1)))
+    return most
 
 
 @dataclass(frozen=True)

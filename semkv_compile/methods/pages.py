@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import ClassVar
@@ -28,10 +29,24 @@ class Frame:
 
     def fit(self, n: int, room: float, page_size: int) -> tuple[int, int, float]:
         """(tokens kept at the start, first token of the window, room that is left) for n tokens."""
-        window = max(page_size, min(self.window, int(room * self.share) // page_size * page_size))
+        return self._around(n, room, page_size, self._window(room, page_size))
+
+    def fit_shorter(self, n: int, room: float, page_size: int) -> tuple[int, int, float]:
+        """`fit` with a window that gives back up to a page: what is left then grows steadily with the room, though windows are whole
+        pages."""
+        window = max(page_size, self._window(room, page_size) - page_size)
+        return self._around(n, room, page_size, window, max(window, min(self.window, room * self.share) - page_size))
+
+    def _window(self, room: float, page_size: int) -> int:
+        return max(page_size, min(self.window, int(room * self.share) // page_size * page_size))
+
+    def _around(
+        self, n: int, room: float, page_size: int, window: int, counted: float | None = None
+    ) -> tuple[int, int, float]:
         recent = n - min(window, n)
         first = min(self.sinks, recent)
-        left = max(0.0, room - window - self.fold_chunk - -(-first // page_size) * page_size)
+        counted = window if counted is None else counted
+        left = max(0.0, room - counted - self.fold_chunk - -(-first // page_size) * page_size)
         return first, recent, left
 
 
@@ -55,8 +70,9 @@ class Framed:
 class Pages(Framed):
     """Pages of `size` tokens between the first tokens and the window.
 
-    Where the index of that many pages does not fit, pages double in size; with `fixed` they keep it, the window gives way
-    down to one page of memory, and after that the oldest tokens are left out.
+    Where the index of that many pages does not fit, the window gives back a page of memory, and where that is not enough pages
+    double in size: what a page holds never grows with the room, as it would where the window takes a page that the index
+    needs. With `fixed` pages keep their size, the window gives way down to one page, and after that the oldest tokens are left out.
     """
 
     size: int = 16
@@ -75,13 +91,21 @@ class Pages(Framed):
             if missing > 0 and spare > 0 and saved > 0:
                 pages = min(spare, math.ceil(missing / saved))
                 recent, left = recent + pages * page_size, left + pages * page_size
-        most = max(1, int(left / unit_cost)) if unit_cost > 0 else record.tokens
+
+        def most(left: float) -> int:
+            return max(1, int(left / unit_cost)) if unit_cost > 0 else record.tokens
+
         size, start = self.size, first
         if self.fixed:
-            start = max(first, recent - most * size)
+            start = max(first, recent - most(left) * size)
         else:
-            while -(-(recent - start) // size) > most:
-                size *= 2
+            _, later, more = self.frame.fit_shorter(record.tokens, room, page_size)
+            size, recent = next(
+                (larger, end)
+                for larger in (size << doublings for doublings in itertools.count())
+                for end, free in ((recent, left), (later, more))
+                if -(-(end - first) // larger) <= most(free)
+            )
         lengths = page_lengths(recent - start, size)
         starts = start + lengths.cumsum(0) - lengths
         return Segmentation(torch.arange(first), starts, lengths, recent)

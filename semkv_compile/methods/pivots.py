@@ -107,7 +107,7 @@ class PivotRouter(MeansSuffice):
     def weights(self, step: Step, pivot: int) -> Tensor:
         """The pivot's pooled attention float32 [T, n] on all tokens of the row, averaged over its query heads."""
         own = step.site.part(pivot, pivot + 1, 1.0)
-        return _pooled_weights(logits_on_all(step, own, step.q[own.query_heads]), self.pool)
+        return _pooled_weights(logits_on(keys_of(step, own), own, step.q[own.query_heads], step), self.pool)
 
     def read(self, record: RowRecord, notes: dict[str, Tensor], cap: Cap) -> None:
         """The baseline: the ranking by the prompt's last query."""
@@ -138,29 +138,38 @@ def pivot_sites(program: Program, pivots: Mapping[tuple[int, int], int]) -> tupl
     return tuple((site, pivot) for site in program.sites for store, pivot in clusters if site.store == store)
 
 
-def logits_on_all(step: Step, site: AttentionSite, q: Tensor) -> Tensor:
-    """Logits float32 [1, G, T, n], on the host, of new queries q [G, T, D] of one KV head, `site`, of the step's site on all n tokens of
-    the row: computed where keys are, so that no key moves."""
+Found = list[tuple[Tensor, Tensor]]
+"""Keys [m, D] of one KV head, and their positions int64 [m] on the host."""
+
+
+def logits_on(found: Found, site: AttentionSite, q: Tensor, step: Step) -> Tensor:
+    """Logits float32 [1, G, T, n], on the host, of new queries q [G, T, D] of one KV head, `site`, on the keys of all n tokens of the
+    row: computed where keys are, so that no key moves."""
     logits = torch.zeros(1, site.group_size, q.shape[1], step.tokens + len(step.ids))
-    for memory in step.parts:
-        inside = site.first_head - memory.site.first_head
-        if 0 <= inside < memory.site.kv_heads:
-            for keys, positions in tokens_of(memory, inside):
-                logits[..., positions] = attention_logits(site, q.to(keys.device), keys[None]).cpu()
+    for keys, positions in found:
+        logits[..., positions] = attention_logits(site, q.to(keys.device), keys[None]).cpu()
     return logits
 
 
-def tokens_of(memory: SiteMemory, head: int) -> list[tuple[Tensor, Tensor]]:
-    """(keys [m, D] where they are, positions int64 [m]) of all tokens of one KV head of a memory, on the device and on the host."""
+def keys_of(step: Step, site: AttentionSite) -> Found:
+    """The keys of all tokens of one KV head, `site`, of the step's site, wherever they are."""
+    for memory in step.parts:
+        inside = site.first_head - memory.site.first_head
+        if 0 <= inside < memory.site.kv_heads:
+            return tokens_of(memory, inside)
+    return []
+
+
+def tokens_of(memory: SiteMemory, head: int) -> Found:
+    """The keys of all tokens of one KV head of a memory, on the device and on the host."""
     found = []
     for store in (memory.kept, memory.recent):
         positions = store.positions.expand(store.k.shape[0], -1)[head]
         found.append((store.k[head], positions.long().cpu()))
     spans = memory.spans
     if spans is not None and spans.host_tokens.length:
-        k, _ = spans.host_tokens.all_tokens()
         places, positions = spans.waiting_places()
-        found.append((k[head, places], positions))
+        found.append((spans.host_tokens.keys(head, places), positions))
     return found
 
 

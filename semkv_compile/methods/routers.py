@@ -143,9 +143,9 @@ class OracleRouter(MeansSuffice):
     def score(self, site: AttentionSite, q: Tensor, spans: FoldedSpans, step: Step) -> Tensor:
         if bool((spans.segment_kind == FACTORS).any()):
             raise ValueError("oracle selection reads raw tokens: use it with forms='raw' or 'int8'")
-        k, _ = spans.host_tokens.all_tokens()
         unit = spans.segment_unit.repeat_interleave(spans.segment_length, dim=1)  # [Hkv|1, n]
-        k = k[:, k.shape[1] - unit.shape[1] :]  # without those of retired segments
+        places = torch.arange(spans.host_tokens.length)[-unit.shape[1] :]  # without those of retired segments
+        k = torch.stack([spans.host_tokens.keys(head, places).cpu() for head in range(site.kv_heads)])
         grouped = q.float().cpu().unflatten(0, (site.kv_heads, site.group_size)).flatten(1, 2)
         logits = (grouped @ k.float().transpose(1, 2)).view(site.q_heads, q.shape[1], -1) * site.scale
         if site.softcap:

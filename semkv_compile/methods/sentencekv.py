@@ -15,7 +15,7 @@ from semkv.methods.base import Method
 from semkv.methods.page_routers import MeanKeyRouter, PageRouter
 from semkv.methods.pages import DEFAULT_FRAME, Frame, Framed, page_lengths
 from semkv.methods.quest import check_bits, check_positive
-from semkv.methods.sentences import START, advance, bucket_lengths, sentence_starts
+from semkv.methods.sentences import START, advance, bucket_lengths, sentence_starts, state_behind
 from semkv.methods.window_scores import observed_mass, pooled
 from semkv.profiles.schema import Profile
 from semkv.runtime.components import Components, Note, Plan
@@ -37,7 +37,8 @@ class SentenceBuckets(Framed):
     Of `keep` times the budget, `important` tokens of the prompt are retained, all with `keep` 0; a bucket's retained
     tokens are one unit, in as many segments as they have runs. Where the index of that many buckets does not fit, neighbours
     are joined. classes: uint8 [vocab], None: chunks of `longest` tokens. longest: tokens of a bucket. fixed_share: of the budget
-    that the room of `segment` is. look_back: tokens after which it does not matter what came before.
+    that the room of `segment` is. What units stand in behind a token is the state of the sentence machine there, for chunks how many
+    tokens the last one has.
     """
 
     classes: Tensor | None
@@ -49,7 +50,6 @@ class SentenceBuckets(Framed):
     frame: Frame = DEFAULT_FRAME
 
     per_store: ClassVar[bool] = True
-    look_back: ClassVar[int] = 8
 
     def segment(
         self, record: RowRecord, store: AttentionSite, room: float, unit_cost: float, page_size: int
@@ -92,15 +92,19 @@ class SentenceBuckets(Framed):
         return bucket_lengths(sentence_starts(ids, self.classes)[0], self.longest)
 
     def segment_more(self, ids: Tensor, surprisal: Tensor, k: Tensor) -> Segmentation:
-        return self.segment_on(ids[:0], ids)[0]
+        return self.segment_on(0, ids)[0]
 
-    def segment_on(self, before: Tensor, ids: Tensor) -> tuple[Segmentation, bool]:
-        """A sentence that began before goes on; chunks end where they are full."""
+    def state_behind(self, ids: Tensor) -> int:
+        return len(ids) % self.longest if self.classes is None else state_behind(ids, self.classes)
+
+    def segment_on(self, state: int, ids: Tensor) -> tuple[Segmentation, bool, int]:
         if self.classes is None:
-            return Segmentation.of_lengths(page_lengths(len(ids), self.longest)), True
-        _, state = sentence_starts(before, self.classes)
-        starts, _ = sentence_starts(ids, self.classes, state)
-        return Segmentation.of_lengths(bucket_lengths(starts, self.longest)), not bool(starts[0])
+            begun = min(len(ids), self.longest - state) if state else 0
+            rest = page_lengths(len(ids) - begun, self.longest)
+            lengths = torch.cat([torch.tensor([begun]), rest]) if begun else rest
+            return Segmentation.of_lengths(lengths), state > 0, (state + len(ids)) % self.longest
+        starts, after = sentence_starts(ids, self.classes, state)
+        return Segmentation.of_lengths(bucket_lengths(starts, self.longest)), not bool(starts[0]), after
 
 
 @dataclass(frozen=True, eq=False)

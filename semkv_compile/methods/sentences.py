@@ -182,6 +182,13 @@ def sentence_starts(ids: Sequence[int] | Tensor, classes: Tensor, state: int = S
     return out, state
 
 
+def state_behind(ids: Sequence[int] | Tensor, classes: Tensor) -> int:
+    """The state behind ids [n], read from the last token that decides it alone, as nearly every word does."""
+    own = classes[torch.as_tensor(ids, dtype=torch.int64)]
+    alone = torch.nonzero((own % 16 <= SPACE) & (own // 16 != SHORT_IF_BARE))[:, 0]
+    return sentence_starts(ids[int(alone[-1]) if len(alone) else 0 :], classes)[1]
+
+
 def sentence_ends(ids: Sequence[int] | Tensor, classes: Tensor) -> Tensor:
     """bool [n]: which of ids [n] are the last of a sentence. The last token is; classes uint8 [vocab]."""
     starts, _ = sentence_starts(ids, classes)

@@ -43,17 +43,18 @@ class Segmenter(Protocol):
 class Continuing(Protocol):
     """What a segmenter has whose units may go on in tokens that leave the window later, as sentences do in generation.
 
-    look_back: tokens before, which tell where it stands. longest: tokens of a unit that goes on.
+    longest: tokens of a unit that goes on. Where units stand behind a token is one number, 0 before the first.
     """
-
-    @property
-    def look_back(self) -> int: ...
 
     @property
     def longest(self) -> int: ...
 
-    def segment_on(self, before: Tensor, ids: Tensor) -> tuple[Segmentation, bool]:
-        """Divide ids [t] that follow on `before` [at most look_back]: how, and whether the first unit goes on with the last one."""
+    def state_behind(self, ids: Tensor) -> int:
+        """Where units stand behind the first tokens ids [n] of a sequence."""
+
+    def segment_on(self, state: int, ids: Tensor) -> tuple[Segmentation, bool, int]:
+        """Divide ids [t] behind which tokens left units at `state`: how, whether the first unit goes on with the last one, and where
+        units stand then."""
 
 
 class Keeper(Protocol):

@@ -172,13 +172,18 @@ class HostTokens:
         are on the CPU; the result is where the tokens wait.
         """
         heads = torch.arange(index.shape[0])[:, None] if heads is None else heads
+        return self._rows("k", heads, index), self._rows("v", heads, index)
+
+    def keys(self, head: int, places: Tensor) -> Tensor:
+        """Keys [s, D] of one head by place, int64 [s] on the CPU, in the KV dtype and where they wait."""
+        return self._rows("k", torch.full_like(places, head), places)
+
+    def _rows(self, name: str, heads: Tensor, index: Tensor) -> Tensor:
+        rows = self.parts[name].rows(heads, index)
         if self.form == "raw":
-            return self.parts["k"].rows(heads, index), self.parts["v"].rows(heads, index)
-        out = []
-        for name in ("k", "v"):
-            codes, scale = self.parts[name].rows(heads, index), self.parts[f"{name}_scale"].rows(heads, index)
-            out.append(codes.to(torch.float32).sub_(128).mul_(scale.float()).to(self.dtype))
-        return out[0], out[1]
+            return rows
+        scale = self.parts[f"{name}_scale"].rows(heads, index)
+        return rows.to(torch.float32).sub_(128).mul_(scale.float()).to(self.dtype)
 
     def fill(
         self, k: Tensor, v: Tensor, at: Tensor, index: Tensor, heads: Tensor, *, threads: int | None = None
@@ -204,12 +209,6 @@ class HostTokens:
             rows = at[piece].to(device)
             k.index_copy_(0, rows, new_k)
             v.index_copy_(0, rows, new_v)
-
-    def all_tokens(self) -> tuple[Tensor, Tensor]:
-        """Every stored token, in host memory: k [Hkv, n, D], v [Hkv, n, Dv]."""
-        index = torch.arange(self.length).expand(self.parts["k"].data.shape[0], -1)
-        k, v = self.gather(index)
-        return k.cpu(), v.cpu()
 
     def moved(self, device: torch.device | None) -> HostTokens:
         """A copy on `device`; on the host where it is None."""

@@ -167,19 +167,23 @@ class RowMemory:
                     self._refuse(store, cap)
 
     def _check_reach(self) -> None:
-        """Raise `BudgetError` where folded tokens are seen only when they unfold, and most of them cannot: their units do not fit."""
-        folded, fitting, sizes = 0, 0, []
+        """Raise `BudgetError` where the prompt's folded tokens are seen only when they unfold, and most of them cannot: their units do
+        not fit."""
+        folded, fitting, failing = 0, 0, []
         for store in self.placement.budgeted:
             for memory, room in zip(self.stores[store.store], self.workspace_allowance(store, self.tokens)):
                 seen = memory.components.summary is not None and memory.components.summary.attend
                 if not memory.unfolds or seen or memory.spans is None:
                     continue
                 lengths, free = memory.spans.lengths, memory.unfolded_tokens(room) / memory.site.kv_heads
-                folded += int(lengths.sum())
-                fitting += int(lengths[lengths <= free].sum())
-                sizes.append((free, float(lengths.float().mean())))
+                fits = lengths <= free
+                heads = memory.site.kv_heads // len(lengths)  # that each row of lengths stands for
+                folded += heads * int(lengths.sum())
+                fitting += heads * int(lengths[fits].sum())
+                if not bool(fits.all()):
+                    failing.append((free, float(lengths[~fits].float().mean())))
         if 2 * fitting < folded:
-            free, length = min(sizes)
+            free, length = min(failing)
             raise BudgetError(
                 f"budget {self.placement.budget.value} is too small for {self.placement.method!r} in a sequence of {self.tokens} tokens: "
                 f"it leaves {free:.0f} tokens per KV head to unfold units of {length:.0f} tokens on the mean, of which there are so few "
@@ -379,7 +383,7 @@ class RowMemory:
                 scores=scored[1],
             ),
             spans, made.record.ids[recent].clone(), made.surprisal[recent].clone(),
-            ids_before=made.ids_before(recent), device=device, elastic=placement.residency == "elastic" or made.components.resident,
+            unit_state=made.unit_state(recent), device=device, elastic=placement.residency == "elastic" or made.components.resident,
         )  # fmt: skip
 
     # -- steps -------------------------------------------------------------------------------------------------------
@@ -527,9 +531,8 @@ class _Prompt:
     def surprisal(self) -> Tensor:
         return torch.zeros(self.record.tokens) if self.record.surprisal is None else self.record.surprisal
 
-    def ids_before(self, recent: Tensor) -> Tensor:
-        """int64: the last few ids before the window of tokens `recent`, as many as the segmenter looks back."""
+    def unit_state(self, recent: Tensor) -> int:
+        """Where units stand before the window of tokens `recent`, see `Continuing`."""
         segmenter = self.components.segmenter
-        count = segmenter.look_back if isinstance(segmenter, Continuing) else 0
-        first = int(recent[0]) if len(recent) else self.record.tokens
-        return self.record.ids[max(0, first - count) : first].clone()
+        before = self.record.tokens - len(recent)
+        return segmenter.state_behind(self.record.ids[:before]) if isinstance(segmenter, Continuing) else 0

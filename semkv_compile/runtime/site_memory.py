@@ -67,7 +67,8 @@ class SiteMemory:
     """Tensors of the KV heads that `site` has, without a batch dimension.
 
     kept: exact tokens that stay; recent: the newest ones; spans: what is folded, None where the method folds nothing;
-    recent_ids int64, recent_surprisal float32 in nats: one for each recent token; ids_before int64: of the last few before those.
+    recent_ids int64, recent_surprisal float32 in nats: one for each recent token; unit_state: where units stand before those, see
+    `semkv.runtime.components.Continuing`.
 
     ahead: tokens that are fetched before the layer's turn at most, 0 where nothing is; guesses: whether the next turn's are guessed from
     this one's; supply: what is under way; likely: what the next turn may lack; supplied: what the last one took.
@@ -75,12 +76,12 @@ class SiteMemory:
 
     def __init__(
         self, site: AttentionSite, components: Components, kept: TokenStore, recent: TokenStore, spans: FoldedSpans | None,
-        recent_ids: Tensor, recent_surprisal: Tensor, *, ids_before: Tensor | None = None, device: torch.device, elastic: bool = False,
+        recent_ids: Tensor, recent_surprisal: Tensor, *, unit_state: int = 0, device: torch.device, elastic: bool = False,
     ) -> None:  # fmt: skip
         self.site, self.components, self.device, self.elastic = site, components, device, elastic
         self.kept, self.recent, self.spans = kept, recent, spans
         self.recent_ids, self.recent_surprisal = recent_ids, recent_surprisal
-        self.ids_before = recent_ids[:0] if ids_before is None else ids_before
+        self.unit_state = unit_state
         self.workspace: Workspace | None = None
         self.workspace_nbytes = 0
         self.moved_nbytes = self.held_nbytes = 0
@@ -250,8 +251,7 @@ class SiteMemory:
         k, v, positions = (x.cpu() for x in self._pop(count))  # they leave the device: units are made on the host
         segmenter, longest = self.components.segmenter, 0
         if isinstance(segmenter, Continuing):
-            parts, goes_on = segmenter.segment_on(self.ids_before, ids)
-            self.ids_before = torch.cat([self.ids_before, ids])[-segmenter.look_back :]
+            parts, goes_on, self.unit_state = segmenter.segment_on(self.unit_state, ids)
             longest = segmenter.longest if goes_on else 0
         else:
             parts = segmenter.segment_more(ids, surprisal, k)

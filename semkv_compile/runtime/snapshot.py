@@ -32,7 +32,7 @@ def row_to_tensors(row: RowMemory) -> tuple[dict[str, Any], dict[str, Tensor]]:
             own = {f"kept.{name}": x for name, x in memory.kept.to_tensors().items()}
             own |= {f"recent.{name}": x for name, x in memory.recent.to_tensors().items()}
             own |= {"recent_ids": memory.recent_ids, "recent_surprisal": memory.recent_surprisal}
-            own |= {"ids_before": memory.ids_before} if len(memory.ids_before) else {}
+            own |= {"unit_state": torch.tensor([memory.unit_state])} if memory.unit_state else {}
             if memory.spans is not None:
                 facts["folded"].append([store, number])
                 own |= _span_tensors(memory.spans)
@@ -132,14 +132,13 @@ def _memory(
     count = (exact["recent"].length,)
     ids = _expect(own["recent_ids"], "recent_ids", count, torch.int64).clone()
     surprisal = _expect(own["recent_surprisal"], "recent_surprisal", count, torch.float32).clone()
-    before = own.get("ids_before", torch.zeros(0, dtype=torch.int64))
-    before = _expect(before, "ids_before", (len(before),), torch.int64).clone()
+    state = _expect(own.get("unit_state", torch.zeros(1, dtype=torch.int64)), "unit_state", (1,), torch.int64)
     spans = None
     if folded:
         spans = FoldedSpans(site, part.components, dtype, tier=placement.tier, device=placement.where(site, tokens))
         _fill_spans(spans, own, tokens)
     memory = SiteMemory(
-        site, part.components, exact["kept"], exact["recent"], spans, ids, surprisal, ids_before=before,
+        site, part.components, exact["kept"], exact["recent"], spans, ids, surprisal, unit_state=int(state),
         device=device, elastic=placement.residency == "elastic" or part.components.resident,
     )  # fmt: skip
     if spans is not None and memory.elastic and "workspace.tokens" in own:

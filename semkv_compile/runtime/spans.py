@@ -315,13 +315,13 @@ class FoldedSpans:
 
     def go_on(self, unit: int, longest: int) -> bool:
         """Make one of `unit` and the one before it, if its first token follows on the last of that and both have at most `longest`
-        tokens; whether that was so."""
+        tokens; whether that was so. Units of which nothing waits are not joined."""
         if not 0 < unit < self.count or not self._mergeable:
             return False
         together = self.lengths[:, unit - 1 : unit + 1].sum(1)
         before, own = (torch.nonzero(self.segment_unit[0] == number)[:, 0] for number in (unit - 1, unit))
         end = (self.segment_position + self.segment_length)[before[-1:]]
-        if int(together.max()) > longest or not torch.equal(end, self.segment_position[own[:1]]):
+        if not len(own) or int(together.max()) > longest or not torch.equal(end, self.segment_position[own[:1]]):
             return False
         self._join(torch.tensor([unit - 1]))
         return True

@@ -50,9 +50,12 @@ class LookupState:
 
 
 class LookupModel:
-    """Answers key-value questions from the kept tokens; `log` counts prefills and compressions over all variants."""
+    """Answers key-value questions from the kept tokens; `log` counts prefills and compressions over all variants.
 
-    methods = ("full", "tail", "head")
+    `picky` is `tail`, and finds its budget too small for any context but the first that it sees.
+    """
+
+    methods = ("full", "tail", "head", "picky")
 
     def __init__(self, tokenizer, method="full", budget=None, log=None, options=None):
         if method not in self.methods:
@@ -84,6 +87,8 @@ class LookupModel:
 
     def compress(self, record):
         self.log["compress"] += 1
+        if self.method == "picky" and self.log.setdefault("first", record) != record:
+            raise BudgetError(f"budget {self.budget} is too small for 'picky'")
         keep = len(record) if self.method == "full" else round(self.budget * len(record))
         kept = record[:keep] if self.method == "head" else record[len(record) - keep :]
         state = LookupState(kept, len(record), self.method == "head")

@@ -41,6 +41,13 @@ def test_what_cannot_run_is_left_out_with_its_reason(lookup, tokenizer):
     assert any(reason.startswith("head at 1 %: budget 0.01 at length 256 leaves") for reason in made.left_out)
 
 
+def test_what_a_later_context_refuses_is_left_out_too(lookup, tokenizer):
+    contest = Contest(("picky", "tail"), (0.5,), ("single",), length=256, first=8, samples=16)
+    made = choose(lookup, tokenizer, contest, identity="a")
+    assert [(cell.method, cell.samples) for cell in made.choices] == [("tail", 16)]
+    assert made.left_out == ("picky at 50 %: single, 256 tokens, context 1: budget 0.5 is too small for 'picky'",)
+
+
 def cell(method: str, score: float, moved: float = 0.0) -> Choice:
     return Choice(method=method, budget=0.1, length=512, score=score, samples=4, moved=moved)
 

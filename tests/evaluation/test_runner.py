@@ -49,6 +49,21 @@ def test_seen_questions_are_part_of_their_own_prefill(lookup, tokenizer, grid):
     assert next(c for c in report.cells if c.cell.variant.method == "full").accuracy.value == 1.0
 
 
+@pytest.mark.parametrize("question", ["unseen", "seen"])
+def test_a_variant_that_a_later_context_refuses(lookup, tokenizer, grid, question):
+    """It ends the run, with what there was before; or it is noted and asked no more, and is not in the report."""
+    variants = (Variant(method="picky", budget=0.5), Variant(method="tail", budget=0.5))
+    asked = {"variants": variants, "families": ("single",), "lengths": (256,), "questions": (question,), "samples": 12}
+    picky, place = grid.model_copy(update=asked), "single, 256 tokens, context"
+    with pytest.raises(BudgetError, match=f"{place} .: budget 0.5 is too small for 'picky'"):
+        evaluate(lookup, tokenizer, picky, identity="x")
+    refusals = []
+    report = evaluate(lookup, tokenizer, picky, identity="x", refusals=refusals)
+    assert [(refusal.variant.method, refusal.why[: len(place)]) for refusal in refusals] == [("picky", place)]
+    assert [(c.cell.variant.method, c.accuracy.samples) for c in report.cells] == [("tail", 12)]
+    assert report.complete
+
+
 def test_bytes_ratio_and_steps_are_measured(lookup, tokenizer, grid):
     report = evaluate(lookup, tokenizer, grid, identity="x")
     for cell in report.cells:

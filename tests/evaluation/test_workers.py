@@ -117,3 +117,15 @@ def test_a_grid_gives_the_rows_of_one_process():
         stores.append({key: (row.answers, row.usage) for key, row in store._rows.items()})
     assert stores[0] == stores[1]
     assert len(stores[0]) == 4
+
+
+def test_refusals_of_several_processes_are_one(lookup, tokenizer):
+    grid = Grid(
+        variants=(Variant(method="picky", budget=0.5), Variant(method="tail", budget=0.5)), families=("single",), lengths=(256,),
+        samples=24, questions_per_context=2,
+    )  # fmt: skip
+    refusals, store = [], RowStore(None)
+    lookup.log["first"] = []  # no context will do
+    run_grid(Subject(lookup, "test"), tokenizer, grid, store, workers=2, refusals=refusals)
+    assert [refusal.variant.method for refusal in refusals] == ["picky"]
+    assert len(store._rows) == 12

@@ -20,7 +20,7 @@ from semkv.kernels.selection import triton as selection
 from semkv.kernels.sketch_scores import triton as sketch
 
 KERNELS = {
-    "attention": (attention, "mixed_attention_triton"), "gate": (gate, "gate_scores_triton"),
+    "attention": (attention, "attend_triton"), "gate": (gate, "gate_scores_triton"),
     "sketch": (sketch, "sketch_scores_triton"), "selection": (selection, "select_triton"),
 }  # fmt: skip
 

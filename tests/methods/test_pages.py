@@ -66,6 +66,18 @@ def test_every_token_has_one_place_and_the_fixed_parts_their_room(kind, n, room,
         assert sum(exact) + units * cost <= room + 2 * page  # the window and kept tokens each round up to a page
 
 
+@given(
+    n=st.integers(60, 600), room=st.floats(24, 200), more=st.floats(0, 40), cost=st.floats(0.05, 6.0),
+    share=st.sampled_from([1 / 4, 1 / 3, 1 / 2]),
+)  # fmt: skip
+@settings(max_examples=200, deadline=None, derandomize=True)
+def test_more_room_never_makes_pages_longer(n, room, more, cost, share):
+    """A window that grows by whole pages does not take them from the index."""
+    segmenter = Pages(16, Frame(window=64, share=share))
+    longest = [int(segmenter.segment(prompt(n), SITE, r, cost, 8).lengths.max()) for r in (room, room + more)]
+    assert longest[1] <= longest[0]
+
+
 def test_outliers_are_the_pages_that_their_mean_describes_worst():
     made, segmenter = prompt(120, seed=2), OutlierPages(Pages(8, Frame(window=16)), outliers=3)
     plain = segmenter.pages.segment(made, SITE, 90, 0.1, 8)

@@ -148,7 +148,8 @@ def test_the_nearest_sentences_are_recalled(whole, text):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SentenceRouter, "sentence_queries", look)
         compiled.extend(state, text(300, 2)[:, 1:2])
-    k, _ = memory.spans.host_tokens.all_tokens()
+    tokens = memory.spans.host_tokens
+    k = torch.stack([tokens.keys(head, torch.arange(tokens.length)) for head in range(memory.site.kv_heads)])
     unit = memory.spans.segment_unit[0].repeat_interleave(memory.spans.segment_length)
     site = memory.site
     for head in range(site.kv_heads):
@@ -194,12 +195,31 @@ def test_sentences_that_leave_the_window_are_whole_units(whole, text, tmp_path):
 def test_a_sentence_goes_on_only_with_what_it_follows_on():
     segmenter = SentenceBuckets(CLASSES, longest=12)
     ids = torch.tensor([1, 2, STOP, 3, 4, 5, 6, STOP, 1, 1])
-    assert not segmenter.segment_on(ids[:0], ids[:3])[1]
-    assert segmenter.segment_on(ids[:2], ids[2:4])[1]
-    parts, goes_on = segmenter.segment_on(ids[:5], ids[5:])
+
+    def on(count, end=None):
+        return segmenter.segment_on(segmenter.state_behind(ids[:count]), ids[count:end])
+
+    assert not on(0, 3)[1]
+    assert on(2, 4)[1]
+    parts, goes_on, state = on(5)
     assert goes_on
+    assert state == segmenter.state_behind(ids)
     assert parts.lengths.tolist() == [3, 2]
-    assert not segmenter.segment_on(ids[:3], ids[3:])[1]
+    assert not on(3)[1]
+
+
+def test_chunks_go_on_until_they_are_full():
+    """Whatever leaves the window at once, chunks begin where those of one prompt would."""
+    segmenter = SentenceBuckets(None, longest=12)
+    ids, state, at, lengths = torch.arange(100), segmenter.state_behind(torch.arange(5)), 5, [5]
+    for size in (8, 8, 1, 30, 7, 8, 8, 25):
+        parts, goes_on, state = segmenter.segment_on(state, ids[at : at + size])
+        first, *rest = parts.lengths.tolist()
+        lengths[-1] += first if goes_on else 0
+        lengths += rest if goes_on else [first, *rest]
+        at += size
+    assert at == 100
+    assert lengths == segmenter.buckets(ids).tolist()
 
 
 OPTIONS = {

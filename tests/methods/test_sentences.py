@@ -19,6 +19,7 @@ from semkv.methods.sentences import (
     sentence_classes,
     sentence_ends,
     sentence_starts,
+    state_behind,
 )
 
 TOKENIZERS = Path(__file__).parents[3] / "shared" / "data" / "tokenizers"
@@ -166,6 +167,17 @@ def test_token_by_token_is_all_at_once(cut):
     second, _ = sentence_starts(ids[cut:], classes_of("gpt2"), state)
     assert torch.equal(torch.cat([first, second]), whole)
     assert state != START
+
+
+@pytest.mark.parametrize("text", ["abbreviations", "quotes", "cjk", "blank"])
+@pytest.mark.parametrize("name", ["gpt2", "bundled"])
+def test_the_state_is_read_from_the_last_words(name, text):
+    """Also behind runs of blanks and closing marks of any length."""
+    texts = {**TEXTS, "blank": "He left." + " \t" * 20 + '"' * 12 + ")" * 9 + " And so e" + "." * 3 + " Mr" + " " * 15}
+    classes = classes_of(name)
+    ids = tokenizer_of(name).encode(texts[text], add_special_tokens=False)
+    for count in range(len(ids) + 1):
+        assert state_behind(ids[:count], classes) == sentence_starts(ids[:count], classes)[1]
 
 
 def test_long_buckets_are_split_evenly():
