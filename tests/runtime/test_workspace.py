@@ -30,7 +30,7 @@ def host(segments: int, form: str = "raw") -> tuple[HostTokens, Segments]:
 
 def check(workspace: Workspace, tokens: HostTokens, segments: Segments, wanted: torch.Tensor) -> None:
     """Every head holds the tokens of its segments, each once, and nothing else can be seen."""
-    k, v = tokens.all_tokens()
+    k, v = tokens.gather(torch.arange(tokens.length).expand(HEADS, -1))
     for head in range(HEADS):
         expected = {}
         for segment in wanted[head].nonzero()[:, 0].tolist():
