@@ -296,25 +296,32 @@ def nowhere(part: Part, report: Report) -> list[str]:
 
 
 def notes(report: Report) -> str:
-    """The notes with their figures, from this report and HeteroCache's own.
+    """The notes with their figures, from this report and those on the papers.
 
     `{answers[LABEL at BUDGET]}` in percent, of one family after a comma; `{moved[LABEL at BUDGET]}` bytes of a step; `{updates[TAU]}`
-    percent of checks.
+    percent of HeteroCache's checks; `{reported[METHOD, PART, LABEL at BUDGET]}` answers in percent in a part of a method's report.
     """
     unknown = "(not measured)"
     answers: dict[str, str] = defaultdict(lambda: unknown)
     moved: dict[str, str] = defaultdict(lambda: unknown)
     updates: dict[str, str] = defaultdict(lambda: unknown)
+    reported: dict[str, str] = defaultdict(lambda: unknown)
     for summary in report.summaries:
         answers[place(summary.variant)] = f"{100 * summary.accuracy.value:.0f}"
         moved[place(summary.variant)] = size(summary.moved_per_step)
     for cell in report.cells:
         answers[f"{place(cell.cell.variant)}, {cell.cell.family}"] = f"{100 * cell.accuracy.value:.0f}"
-    theirs = RESULTS / "reports_heterocache.json"
-    for line in json.loads(theirs.read_text(encoding="utf-8")).get("drift", []) if theirs.exists() else []:
-        updates[f"{line['tau_drift']:g}"] = f"{100 * line['per_check']:.0f}"
+    for method in SYSTEMS:
+        theirs = RESULTS / f"reports_{method}.json"
+        found = json.loads(theirs.read_text(encoding="utf-8")) if theirs.exists() else {}
+        for part, of in found.get("reports", {}).items():
+            for summary in Report.model_validate(of).summaries:
+                name = f"{method}, {part}, {place(summary.variant)}"
+                reported[name] = f"{100 * summary.accuracy.value:.0f}"
+        for line in found.get("drift", []):
+            updates[f"{line['tau_drift']:g}"] = f"{100 * line['per_check']:.0f}"
     text = NOTES.read_text(encoding="utf-8").replace("../docs/results/", "")
-    return text.format(answers=answers, moved=moved, updates=updates)
+    return text.format(answers=answers, moved=moved, updates=updates, reported=reported)
 
 
 def effort(rows: Path) -> str:
