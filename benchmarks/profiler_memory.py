@@ -217,7 +217,8 @@ def page(report: dict[str, Any]) -> Path:
         f"of {report['length']:,} tokens, each step in a process of its own on one core. `peak`: the most memory that the process ever "
         f"held, model and capture included; the bar is {report['bar_gib']} GiB, the largest here {largest:.1f}. `seconds`: processor "
         "time of one sample (`sketch`: one more held out; `sekv`: three optimiser steps and a held-out context). `hours`: of a whole "
-        "calibration with default settings on one core, from those.",
+        "calibration with default settings on one core, from those. `choice`, which trains nothing and answers questions with each "
+        "method, is not among them: it takes the memory of prefilling and decoding.",
         table(["step", "peak, GiB", "seconds", "hours of a whole calibration", "commit"], rows),
         "## Provenance",
         *dict.fromkeys(
