@@ -222,7 +222,7 @@ def rates(made: list[dict[str, Any]]) -> dict[str, Any]:
     rate = ratio_estimate(updates, checks, range(len(made)))
     steps = [t for one in made for t in one["step_us"]]
     return {
-        "checks": sum(checks), "per_check": rate.value, "interval": [rate.low, rate.high], "contexts": len(made),
+        "checks": sum(checks), "per_check": rate.value, "interval": [max(0.0, rate.low), min(1.0, rate.high)], "contexts": len(made),
         "per_token": sum(updates) / (GENERATED * sum(len(one["checks"]) for one in made)),
         "step_ms": [quantile(steps, share) / 1000 for share in (0.5, 0.95, 0.99)],
     }  # fmt: skip
