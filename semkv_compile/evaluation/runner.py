@@ -6,6 +6,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -166,7 +167,7 @@ def run_grid(
 
     tasks: what the names in `grid.families` stand for, beside the bundled families. workers: processes that measure contexts side
     by side (`semkv.evaluation.workers`); times of steps are then those of a busy machine. refusals: takes the variants whose
-    budget is too small for a context, which then see no more of them; without it that is an error.
+    budget is too small for a context, each with the first such context, and which see no more then; without it that is an error.
 
     Raises ConfigError before any work where the grid cannot run, BudgetError where a context is refused and `refusals` is None.
     """
@@ -177,8 +178,10 @@ def run_grid(
     total = sum(len(item.variants) for item in work)
     commit = environment.commit()
     gone: set[str] = set()  # what this process has seen refused
+    first: dict[str, tuple[int, Refusal]] = {}  # of all processes: by variant, the earliest work that it refused
 
-    def results_of(item: Work) -> Iterator[Row | Refusal]:
+    def results_of(turn: tuple[int, Work]) -> Iterator[Row | Refusal]:
+        item = turn[1]
         left = tuple((variant, key) for variant, key in item.variants if variant.model_dump_json() not in gone)
         for result in _run_context(
             Answering(subject, tokenizer, known[item.family]), grid, replace(item, variants=left), commit
@@ -187,17 +190,21 @@ def run_grid(
                 gone.add(result.variant.model_dump_json())
             yield result
 
-    alone = ((item, result) for item in work for result in results_of(item))
-    found = alone if workers == 1 else in_processes(results_of, work, workers)
-    for done, (item, result) in enumerate(found, start=1):
+    turns = list(enumerate(work))
+    alone = ((turn, result) for turn in turns for result in results_of(turn))
+    found = alone if workers == 1 else in_processes(results_of, turns, workers)
+    for done, ((place, item), result) in enumerate(found, start=1):
         if isinstance(result, Row):
             store.add(result)
         elif refusals is None:
             raise BudgetError(result.why)
-        elif all(result.variant != refusal.variant for refusal in refusals):
-            refusals.append(result)
+        else:
+            name = result.variant.model_dump_json()
+            first[name] = min(first.get(name, (place, result)), (place, result), key=itemgetter(0))
         if progress is not None:
             progress(done, total, f"{item.family}, {item.length} tokens, question {item.question}")
+    if refusals is not None:
+        refusals += [refusal for _, refusal in sorted(first.values(), key=itemgetter(0))]
 
 
 def _run_context(answering: Answering, grid: Grid, work: Work, commit: str) -> Iterator[Row | Refusal]:

@@ -128,4 +128,5 @@ def test_refusals_of_several_processes_are_one(lookup, tokenizer):
     lookup.log["first"] = []  # no context will do
     run_grid(Subject(lookup, "test"), tokenizer, grid, store, workers=2, refusals=refusals)
     assert [refusal.variant.method for refusal in refusals] == ["picky"]
+    assert refusals[0].why.startswith("single, 256 tokens, context 0: "), "the first, whichever process was faster"
     assert len(store._rows) == 12
