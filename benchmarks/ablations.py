@@ -144,8 +144,9 @@ def main() -> None:
         "random.",
         "## Grids (Table 7)",
         "Each value against the paper's default. In the paper less rank, another alpha and a smaller window cost answers, while more rank "
-        "than 32 and a larger window than 512 gain a few tenths of a point. A window here is held to a share of its budget. Ranks are "
-        "compared with every span factored.",
+        "than 32 and a larger window than 512 gain a few tenths of a point. Ranks are compared with every span "
+        "factored. Where a line has the figures of its default, another bound comes first: spans have at most 16 tokens, and factors no "
+        "more ranks than tokens; the budget holds fewer spans than an alpha of 1 marks; and it holds a window of 32 tokens.",
         switch_table(report, GRIDS) if arguments.grids else "Not measured: `--grids`.",
         "## All figures",
         markdown(report),
