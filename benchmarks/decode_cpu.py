@@ -40,6 +40,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 import semkv
 from semkv.artifact.fingerprint import model_fingerprint
 from semkv.evaluation.environment import describe, now
+from semkv.huggingface import CACHE
 from semkv.ir.ops import mixed_attention
 from semkv.profiles.calibration.calibrate import annotated_program, model_facts
 from semkv.profiles.schema import Profile, ProfileInfo, SketchSection
@@ -285,7 +286,7 @@ class Bench:
         @torch.no_grad()
         def step() -> None:
             nonlocal at
-            self.model(ids, past_key_values=cache, position_ids=torch.full((1, 1), at), use_cache=True)
+            self.model(ids, position_ids=torch.full((1, 1), at), use_cache=True, **{CACHE: cache})
             at += 1
 
         resident = partial(sum, [layer.keys.nbytes + layer.values.nbytes for layer in cache.layers])
@@ -336,7 +337,7 @@ def check(bench: Bench) -> None:
         cache.update(record.keys[layer][None], record.values[layer][None], layer)
     ids = torch.tensor([[7]])
     with torch.no_grad():
-        wanted = bench.model(ids, past_key_values=cache, position_ids=torch.tensor([[300]])).logits[:, -1]
+        wanted = bench.model(ids, position_ids=torch.tensor([[300]]), **{CACHE: cache}).logits[:, -1]
     got = bench.full.extend(bench.full.compress(record), ids)[:, -1]
     if not torch.allclose(got, wanted, rtol=1e-3, atol=1e-4):
         raise SystemExit("correctness check failed: `full` does not give the model's own logits; nothing is reported")

@@ -40,6 +40,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import semkv
 from semkv.evaluation.environment import describe, now
+from semkv.huggingface import CACHE
 from semkv.runtime.record import RowRecord
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -198,9 +199,7 @@ class Bench:
         ids = torch.full((1, 1), 7, device=self.device)
         at = torch.full((1, 1), 300, device=self.device)
         wanted = (
-            self.model(ids, past_key_values=self.cache("DynamicCache", record, 1, 8), position_ids=at)
-            .logits[:, -1]
-            .float()
+            self.model(ids, position_ids=at, **{CACHE: self.cache("DynamicCache", record, 1, 8)}).logits[:, -1].float()
         )
         got = self.full.extend(self.full.compress(record), ids)[:, -1].float()
         allowed = (1e-4 if self.model.dtype == torch.float32 else 0.05) * float(wanted.abs().max())
@@ -245,7 +244,7 @@ class Bench:
         def step() -> None:
             nonlocal at
             positions = torch.full((cell.rows, 1), at, device=self.device)
-            forward(ids, past_key_values=cache, position_ids=positions, use_cache=True)
+            forward(ids, position_ids=positions, use_cache=True, **{CACHE: cache})
             at += 1
 
         self.model.set_attn_implementation("flex_attention" if cell.name == FLEX else "sdpa")
@@ -261,7 +260,7 @@ class Bench:
 
         def read() -> None:
             if compiled is None:
-                self.model(ids, past_key_values=DynamicCache(), use_cache=True, logits_to_keep=1)
+                self.model(ids, use_cache=True, logits_to_keep=1, **{CACHE: DynamicCache()})
             else:
                 compiled.prefill(ids)
 

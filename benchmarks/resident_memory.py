@@ -34,6 +34,7 @@ from transformers import DynamicCache
 
 import semkv
 from semkv.evaluation.environment import commit, describe, now
+from semkv.huggingface import CACHE
 from semkv.runtime.host_tier import HostTier
 
 RESULTS = Path(__file__).resolve().parent / "results" / "resident_memory.json"
@@ -93,7 +94,7 @@ def decode(
         @torch.no_grad()
         def step() -> None:
             nonlocal at
-            model(ids, past_key_values=cache, position_ids=torch.full((1, 1), at), use_cache=True)
+            model(ids, position_ids=torch.full((1, 1), at), use_cache=True, **{CACHE: cache})
             at += 1
     else:
         compiled = decoder_model(model, name, budget, folder)

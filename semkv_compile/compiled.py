@@ -17,6 +17,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 import semkv.kernels  # noqa: F401 - registers the operators
 from semkv.config import CompileConfig, check_budget
 from semkv.errors import BudgetError, ConfigError, InputError
+from semkv.huggingface import CACHE
 from semkv.ir.program import Program
 from semkv.kernel_builds import as_run, check_graphs, start_builds
 from semkv.kernel_layouts import site_layouts, tune_program
@@ -389,21 +390,25 @@ class CompiledModel(GenerationMixin, nn.Module):
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
         past_key_values: State | None = None,
+        cache: State | None = None,
         **ignored: Any,
     ) -> CausalLMOutputWithPast:
-        """One step for `generate`: a prefill without `past_key_values`, else an extension. Logits are of the last tokens."""
-        if past_key_values is None:
+        """One step for `generate`: a prefill without a state, else an extension. Logits are of the last tokens.
+
+        past_key_values, cache: the state, under either of the names that transformers has for it.
+        """
+        state = past_key_values if cache is None else cache
+        if state is None:
             state = self.prefill(input_ids, attention_mask)
             state.ids_seen = input_ids.shape[1]
-            return CausalLMOutputWithPast(logits=state.logits[:, None], past_key_values=state)
-        state = past_key_values
+            return _output(state.logits[:, None], state)
         mask = None if attention_mask is None else attention_mask[:, -input_ids.shape[1] :]
         if state.finished is not None and bool(state.finished.any()):
             logits = self._extend_running(state, input_ids)
         else:
             logits = self.extend(state, input_ids, mask)
         state.ids_seen += input_ids.shape[1]
-        return CausalLMOutputWithPast(logits=logits, past_key_values=state)
+        return _output(logits, state)
 
     def _extend_running(self, state: State, ids: Tensor) -> Tensor:
         """One step of the rows that have not finished; the others read nothing and keep their logits. [B, 1, vocab]"""
@@ -420,23 +425,20 @@ class CompiledModel(GenerationMixin, nn.Module):
         input_ids: Tensor,
         past_key_values: State | None = None,
         attention_mask: Tensor | None = None,
+        cache: State | None = None,
         **ignored: Any,
     ) -> dict[str, Any]:
         """The tokens that the state has not read yet."""
-        if past_key_values is None:
-            return {"input_ids": input_ids, "attention_mask": attention_mask, "past_key_values": None}
-        seen = past_key_values.ids_seen
-        return {
-            "input_ids": input_ids[:, seen:],
-            "attention_mask": None if attention_mask is None else attention_mask[:, seen:],
-            "past_key_values": past_key_values,
-        }
+        state = past_key_values if cache is None else cache
+        seen = 0 if state is None else state.ids_seen
+        mask = None if attention_mask is None else attention_mask[:, seen:]
+        return {"input_ids": input_ids[:, seen:], "attention_mask": mask, CACHE: state}
 
     def _prepare_cache_for_generation(
         self, generation_config: GenerationConfig, model_kwargs: dict, *ignored: Any
     ) -> None:
         """States replace caches: none is made ahead."""
-        model_kwargs.setdefault("past_key_values", None)
+        model_kwargs.setdefault(CACHE, None)
 
     @without_grad
     def generate(self, inputs: Tensor | None = None, *args: Any, state: State | None = None, **kwargs: Any) -> Any:
@@ -467,8 +469,9 @@ class CompiledModel(GenerationMixin, nn.Module):
                 raise ConfigError(
                     f"generate(state=..., {name}={asked(name)}): a state goes on one way; make copies with state.select([0, 0, ...])"
                 )
-        if kwargs.get("past_key_values") is not None:
-            raise ConfigError("generate(past_key_values=...): pass state=..., made by prefill")
+        for name in ("past_key_values", "cache"):
+            if kwargs.get(name) is not None:
+                raise ConfigError(f"generate({name}=...): pass state=..., made by prefill")
         ids = inputs if inputs is not None else kwargs.pop("input_ids", None)
         if ids is None:
             raise InputError("generate needs input_ids: the prompt, or with state=... the new tokens")
@@ -477,7 +480,7 @@ class CompiledModel(GenerationMixin, nn.Module):
         ids = self._check_ids(ids, past=state.get_seq_length() if state is not None else 0)
         if state is not None:
             state.ids_seen = 0
-            kwargs["past_key_values"] = state
+            kwargs[CACHE] = state
         if kwargs.get("attention_mask") is not None:
             self._rows(ids, kwargs["attention_mask"])
         self._check_length(ids, state, kwargs)
@@ -538,6 +541,10 @@ class CompiledModel(GenerationMixin, nn.Module):
 
 
 __all__ = ["CompiledModel"]
+
+
+def _output(logits: Tensor, state: State) -> CausalLMOutputWithPast:
+    return CausalLMOutputWithPast(logits=logits, **{CACHE: state})
 
 
 def _pass_options(source: Program, method: Method, profile: Profile | None) -> PassOptions:

@@ -22,6 +22,8 @@ import transformers
 from torch import Tensor
 from transformers import AutoTokenizer, DynamicCache, LlamaForCausalLM, PreTrainedTokenizerBase
 
+from semkv.huggingface import CACHE
+
 from . import MODEL_DIR
 from .tasks import FAMILIES, Haystack, Question, make_haystack
 
@@ -60,7 +62,7 @@ def exact_answers(
     offsets, context = encoded["offset_mapping"][0].tolist(), encoded["input_ids"]
     n = context.shape[1]
     cache = DynamicCache(config=model.config)
-    model(context, past_key_values=cache, logits_to_keep=1)
+    model(context, logits_to_keep=1, **{CACHE: cache})
     results = []
     for question in haystack.questions:
         asked = tokenizer(question.text, add_special_tokens=False)["input_ids"]
@@ -70,7 +72,7 @@ def exact_answers(
         for hidden in ([], evidence_tokens(offsets, question)):
             mask = extend_mask(n, new.shape[1], hidden).to(model.dtype)
             positions = torch.arange(n, n + new.shape[1])[None]
-            logits = model(new, past_key_values=cache, attention_mask=mask, position_ids=positions).logits[0]
+            logits = model(new, attention_mask=mask, position_ids=positions, **{CACHE: cache}).logits[0]
             cache.crop(-new.shape[1])
             pair.append(logits[len(asked) - 1 :].argmax(-1).tolist() == answer)
         results.append((pair[0], pair[1]))

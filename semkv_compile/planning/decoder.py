@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from semkv.errors import ConfigError
+from semkv.huggingface import CACHE
 from semkv.runtime.quantization import bytes_per_vector
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -186,7 +187,7 @@ def _layers(model: nn.Module, config: Any, name: str) -> tuple[LayerCache, ...]:
     try:
         with torch.no_grad():
             ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
-            used = model(input_ids=ids, past_key_values=cache, use_cache=True).past_key_values
+            used = model(input_ids=ids, use_cache=True, **{CACHE: cache})[CACHE]
             held = list(used.layers)
     except Exception as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]

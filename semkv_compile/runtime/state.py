@@ -51,7 +51,9 @@ class State:
     and budget that made it.
     """
 
-    is_compileable = False  # what `generate` asks of a cache
+    # what `generate` asks of a cache
+    is_compileable = is_croppable = False
+    is_linear = (False,)  # of each layer, whether it holds one state for all tokens
 
     def __init__(self, placement: Placement, rows: list[RowMemory], logits: Tensor) -> None:
         if placement.rows is not None and len(rows) > placement.rows:

@@ -13,7 +13,7 @@ FOLDERS = {"semkv_compile": (), "passes": ("passes",), "kernels": ("kernels",), 
 
 ORDER: tuple[tuple[str, ...], ...] = (
     ("errors", "profiles"),
-    ("cache_folder", "config", "files", "ir"),
+    ("cache_folder", "config", "files", "huggingface", "ir"),
     ("tensor_file", "profiles.bundled"),
     ("profiles.schema",),
     ("passes", "kernels"),
