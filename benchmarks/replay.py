@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from semkv.ir.site import AttentionSite
+from semkv.methods.speculation import SpeculativeRouter
 from semkv.runtime.components import Foresight
 from semkv.runtime.row_memory import RowMemory
 from semkv.runtime.site_memory import SiteMemory
@@ -28,6 +29,8 @@ AHEAD = 1024
 """Units that may be folded after the scores were drawn; they are not chosen."""
 ABOVE = 100.0
 """Added to drawn scores, so that all are above every threshold and the budget decides."""
+DRAWN = "drawn"
+"""Where in `Step.passing` those are that layers share."""
 
 
 def walk(steps: int, heads: int, units: int, kept: float, generator: torch.Generator) -> Iterator[Tensor]:
@@ -91,11 +94,20 @@ class Replay:
         if self.drawn is None:
             return own
         self.drawn = tuple(score.to(own.device) for score in self.drawn)
-        return self.drawn[step.tokens % 2][..., : spans.count]
+        return self._cut(self.drawn[step.tokens % 2], spans.count, step)
+
+    def _cut(self, score: Tensor, units: int, step: Step) -> Tensor:
+        return score[..., :units]
 
 
 class Foreseeing(Replay):
-    """A `Replay` of a router that is a `semkv.runtime.components.Foresight`."""
+    """A `Replay` of a router that is a `semkv.runtime.components.Foresight`. Layers that were drawn the same scores get one tensor of
+    them in a step, as those do that go by one ranking."""
+
+    def _cut(self, score: Tensor, units: int, step: Step) -> Tensor:
+        known = step.passing.setdefault(DRAWN, {})
+        assert isinstance(known, dict)
+        return known.setdefault((score.data_ptr(), units), score[..., :units])
 
     def foresees(self, site: AttentionSite, step: Step) -> bool:
         return self.router.foresees(site, step)
@@ -145,6 +157,7 @@ def watch(state: State) -> Clock:
 def overlapping(state: State, overlap: float) -> None:
     """Have the steps of a watched state choose units of which the share `overlap` was chosen by the step before."""
     row, kept = state.rows[0], {}
+    ranked: dict[tuple[int, int], tuple[Tensor, ...]] = {}  # what all layers that go by one ranking are given
     for store in row.placement.budgeted:
         rooms = row.workspace_allowance(store, row.tokens)
         for memory, room in zip(row.stores[store.store], rooms):
@@ -156,7 +169,10 @@ def overlapping(state: State, overlap: float) -> None:
             kept.setdefault(share, drift_for(overlap, 4096, max(1, int(4096 * share))))
             generator = torch.Generator().manual_seed(store.store)
             scores = walk(2, memory.site.kv_heads, units, kept[share], generator)
-            memory.components.router.drawn = tuple(_padded(score, memory) for score in scores)
+            drawn = tuple(_padded(score, memory) for score in scores)
+            if isinstance(memory.components.router.router, SpeculativeRouter):
+                drawn = ranked.setdefault((memory.site.kv_heads, units), drawn)
+            memory.components.router.drawn = drawn
 
 
 def _choosing(row: RowMemory) -> list[SiteMemory]:

@@ -47,7 +47,7 @@ def rebuilt(codes: Tensor, scale: Tensor, bits: int, dim: int, dtype: torch.dtyp
 def code_products(q: Tensor, codes: Tensor, bits: int, scale: Tensor | None = None) -> Tensor:
     """q [H, R, D] times codes [H, M, width] and their scale [H, M, 1], where it is given: [H, R, M] in the dtype of q.
 
-    In float32 on a CPU a kernel in C++ computes it where there is a compiler, with a float16 scale.
+    In float32 on a CPU a kernel in C++ computes it where there is a compiler, with a float16 or float32 scale.
     """
     if answers(codes, scale, q):
         return code_products_cpp(q, codes, bits, scale)

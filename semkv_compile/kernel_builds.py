@@ -15,6 +15,7 @@ from semkv.kernels.cpp import MISSING
 from semkv.kernels.cuda_graphs import CudaRecorder, record_runs
 from semkv.kernels.gather.cpp import gather_library
 from semkv.kernels.linear.cpp import linear_library
+from semkv.kernels.log_softmax.cpp import log_softmax_library
 from semkv.kernels.mixed_attention.cpp import attention_library
 from semkv.kernels.mixed_attention.dispatch import DTYPES, form_of, mixed_attention
 from semkv.kernels.segments import fuse, segments_library
@@ -42,6 +43,7 @@ def start_builds(program: Program, kernels: str, device: torch.device, *, routes
             attention_library(*shape).start()
         if routes:
             code_library().start()
+            log_softmax_library().start()
             selection_library().start()
             gather_library().start()
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from semkv.kernels.cpp import Library, compiler, library, team
 
 TEMPLATE = Path(__file__).parent / "template.cpp"
+SCALES = (torch.float16, torch.float32)
 
 
 class _Call(ctypes.Structure):
@@ -21,7 +22,7 @@ class _Call(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("q", "codes", "scale", "out")),
         *((name, ctypes.c_int64) for name in ("heads", "rows", "count", "width", "bits", "threads")),
         *((name, ctypes.c_int64) for name in ("head_stride", "vector_stride", "byte_stride")),
-        *((name, ctypes.c_int64) for name in ("scale_head_stride", "scale_vector_stride")),
+        *((name, ctypes.c_int64) for name in ("scale_head_stride", "scale_vector_stride", "scale_bytes")),
         ("parallel", ctypes.c_void_p),
     )  # fmt: skip
 
@@ -34,7 +35,7 @@ def code_library() -> Library:
 
 def answers(codes: Tensor, scale: Tensor | None, q: Tensor | None = None) -> bool:
     """Whether the functions below compute this: in float32 on a CPU with a compiler, without gradients. Waits for the compiler."""
-    if codes.device.type != "cpu" or compiler() is None or (scale is not None and scale.dtype != torch.float16):
+    if codes.device.type != "cpu" or compiler() is None or (scale is not None and scale.dtype not in SCALES):
         return False
     if q is not None and (
         q.dtype != torch.float32 or q.device.type != "cpu" or (torch.is_grad_enabled() and q.requires_grad)
@@ -46,7 +47,7 @@ def answers(codes: Tensor, scale: Tensor | None, q: Tensor | None = None) -> boo
 def code_products_cpp(q: Tensor, codes: Tensor, bits: int, scale: Tensor | None = None) -> Tensor:
     """float32 q [H, R, D] times codes uint8 [H, M, ceil(D * bits / 8)] of 1, 2, 4 or 8 bits, in rows or in columns: float32 [H, R, M].
 
-    scale: float16 [H, M, 1] of the vectors; None: 1. Raises `BuildError` where the kernel cannot be compiled.
+    scale: float16 or float32 [H, M, 1] of the vectors; None: 1. Raises `BuildError` where the kernel cannot be compiled.
     """
     codes = codes if 1 in codes.stride()[1:] else codes.contiguous()
     asked = torch.nn.functional.pad(q, (0, codes.shape[2] * 8 // bits - q.shape[2])).contiguous()
@@ -56,14 +57,15 @@ def code_products_cpp(q: Tensor, codes: Tensor, bits: int, scale: Tensor | None 
 
 
 def code_norms_cpp(codes: Tensor, bits: int, scale: Tensor) -> Tensor:
-    """Lengths of the vectors that codes uint8 [H, M, width] with a scale float16 [H, M, 1] stand for: float32 [H, M]."""
+    """Lengths of the vectors that codes uint8 [H, M, width] with a scale float16 or float32 [H, M, 1] stand for: float32 [H, M]."""
     out = torch.empty(codes.shape[0], 1, codes.shape[1])
     _call("code_norms", None, codes if codes.stride(2) == 1 else codes.contiguous(), bits, scale, out)
     return out[:, 0]
 
 
 def _call(name: str, q: Tensor | None, codes: Tensor, bits: int, scale: Tensor | None, out: Tensor) -> None:
-    along = (0, 0) if scale is None else (scale.stride(0) * 2, scale.stride(1) * 2)
+    size = 0 if scale is None else scale.element_size()
+    along = (0, 0, 0) if scale is None else (scale.stride(0) * size, scale.stride(1) * size, size)
     call = _Call(
         *(None if x is None else x.data_ptr() for x in (q, codes, scale, out)), *out.shape, codes.shape[2], bits,
         torch.get_num_threads(), *codes.stride(), *along, team(),

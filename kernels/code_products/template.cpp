@@ -3,16 +3,18 @@
 
 namespace {
 
-constexpr int64_t STEP = 64, STEPS_OF_A_TASK = 32;  // vectors that are read at once; steps of a task
+constexpr int64_t STEP = 64, STEPS_OF_A_TASK = 64;  // vectors that are read at once; steps of a task
+constexpr int64_t AHEAD = 64;                         // vectors in rows that are asked for before they are read
+constexpr int64_t MAX_HALVES = 256;                 // bytes of a vector, at most, whose halves are computed apart
 
 // Fields of 8 bytes each, as semkv.kernels.code_products.cpp writes them. Strides are bytes.
 struct Call {
   const float* q;        // [heads, rows, width * 8 / bits], 0 beyond the numbers of a vector; null for lengths
   const uint8_t* codes;  // [heads, count, width]
-  const char* scale;     // float16 [heads, count], or null
+  const char* scale;     // float16 or float32 [heads, count], or null
   float* out;            // [heads, rows, count]
   int64_t heads, rows, count, width, bits, threads;
-  int64_t head_stride, vector_stride, byte_stride, scale_head_stride, scale_vector_stride;
+  int64_t head_stride, vector_stride, byte_stride, scale_head_stride, scale_vector_stride, scale_bytes;
   Parallel parallel;
 };
 
@@ -24,6 +26,20 @@ struct Part {
   float* out;
   int64_t count;
 };
+
+// What codes in the lowest bits of sixteen numbers stand for. A number's upper bits may be anything where Bits is 4 or less: a lookup in a
+// table of sixteen, one instruction with AVX-512, reads four bits.
+template <int64_t Bits>
+inline Floats from_codes(Words codes) {
+  constexpr int32_t middle = 1 << (Bits - 1), mask = 2 * middle - 1;
+#if defined(__AVX512F__) && !defined(__clang__)
+  if constexpr (Bits <= 4) {
+    const Ints lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    return __builtin_shuffle(__builtin_convertvector((lanes & mask) - middle, Floats), codes);
+  }
+#endif
+  return __builtin_convertvector((Ints)(codes & (uint32_t)mask) - middle, Floats);
+}
 
 // Sixteen codes from 2 * Bits bytes on, of which `bytes` are read.
 template <int64_t Bits>
@@ -40,13 +56,39 @@ inline Floats codes_in_row(const uint8_t* from, int64_t bytes) {
     constexpr uint32_t per = 32 / Bits;  // codes of a word
     Words lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     Words both = Bits == 4 ? (lanes < 8 ? Words{} + words[0] : Words{} + words[1]) : Words{} + words[0];
-    Words codes = both >> (lanes % per * (uint32_t)Bits) & (uint32_t)(2 * middle - 1);
-    return __builtin_convertvector((Ints)codes - middle, Floats);
+    return from_codes<Bits>(both >> (lanes % per * (uint32_t)Bits));
+  }
+}
+
+// In rows of 4 bits: the low halves of sixteen bytes, then the high ones, with the queries' numbers in that order.
+template <int64_t Rows>
+void in_rows_by_halves(const Call& call, const Part& part, int64_t row) {
+  const int64_t width = call.width;
+  float q[Rows][2][MAX_HALVES] = {};
+  for (int64_t i = 0; i < Rows; ++i)
+    for (int64_t n = 0; n < 2 * width; ++n) q[i][n % 2][n / 2] = part.q[(row + i) * 2 * width + n];
+  for (int64_t n = 0; n < part.count; n += 4) {
+    Floats sums[4][Rows] = {};
+    for (int64_t at = 0; at < 4 * call.vector_stride; at += 64) __builtin_prefetch(part.codes + (n + AHEAD) * call.vector_stride + at);
+    for (int64_t at = 0; at < width; at += LANES)
+      for (int64_t j = 0; j < 4; ++j) {
+        const uint8_t* from = part.codes + (n + j < part.count ? n + j : part.count - 1) * call.vector_stride + at;
+        Bytes bytes = {};
+        width - at >= LANES ? std::memcpy(&bytes, from, LANES) : std::memcpy(&bytes, from, width - at);
+        Words packed = {ALL_OF(bytes)};
+        Floats low = from_codes<4>(packed), high = from_codes<4>(packed >> 4u);
+        for (int64_t i = 0; i < Rows; ++i) sums[j][i] += low * load(q[i][0] + at) + high * load(q[i][1] + at);
+      }
+    for (int64_t i = 0; i < Rows; ++i) {
+      Four four = sums_of(sums[0][i], sums[1][i], sums[2][i], sums[3][i]);
+      for (int64_t j = 0; j < 4 && n + j < part.count; ++j) part.out[(row + i) * call.count + n + j] = four[j];
+    }
   }
 }
 
 template <int64_t Bits, int64_t Rows>
 void in_rows(const Call& call, const Part& part, int64_t row) {
+  if (Bits == 4 && call.width <= MAX_HALVES) return in_rows_by_halves<Rows>(call, part, row);
   const int64_t padded = call.width * 8 / Bits;
   const float* q = part.q + row * padded;
   for (int64_t n = 0; n < part.count; n += 4) {
@@ -84,10 +126,10 @@ void in_columns(const Call& call, const Part& part, int64_t row) {
       uint8_t some[STEP] = {};
       if (left < STEP) from = (const uint8_t*)std::memcpy(some, from, left);
       for (int64_t i = 0; i < vectors; ++i) {
-        Bytes packed = loaded<LANES, Bytes>(from + i * LANES);
+        Bytes bytes = loaded<LANES, Bytes>(from + i * LANES);
+        Words packed = {ALL_OF(bytes)};
         for (int64_t place = 0; place < per; ++place) {
-          Bytes codes = Bits == 8 ? packed : packed >> (uint8_t)(Bits * place) & (uint8_t)((1 << Bits % 8) - 1);
-          Floats x = from_bytes(codes, 1 << (Bits - 1));
+          Floats x = from_codes<Bits>(packed >> (uint32_t)(Bits * place));
           for (int64_t j = 0; j < Rows; ++j) sums[j][i] += x * q[j * call.width * per + byte * per + place];
         }
       }
@@ -116,12 +158,23 @@ void lengths(const Call& call, const Part& part) {
   }
 }
 
+// Up to sixteen scales from vector `n` on.
+template <typename Vector, typename Number>
+inline Vector scales(const Call& call, const Part& part, int64_t n, int64_t left) {
+  const char* from = part.scale + n * call.scale_vector_stride;
+  Vector x = {};
+  if (left == LANES && call.scale_vector_stride == sizeof(Number))
+    std::memcpy(&x, from, sizeof(x));
+  else
+    for (int64_t i = 0; i < left; ++i) x[i] = *(const Number*)(from + i * call.scale_vector_stride);
+  return x;
+}
+
 void multiply(const Call& call, const Part& part) {
   for (int64_t n = 0; n < part.count; n += LANES) {
     int64_t left = part.count - n < LANES ? part.count - n : LANES;
-    Shorts half = {};
-    for (int64_t i = 0; i < left; ++i) half[i] = *(const uint16_t*)(part.scale + (n + i) * call.scale_vector_stride);
-    Floats scale = from_float16(half);
+    Floats scale = call.scale_bytes == 2 ? from_float16(scales<Shorts, uint16_t>(call, part, n, left))
+                                         : scales<Floats, float>(call, part, n, left);
     for (int64_t row = 0; row < call.rows; ++row) {
       float* out = part.out + row * call.count + n;
       Floats x = {};

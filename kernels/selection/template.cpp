@@ -4,7 +4,7 @@
 namespace {
 
 constexpr int DIGIT_BITS = 11, DIGITS = 1 << DIGIT_BITS;
-constexpr int64_t SAMPLES = 2048, SAMPLED_FROM = 4 * SAMPLES;  // units from which a sample pays
+constexpr int64_t SAMPLES = 2048, LEAST_SAMPLES = 256, SHARE = 8;  // of the units one in SHARE at most, where that is enough to pay
 constexpr uint32_t PARTLY = 1u << 31;
 constexpr float NONE = -__builtin_inff(), LOWEST = -__FLT_MAX__;
 
@@ -70,8 +70,12 @@ inline float number_of(uint32_t key) {
 // The key at which `allowance` is used up: all units with greater ones are paid for, which is taken off it, and those with this one
 // together are not. 0 where all fit.
 uint32_t cut(const Head& head, const uint32_t* keys, const uint32_t* places, int64_t count, int64_t& allowance) {
-  uint32_t found = 0;
-  for (int low = 32; low > 0;) {  // bits from `low` on are found
+  uint32_t least = ~0u, most = 0;
+  for (int64_t n = 0; n < count; ++n) least = keys[n] < least ? keys[n] : least, most = keys[n] > most ? keys[n] : most;
+  if (!count) return 0;
+  int low = least == most ? 1 : 32 - __builtin_clz(least ^ most);  // bits from `low` on are found: all keys have them
+  uint32_t found = low == 32 ? 0 : most >> low << low;
+  while (low > 0) {
     int high = low;
     low = high > DIGIT_BITS ? high - DIGIT_BITS : 0;
     int64_t sums[DIGITS] = {};
@@ -87,8 +91,9 @@ uint32_t cut(const Head& head, const uint32_t* keys, const uint32_t* places, int
 
 // A score that the cut is not below, as far as a sample can tell: four standard deviations of how many of it are above the cut.
 float bound(const Head& head, uint32_t* keys, uint32_t* places) {
-  if (head.call.units < SAMPLED_FROM) return LOWEST;
-  const int64_t stride = head.call.units / SAMPLES;
+  const int64_t units = head.call.units, samples = units / SHARE < SAMPLES ? units / SHARE : SAMPLES;
+  if (samples < LEAST_SAMPLES) return LOWEST;
+  const int64_t stride = units / samples;
   int64_t count = 0, paid = 0;
   for (int64_t unit = 0; unit < head.call.units; unit += stride, ++count) {
     bool partly;

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from semkv.ir.site import AttentionSite
+from semkv.kernels.log_softmax import log_softmax
 from semkv.runtime.components import IndexPart, Summary
 from semkv.runtime.record import RowRecord
 from semkv.runtime.segments import Folding
@@ -35,11 +36,11 @@ class PageRouter(ABC):
     @abstractmethod
     def logits(self, site: AttentionSite, q: Tensor, spans: FoldedSpans) -> Tensor:
         """Unnormalised scores [Hkv, group * T, M] of grouped queries [Hkv, group * T, D], to which they are linear, but for a number
-        that is the same for all units of a query."""
+        that is the same for all units of a query. A tensor of its own: it is written over."""
 
     def score(self, site: AttentionSite, q: Tensor, spans: FoldedSpans, step: Step) -> Tensor:
         logits = self.logits(site, grouped(site, q) * site.scale, spans)
-        return ungrouped(site, logits.log_softmax(-1), q.shape[1])
+        return ungrouped(site, log_softmax(logits), q.shape[1])
 
     def threshold(self, site: AttentionSite) -> Tensor:
         return torch.full((site.q_heads,), float("-inf"))

@@ -125,8 +125,7 @@ class CoarseRouter(MeansSuffice):
 
     def score(self, site: AttentionSite, q: Tensor, spans: FoldedSpans, step: Step) -> Tensor:
         grouped = q.float().cpu().unflatten(0, (site.kv_heads, site.group_size)).flatten(1, 2)
-        along = products(grouped, spans.mean_k) / spans.mean_norms.clamp(min=1e-12)[:, None]
-        return along.view(site.q_heads, q.shape[1], -1)
+        return products(grouped, spans.mean_directions).view(site.q_heads, q.shape[1], -1)
 
     def threshold(self, site: AttentionSite) -> Tensor:
         return torch.zeros(site.q_heads)

@@ -39,14 +39,14 @@ class Zoom:
         """`heads`, or bool [Hq, 1, M] where all tokens read the same."""
         return self.heads if self.own is not None else self.heads[:, :1]
 
-    def counts(self) -> Tensor:
-        """float32 [2, Hq]: units read, summed over tokens, and decisions taken."""
+    def counts(self) -> tuple[Tensor, int]:
+        """(units read, summed over tokens, int64 [Hq], decisions that each query head took)."""
         if self.own is not None:
             read = self.own.flatten(0, 1).sum(dim=(1, 2))
         else:
             taken = self.chosen.sum(1) if self.taken is None else self.taken
-            read = self.tokens * taken.repeat_interleave(self.group_size)
-        return torch.stack([read.float(), torch.full(read.shape, float(self.tokens * self.chosen.shape[1]))])
+            read = (taken * self.tokens).repeat_interleave(self.group_size)
+        return read, self.tokens * self.chosen.shape[1]
 
 
 def threshold_of(components: Components, site: AttentionSite) -> Tensor:

@@ -16,7 +16,7 @@ class Quantized:
     """Symmetric per-vector quantisation of a tensor [..., D].
 
     codes: uint8 [..., D] at 8 bits, [..., ceil(D / 2)] at 4 bits (two codes a byte, low half first).
-    scale: float16 [..., 1]; a code c stands for (c - 2**(bits - 1)) * scale.
+    scale: float16 [..., 1], float32 where it was computed; a code c stands for (c - 2**(bits - 1)) * scale.
     """
 
     codes: Tensor

@@ -459,8 +459,13 @@ class RowMemory:
             traffic.peak_bytes = max(traffic.peak_bytes, resident)
             traffic.peak_share = max(traffic.peak_share, resident / self.whole_cap(tokens))
         if any(memory.zoom is not None for memory in memories):
-            counts = torch.cat([memory.zoom_counts(site.group_size) for memory in memories], 1)
-            traffic.zooms[site.index] = traffic.zooms.get(site.index, torch.zeros_like(counts)) + counts
+            zooms = traffic.zooms.setdefault(site.index, torch.zeros(2, site.q_heads))
+            for part, memory in zip(self.placement.parts(store), memories):
+                if memory.zoom is not None:
+                    read, taken = memory.zoom.counts()
+                    own = zooms[:, part.first * site.group_size : part.last * site.group_size]
+                    own[0] += read
+                    own[1] += taken
 
     def device_nbytes(self, running: tuple[SiteMemory, ...] = ()) -> int:
         """Device bytes of budgeted stores while the layer of `running` runs; between steps where it is empty."""

@@ -152,12 +152,6 @@ class SiteMemory:
         """bool [Hq, T, M]: the units that each query head reads unfolded in the last step; None where nothing is folded."""
         return None if self.zoom is None else self.zoom.heads
 
-    def zoom_counts(self, group_size: int) -> Tensor:
-        """float32 [2, Hq]: units that the last step unfolded per query head, and decisions that it took."""
-        if self.zoom is None:
-            return torch.zeros(2, self.site.kv_heads * group_size)
-        return self.zoom.counts()
-
     def slide(self, window: int) -> None:
         """Drop whole pages of what a sliding window of `window` tokens no longer sees."""
         excess = self.recent.length - (window - 1)

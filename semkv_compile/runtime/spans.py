@@ -84,7 +84,7 @@ class FoldedSpans:
         self._costs: tuple[Tensor, Tensor] | None = None
         self._range: tuple[Tensor, tuple[int, int]] | None = None
         self._held: tuple[Tensor, int] | None = None
-        self._norms: tuple[Tensor, Tensor] | None = None
+        self._directions: Quantized | None = None
         self._plain: tuple[Tensor, bool] | None = None
         self._segments: Segments | None = None
         self._run: tuple[Tensor, int | None] | None = None
@@ -111,12 +111,15 @@ class FoldedSpans:
         return self._there
 
     @property
-    def mean_norms(self) -> Tensor:
-        """Lengths of the quantised mean keys, float32 [Hkv, M], on the host: made once for each change of the units."""
-        assert self.mean_k is not None
-        if self._norms is None or self._norms[0] is not self.mean_k.codes:  # replaced whenever units change
-            self._norms = (self.mean_k.codes, norms(self.mean_k))
-        return self._norms[1]
+    def mean_directions(self) -> Quantized:
+        """The quantised mean keys at length 1, zeros as they are, on the host: their codes with scales float32 [Hkv, M, 1] that are made once
+        for each change of the units."""
+        held = self.mean_k
+        assert held is not None
+        if self._directions is None or self._directions.codes is not held.codes:  # replaced whenever units change
+            scale = held.scale.float() / norms(held).clamp(min=1e-12)[..., None]
+            self._directions = Quantized(held.codes, scale, held.bits, held.dim)
+        return self._directions
 
     def products(self, q: Tensor, name: str) -> Tensor:
         """float32 q [H, R, dim] times one tensor of the index: [H, R, M]."""

@@ -58,7 +58,8 @@ def test_products(bits, columns, rows, count, dim):
     """Of all rows, whatever is left of the last tile, byte and vector; with and without a scale."""
     q, codes, scale, plain = drawn(2, rows, count, dim, bits, columns=columns)
     check(code_products_cpp(q, codes, bits), q, plain)
-    check(code_products_cpp(q, codes, bits, scale), q, plain * scale.double())
+    for given in (scale, scale.float() / 3, scale.expand(-1, -1, 2)[..., :1]):
+        check(code_products_cpp(q, codes, bits, given), q, plain * given.double())
 
 
 @pytest.mark.parametrize("bits", [1, 2, 4, 8])
@@ -101,7 +102,8 @@ def test_what_it_answers(monkeypatch):
     q, codes, scale, plain = drawn(2, 3, 50, 16, 8)
     assert torch.equal(code_products(q, codes, 8, scale), code_products_cpp(q, codes, 8, scale))
     assert not answers(codes, scale, q.double())
-    assert not answers(codes, scale.float(), q)
+    assert answers(codes, scale.float(), q)
+    assert not answers(codes, scale.double(), q)
     assert not answers(codes, scale, q.clone().requires_grad_())
     assert not answers(codes.to("meta"), None, q.to("meta"))
     monkeypatch.setattr(in_pytorch, "answers", lambda *given: False)

@@ -135,9 +135,10 @@ def test_what_is_resident_is_not_moved_again():
 def test_merging_joins_neighbours_shortest_first():
     spans, k, v, _ = folded(components())
     means = dequantize(spans.mean_k)
-    torch.testing.assert_close(spans.mean_norms, means.norm(dim=2))
+    torch.testing.assert_close(dequantize(spans.mean_directions), torch.nn.functional.normalize(means, dim=2))
     assert spans.merge(2, longest=20) == 2
-    torch.testing.assert_close(spans.mean_norms, dequantize(spans.mean_k).norm(dim=2))
+    merged = dequantize(spans.mean_k)
+    torch.testing.assert_close(dequantize(spans.mean_directions), torch.nn.functional.normalize(merged, dim=2))
     # [3 8 1 5 6 4]: 1+5 is the shortest pair; 8 and 6 have lost their neighbour; then 6+4, before 3+8.
     groups = [[0], [1], [2, 3], [4, 5]]
     assert spans.lengths[0].tolist() == [3, 8, 6, 10]
