@@ -2,6 +2,7 @@
 
     python benchmarks/ablations.py                     # an interrupted run goes on
     python benchmarks/ablations.py --grids             # also the grids of Table 7: rank, alpha, window
+    python benchmarks/ablations.py --page              # the page alone, from the results that are there
 
 50 questions per family, asked after compression. Writes benchmarks/results/ablations.json, docs/results/ablations.md.
 """
@@ -10,14 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from grids import FAMILIES, Bench, parser, table, write_document, write_results
+from grids import FAMILIES, Bench, parser, provenance_of, read_results, table, write_document, write_results
 from quality import points
 
 from semkv.evaluation import Grid, Report, Variant
 from semkv.evaluation.schema import Interval, Summary
-from semkv.evaluation.tables import markdown, percent, provenance
+from semkv.evaluation.tables import markdown, percent
 
 BUDGET = 0.1
 SAMPLES = 50
@@ -123,17 +125,14 @@ def switch_table(report: Report, switches: Sequence[Switch] = SWITCHES) -> str:
     return table(columns, lines)
 
 
-def main() -> None:
-    options = parser(__doc__.splitlines()[0])
-    options.add_argument("--grids", action="store_true", help="also the grids of Table 7")
-    arguments = options.parse_args()
-    bench = Bench("ablations", arguments)
-    report = bench.run(grid(arguments.samples or SAMPLES, arguments.length, arguments.grids), "Ablations")
-    write_results("ablations", report)
-    path = write_document(
+def write_page(report: Report) -> Path:
+    """The page, from the results."""
+    length = report.summaries[0].length
+    with_grids = any(summary.variant.label == GRIDS[0].label for summary in report.summaries)
+    return write_document(
         "ablations",
         "# What each part of SeKV is worth",
-        f"{arguments.length} tokens, {100 * BUDGET:g} % of the full KV, question asked after compression, mean over "
+        f"{length} tokens, {100 * BUDGET:g} % of the full KV, question asked after compression, mean over "
         "the four families. Made by `benchmarks/ablations.py`; do not edit. Changes are paired on the same questions; "
         "`open` means that their 95 % interval, clustered by context, holds 0. The paper's figures are of its Table 5 "
         "(Qwen2.5-14B, 10 %): every switch lowers the score there.",
@@ -145,15 +144,25 @@ def main() -> None:
         "## Grids (Table 7)",
         "Each value against the paper's default. In the paper less rank, another alpha and a smaller window cost answers, while more rank "
         "than 32 and a larger window than 512 gain a few tenths of a point. Ranks are compared with every span "
-        "factored. Where a line has the figures of its default, another bound comes first: spans have at most 16 tokens, and factors no "
-        "more ranks than tokens; the budget holds fewer spans than an alpha of 1 marks; and it holds a window of 32 tokens.",
-        switch_table(report, GRIDS) if arguments.grids else "Not measured: `--grids`.",
+        "factored. Some values change nothing because another limit applies first: `max_rank` above 16 (spans have at most 16 tokens), "
+        "`alpha` (the budget allows fewer spans than alpha 1 would mark), `window` (the budget allows 32 tokens).",
+        switch_table(report, GRIDS) if with_grids else "Not measured: `--grids`.",
         "## All figures",
         markdown(report),
         "## Provenance",
-        provenance(report),
+        provenance_of(report),
     )
-    print(f"wrote {path}")
+
+
+def main() -> None:
+    options = parser(__doc__.splitlines()[0], page=True)
+    options.add_argument("--grids", action="store_true", help="also the grids of Table 7")
+    arguments = options.parse_args()
+    if not arguments.page:
+        bench = Bench("ablations", arguments)
+        found = bench.run(grid(arguments.samples or SAMPLES, arguments.length, arguments.grids), "Ablations")
+        write_results("ablations", found)
+    print(f"wrote {write_page(read_results('ablations'))}")
 
 
 if __name__ == "__main__":

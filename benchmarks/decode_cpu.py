@@ -422,7 +422,7 @@ def page(report: dict[str, Any]) -> Path:
         "# A decode step on two CPU cores",
         "Made by `benchmarks/decode_cpu.py`, all in one process: a decoder of 8 layers with 8 KV heads of 128 and random "
         "float32 weights, states of random keys and values. Medians of 20 steps, in milliseconds; on a shared machine ratios "
-        "say more, and what a ratio is of takes turns, a few steps each (a method with `full`, a length with the other). "
+        "say more, and the two sides of each ratio alternate every few steps. "
         "`floor` is the time in which the bytes that a step must read can be read. `choosing`: of a step, what grows with the length by "
         "design: the scores of all units, the selection among them, retrieval heads. `there before`: share of a "
         "step's unfolded tokens that the step before had unfolded. A contender's own choice among random keys looks elsewhere in every "

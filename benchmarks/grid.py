@@ -3,6 +3,7 @@
     python benchmarks/grid.py                     # about 3 hours of one core; stops and goes on anywhere
     python benchmarks/grid.py --families dense    # one family, as one of several processes that share the rows
     python benchmarks/grid.py --report-only       # what the rows hold so far
+    python benchmarks/grid.py --page              # the page alone, from the results and the rows that are there
 
 Two processes on two cores take about half as long; run it once more alone when both are done, for the report.
 A new checkout goes on from the rows that are kept, compressed, in benchmarks/results/rows/.
@@ -19,6 +20,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
 
 from grids import (
     DOCS,
@@ -30,6 +32,8 @@ from grids import (
     at_a_glance,
     pack,
     parser,
+    provenance_of,
+    read_results,
     table,
     write_document,
     write_results,
@@ -39,11 +43,11 @@ from quality import points
 from semkv.evaluation import Grid, Report, Variant
 from semkv.evaluation.fitting import which_fit
 from semkv.evaluation.plots import accuracy_by_budget, draw_all
-from semkv.evaluation.runner import Refusal, Work, missing_work
-from semkv.evaluation.schema import Row, Summary
+from semkv.evaluation.runner import Refusal, Work, cell_of, missing_work
+from semkv.evaluation.schema import Interval, Row, Summary
 from semkv.evaluation.store import RowStore
 from semkv.evaluation.subject import Subject
-from semkv.evaluation.tables import markdown, percent, provenance, size
+from semkv.evaluation.tables import markdown, percent, size
 
 SPARSE = ("single", "multi", "confusable")
 BUDGETS = (0.03, 0.05, 0.1, 0.2)
@@ -69,7 +73,7 @@ CEILING = "ceiling"
 AUTO = "auto"
 RIVALS = {
     "sekv": ("streaming_llm", "h2o", "snapkv", "pyramidkv", "chunkkv", "semanticache", "sentencekv"),
-    "heterocache": ("snapkv", "cake", "quest", "shadowkv", "omnikv"),
+    "heterocache": ("cake", "quest", "shadowkv", "omnikv"),
     "sentencekv": ("h2o", "snapkv", "quest", "shadowkv", "infllm"),
     "compresskv": ("streaming_llm", "snapkv", "pyramidkv", "cake"),
     "specontext": ("quest", "shadowkv", "clusterkv"),
@@ -85,6 +89,8 @@ SHOWN = (
 REFUSED = "grid_refused.json"
 NOTES = ROOT / "benchmarks" / "grid_notes.md"
 """Why a system is below what its paper compares it with, with the evidence: words by hand, figures in braces by `notes`."""
+KEPT = ("f12f82140fa5", "e6afabee300d+changes")
+"""The commits of the rows that `kept_rows` speaks of, the earlier first."""
 HOURS = "about 3 h with one process, 1 h 30 min with two on two cores"
 """From empty rows, on the machine of the recorded run."""
 ROW_SECONDS = 0.7
@@ -204,8 +210,8 @@ class Measuring:
         return {(s.variant.label, s.variant.budget): s for s in report.summaries if isinstance(s.variant.budget, float)}
 
 
-def pictures_of(methods: Report, leaders: Report) -> list[Path]:
-    """Accuracy by budget of a few methods, needles by depth, and what our own mixtures unfold."""
+def pictures_of(methods: Report, leaders: Report, sites: int) -> list[Path]:
+    """Accuracy by budget of a few methods, needles by depth, and what our own mixtures unfold of a model with so many attentions."""
     few = methods.model_copy(
         update={
             "cells": [c for c in methods.cells if c.cell.variant.label in SHOWN],
@@ -214,7 +220,7 @@ def pictures_of(methods: Report, leaders: Report) -> list[Path]:
     )
     zooms = tuple(f"zoom_{label}_" for label in (*OURS, "sekv"))
     others = []
-    for picture in draw_all(leaders, DOCS / "grid"):
+    for picture in draw_all(leaders, DOCS / "grid", sites):
         if picture.stem.startswith(("needles", *zooms)):
             others.append(picture)
         else:
@@ -244,27 +250,36 @@ def bars(measuring: Measuring, part: Part) -> str:
     )
 
 
-def rivals(report: Report) -> str:
-    """Each system's lead over what its paper compares it with, at the budgets at which both run.
+def leads(report: Report, label: str, system: str) -> dict[str, dict[float, Interval]]:
+    """How far `label` is ahead of every rival of `system`, by rival and budget, where both run.
 
     A rival that runs at none of the budgets is met in its capped form.
     """
-    found = {(s.variant.label, s.variant.budget): s for s in report.summaries}
-    budgets = [b for b in BUDGETS if (OURS[0], b) in found]
+    found = {s.variant.budget: s for s in report.summaries if s.variant.label == label and s.variant.budget in BUDGETS}
+    forms = (form for name in RIVALS[system] for form in (name, *FORMS.get(name, {})))
+    ahead = {other: {b: found[b].ahead[other] for b in sorted(found) if other in found[b].ahead} for other in forms}
+    return {other: of for other, of in ahead.items() if of}
+
+
+def mean_leads(ahead: dict[str, dict[float, Interval]]) -> dict[float, float]:
+    """The mean over the rivals that run at a budget, in points, by budget."""
+    budgets = sorted({budget for of in ahead.values() for budget in of})
+    return {b: 100 * mean(of[b].value for of in ahead.values() if b in of) for b in budgets}
+
+
+def rivals(report: Report) -> str:
+    """Each system's lead over what its paper compares it with, at the budgets at which both run."""
     lines = []
-    for system, others in RIVALS.items():
+    for system in RIVALS:
         for label in (system, *FORMS.get(system, {})):
-            means = []
-            for other in (form for name in others for form in (name, *FORMS.get(name, {}))):
-                shared = [b for b in budgets if (label, b) in found and other in found[label, b].ahead]
-                if not shared:
-                    continue
-                leads = [found[label, b].ahead[other] for b in shared]
-                means.append(100 * sum(lead.value for lead in leads) / len(leads))
-                each = ", ".join(f"{100 * b:g} %: {points(lead)}" for b, lead in zip(shared, leads))
-                lines.append([label, other, f"{means[-1]:+.1f}", each])
+            ahead = leads(report, label, system)
+            means = {other: 100 * mean(lead.value for lead in of.values()) for other, of in ahead.items()}
+            for other, of in ahead.items():
+                each = ", ".join(f"{100 * b:g} %: {points(lead)}" for b, lead in of.items())
+                lines.append([label, other, f"{means[other]:+.1f}", each])
             if means:
-                lines.append([f"**{label}**", "their mean", f"**{sum(means) / len(means):+.1f}**", ""])
+                each = ", ".join(f"{100 * b:g} %: {lead:+.1f}" for b, lead in mean_leads(ahead).items())
+                lines.append([f"**{label}**", "their mean", f"**{mean(means.values()):+.1f}**", each])
     return table(["system", "against", "points ahead, mean", "by budget"], lines)
 
 
@@ -299,13 +314,22 @@ def notes(report: Report) -> str:
     """The notes with their figures, from this report and those on the papers.
 
     `{answers[LABEL at BUDGET]}` in percent, of one family after a comma; `{moved[LABEL at BUDGET]}` bytes of a step; `{updates[TAU]}`
-    percent of HeteroCache's checks; `{reported[METHOD, PART, LABEL at BUDGET]}` answers in percent in a part of a method's report.
+    percent of HeteroCache's checks; `{reported[METHOD, PART, LABEL at BUDGET]}` answers in percent in a part of a method's report;
+    `{ahead[LABEL at BUDGET]}` points ahead of the mean of the rivals; `{units[LABEL at BUDGET]}` and `{unfolded[...]}` tokens of a unit,
+    and unfolded per head, in HeteroCache's report.
     """
     unknown = "(not measured)"
     answers: dict[str, str] = defaultdict(lambda: unknown)
     moved: dict[str, str] = defaultdict(lambda: unknown)
     updates: dict[str, str] = defaultdict(lambda: unknown)
     reported: dict[str, str] = defaultdict(lambda: unknown)
+    ahead: dict[str, str] = defaultdict(lambda: unknown)
+    units: dict[str, str] = defaultdict(lambda: unknown)
+    unfolded: dict[str, str] = defaultdict(lambda: unknown)
+    for system in RIVALS:
+        for label in (system, *FORMS.get(system, {})):
+            for budget, lead in mean_leads(leads(report, label, system)).items():
+                ahead[f"{label} at {100 * budget:g} %"] = f"{lead:+.0f}"
     for summary in report.summaries:
         answers[place(summary.variant)] = f"{100 * summary.accuracy.value:.0f}"
         moved[place(summary.variant)] = size(summary.moved_per_step)
@@ -318,10 +342,52 @@ def notes(report: Report) -> str:
             for summary in Report.model_validate(of).summaries:
                 name = f"{method}, {part}, {place(summary.variant)}"
                 reported[name] = f"{100 * summary.accuracy.value:.0f}"
+        for line in found.get("room", []):
+            name = f"{line['label']} at {100 * line['budget']:g} %"
+            units[name], unfolded[name] = spread(line["unit"]), spread(line["unfolded"])
         for line in found.get("drift", []):
             updates[f"{line['tau_drift']:g}"] = f"{100 * line['per_check']:.0f}"
     text = NOTES.read_text(encoding="utf-8").replace("../docs/results/", "")
-    return text.format(answers=answers, moved=moved, updates=updates, reported=reported)
+    return text.format(
+        answers=answers, moved=moved, updates=updates, reported=reported, ahead=ahead, units=units, unfolded=unfolded
+    )  # fmt: skip
+
+
+def spread(values: list[float]) -> str:
+    low, high = f"{min(values):.0f}", f"{max(values):.0f}"
+    return low if low == high else f"{low} to {high}"
+
+
+def kept_rows(measuring: Measuring, parts: Iterable[Part]) -> str:
+    """Why the rows are of two commits, and which are of the later one; nothing where they are of one."""
+    found: dict[str, dict[str, None]] = {}
+    by_commit: dict[str, set[str]] = defaultdict(set)
+    store = RowStore(measuring.bench.rows)
+    for part in parts:
+        grid = measuring.grid(part)
+        for variant in grid.variants:
+            of = set()
+            for family in grid.families:
+                key = cell_of(grid, measuring.bench.identity, variant, family, part.length, part.question).key
+                of |= {row.commit for row in store.rows(key, range(grid.contexts))}
+            said = "" if part.length == LENGTH and part.question == "unseen" else f" ({part.title})"
+            by_commit[place(variant) + said] |= of
+    commits = sorted(set().union(*by_commit.values()))
+    if commits != sorted(KEPT):
+        return ""
+    earlier, later = KEPT
+    for name, of in by_commit.items():
+        if later in of:
+            label, budget = name.split(" at ", 1)
+            found.setdefault("of both" if earlier in of else f"of {later} alone", {}).setdefault(
+                f"`{label}` at {budget}"
+            )
+    told = "; ".join(f"{which}: {', '.join(names)}" for which, names in found.items())
+    return (
+        f"Rows are of two commits, {earlier} and {later}. Between them the size of pages changed, which no longer grow with the room "
+        "(1e94bcd). Rows that were measured before were kept where that does not alter what a method does; "
+        f"the others were measured again. Rows {told} (a leader is asked more questions); all others are of {earlier}."
+    )
 
 
 def effort(rows: Path) -> str:
@@ -335,7 +401,7 @@ def effort(rows: Path) -> str:
 
 
 def main() -> None:
-    arguments = parser(__doc__.splitlines()[0]).parse_args()
+    arguments = parser(__doc__.splitlines()[0], page=True).parse_args()
     measuring = Measuring(arguments)
     everyone = (*OURS, *SYSTEMS, *BASELINES)
     first = Part("grid", "All methods", everyone, BUDGETS, 50)
@@ -348,18 +414,23 @@ def main() -> None:
     def leading(methods: Report) -> Part:
         return Part("grid_leaders", "Leaders", (*OURS, *SYSTEMS, *best_baselines(methods), CEILING), TIGHT, 200)
 
-    if not arguments.report_only:
-        known = measuring.report(measuring.grid(first), first.title)
-        left = measuring.hours((first, leading(known), *settings))
-        print(f"about {left:.1f} h of one core left, on a machine that takes {ROW_SECONDS} s a row", flush=True)
-    methods = measuring.run(first)
-    leaders = leading(methods)
-    reports = {part.name: measuring.run(part) for part in (leaders, *settings)} | {first.name: methods}
-    for name, report in reports.items():
-        if report.cells:
-            write_results(name, report)
-    (RESULTS / REFUSED).write_text(json.dumps(measuring.refused, indent=1) + "\n", encoding="utf-8")
-    pictures = pictures_of(methods, reports["grid_leaders"])
+    if arguments.page:
+        methods = read_results(first.name)
+        leaders = leading(methods)
+        reports = {part.name: read_results(part.name) for part in (leaders, *settings)} | {first.name: methods}
+    else:
+        if not arguments.report_only:
+            known = measuring.report(measuring.grid(first), first.title)
+            left = measuring.hours((first, leading(known), *settings))
+            print(f"about {left:.1f} h of one core left, on a machine that takes {ROW_SECONDS} s a row", flush=True)
+        methods = measuring.run(first)
+        leaders = leading(methods)
+        reports = {part.name: measuring.run(part) for part in (leaders, *settings)} | {first.name: methods}
+        for name, report in reports.items():
+            if report.cells:
+                write_results(name, report)
+        (RESULTS / REFUSED).write_text(json.dumps(measuring.refused, indent=1) + "\n", encoding="utf-8")
+    pictures = pictures_of(methods, reports["grid_leaders"], len(measuring.bench.compiled.program.stores))
     path = write_document(
         "grid",
         "# All methods on the bundled model",
@@ -389,13 +460,14 @@ def main() -> None:
         "## Other lengths, and the question seen",
         *[markdown(reports[p.name]) if reports[p.name].cells else f"{p.title}: not measured yet." for p in settings],
         "## Provenance",
-        provenance(methods),
+        provenance_of(methods, *reports.values()),
+        kept_rows(measuring, (first, leaders, *settings)),
         effort(measuring.bench.rows),
         ""
         if all(report.complete for report in reports.values())
         else "Not complete: the tables tell how many questions each line has.",
     )
-    print(f"wrote {path} and {pack(measuring.bench.rows)}")
+    print(f"wrote {path}" if arguments.page else f"wrote {path} and {pack(measuring.bench.rows)}")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import json
 import lzma
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from semkv.evaluation.report import build_report
 from semkv.evaluation.runner import Refusal
 from semkv.evaluation.schema import Summary
 from semkv.evaluation.store import RowStore
-from semkv.evaluation.tables import percent
+from semkv.evaluation.tables import percent, provenance
 from semkv.evaluation.tasks.base import Task
 from semkv.profiles.schema import Profile
 
@@ -30,10 +32,12 @@ RESULTS = ROOT / "benchmarks" / "results"
 DOCS = ROOT / "docs" / "results"
 FAMILIES = ("single", "multi", "confusable", "dense")
 LENGTH = 4096
+NUMBER = re.compile(r"\**([-+]?\d[\d,.]*(e[-+]?\d+)?( (%|B|KiB|MiB|GiB))?( \([^()]*\)| to [\d.]+)?(, [\d.]+)?|-|)\**")
+"""A cell that says how much: a number with its unit and interval, a range, or nothing."""
 
 
-def parser(description: str) -> argparse.ArgumentParser:
-    """Options that every benchmark has."""
+def parser(description: str, *, page: bool = False) -> argparse.ArgumentParser:
+    """Options that every benchmark has. page: also `--page`, where the page can be made from the committed results."""
     options = argparse.ArgumentParser(description=description)
     options.add_argument("--samples", type=int, help="questions per family and cell, instead of the published number")
     options.add_argument("--length", type=int, default=LENGTH, help="tokens of context")
@@ -44,6 +48,10 @@ def parser(description: str) -> argparse.ArgumentParser:
     options.add_argument("--profile", type=Path, help="folder of a profile instead of the committed one")
     options.add_argument("--report-only", action="store_true", help="measure nothing: report what the rows hold so far")
     options.add_argument("--threads", type=int, default=1, help="threads of this process")
+    if page:
+        options.add_argument(
+            "--page", action="store_true", help="write the page alone, from the results that are there"
+        )
     return options
 
 
@@ -141,6 +149,25 @@ def write_results(name: str, report: Report) -> None:
     (RESULTS / f"{name}.json").write_text(report.model_dump_json(indent=1) + "\n", encoding="utf-8")
 
 
+def read_results(name: str) -> Report:
+    """What `write_results` wrote."""
+    return Report.model_validate_json(json_of(name).read_text(encoding="utf-8"))
+
+
+def read_parts(name: str) -> dict[str, Any]:
+    """What a script with several parts wrote, its reports as such under `reports`."""
+    found = json.loads(json_of(name).read_text(encoding="utf-8"))
+    return found | {"reports": {part: Report.model_validate(of) for part, of in found.get("reports", {}).items()}}
+
+
+def json_of(name: str) -> Path:
+    """Where the results of this name are; exits where there are none."""
+    path = RESULTS / f"{name}.json"
+    if not path.is_file():
+        raise SystemExit(f"{path} is missing: run the script without --page, which measures and writes it")
+    return path
+
+
 def write_document(name: str, *parts: str) -> Path:
     """`docs/results/NAME.md` from paragraphs and tables."""
     DOCS.mkdir(parents=True, exist_ok=True)
@@ -158,9 +185,24 @@ def measured_on(environment: dict[str, Any]) -> str:
     )
 
 
+def provenance_of(shown: Report, *others: Report, figures: bool = False) -> str:
+    """The provenance of `shown`, with the commits of every report that a page has figures of. figures: it has others as well."""
+    commits = sorted({commit for report in (shown, *others) for commit in report.commits})
+    complete = all(report.complete for report in (shown, *others))
+    text = provenance(shown.model_copy(update={"commits": commits, "complete": complete}))
+    if not figures:
+        return text
+    written = sorted({report.environment.commit for report in (shown, *others)})
+    return (
+        f"{text} Figures that are no cells of a grid, such as times and memory by length, have no commit of their own; the file that "
+        f"they are in was written at {', '.join(written)}."
+    )
+
+
 def table(columns: list[str], lines: list[list[str]]) -> str:
-    """A Markdown table, its first column left-aligned."""
-    rule = "|" + "|".join([" --- ", *[" ---: "] * (len(columns) - 1)]) + "|"
+    """A Markdown table: the first column and those of words left-aligned, those of numbers right-aligned."""
+    numbers = [all(NUMBER.fullmatch(line[place]) for line in lines) for place in range(1, len(columns))]
+    rule = "|" + "|".join([" --- ", *[" ---: " if number else " --- " for number in numbers]]) + "|"
     return "\n".join(["| " + " | ".join(columns) + " |", rule, *["| " + " | ".join(line) + " |" for line in lines]])
 
 

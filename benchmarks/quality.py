@@ -2,6 +2,7 @@
 
     python benchmarks/quality.py                       # about an hour on one core; an interrupted run goes on
     python benchmarks/quality.py --families dense      # one family, as one of several processes
+    python benchmarks/quality.py --page                # the page alone, from the results that are there
 
 Question unseen, 5, 10 and 20 % of the full KV. 200 questions per family for the methods; 50 for the parts: oracle
 selection under the same segmentation and budget, raw spans only, no coarse entries, and each residency. Writes
@@ -10,12 +11,14 @@ benchmarks/results/quality.json, quality_parts.json and docs/results/quality.md 
 
 from __future__ import annotations
 
-from grids import DOCS, FAMILIES, Bench, parser, table, write_document, write_results
+from pathlib import Path
+
+from grids import DOCS, FAMILIES, Bench, parser, provenance_of, read_results, table, write_document, write_results
 
 from semkv.evaluation import Grid, Report, Variant, build_variants
 from semkv.evaluation.plots import draw_all
 from semkv.evaluation.schema import Interval, Summary
-from semkv.evaluation.tables import markdown, percent, provenance
+from semkv.evaluation.tables import markdown, percent
 
 BUDGETS = (0.05, 0.1, 0.2)
 METHODS = ("full", "streaming_llm", "snapkv", "sekv")
@@ -80,19 +83,14 @@ def verdicts(report: Report) -> str:
     return table(columns, lines)
 
 
-def main() -> None:
-    arguments = parser(__doc__.splitlines()[0]).parse_args()
-    bench = Bench("quality", arguments)
-    of_methods, of_parts = grids(arguments.samples, arguments.length)
-    methods = bench.run(of_methods, "Methods")
-    write_results("quality", methods)
-    parts = bench.run(of_parts, "Parts of sekv")
-    write_results("quality_parts", parts)
+def write_page(methods: Report, parts: Report) -> Path:
+    """The page and its pictures, from the results."""
+    length = methods.summaries[0].length
     pictures = draw_all(methods, DOCS / "quality")
-    path = write_document(
+    return write_document(
         "quality",
         "# Accuracy of the methods on the bundled model",
-        f"{arguments.length} tokens, the question asked after compression. Made by `benchmarks/quality.py`. "
+        f"{length} tokens, the question asked after compression. Made by `benchmarks/quality.py`. "
         "The first table has the bars, set before anything was measured: mean over the four families, in percent of the full "
         "cache's accuracy on the same questions, and points ahead of the two other methods.",
         verdicts(methods),
@@ -105,10 +103,19 @@ def main() -> None:
         "faithful form, attends to coarse entries and has the residency `shared`.",
         markdown(parts),
         "## Provenance",
-        provenance(methods),
+        provenance_of(methods, parts),
         "" if parts.complete else "The parts are not complete: their tables tell how many questions each line has.",
     )
-    print(f"wrote {path}")
+
+
+def main() -> None:
+    arguments = parser(__doc__.splitlines()[0], page=True).parse_args()
+    if not arguments.page:
+        bench = Bench("quality", arguments)
+        of_methods, of_parts = grids(arguments.samples, arguments.length)
+        write_results("quality", bench.run(of_methods, "Methods"))
+        write_results("quality_parts", bench.run(of_parts, "Parts of sekv"))
+    print(f"wrote {write_page(read_results('quality'), read_results('quality_parts'))}")
 
 
 if __name__ == "__main__":

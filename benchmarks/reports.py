@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from quality import points
 
 from semkv.evaluation import Report
-from semkv.evaluation.plots import COLOURS, DPI, INK, MARKERS
+from semkv.evaluation.plots import DPI, INK, styles
 from semkv.evaluation.schema import Interval, Summary
 from semkv.evaluation.tables import percent
 
@@ -106,26 +106,42 @@ def write_parts(name: str, reports: Mapping[str, Report], figures: Mapping[str, 
 
 
 def draw_curves(
-    path: Path, title: str, subtitle: str, x_label: str, curves: Mapping[str, Sequence[tuple[float, Interval]]]
-) -> Path:
-    """Accuracy in percent against a parameter, a line with 95 % bars per curve, at evenly spaced places."""
+    path: Path, title: str, subtitle: str, x_label: str, curves: Mapping[str, Sequence[tuple[float, Interval]]],
+    scattered: Mapping[str, Sequence[tuple[float, float]]] | None = None,
+) -> Path:  # fmt: skip
+    """Accuracy in percent against a parameter, a line with its 95 % interval per curve, at evenly spaced places.
+
+    scattered: points without a line, side by side where they share a place.
+    """
     figure = Figure(figsize=(6.4, 3.9), dpi=DPI, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    places = {value: i for i, value in enumerate(sorted({x for line in curves.values() for x, _ in line}))}
+    scattered = scattered or {}
+    places = {
+        value: i
+        for i, value in enumerate(sorted({x for line in (*curves.values(), *scattered.values()) for x, _ in line}))
+    }
+    drawn = styles([*curves, *scattered])
     for i, (label, line) in enumerate(curves.items()):
         below = [100 * (y.value - (y.value if y.low is None else y.low)) for _, y in line]
         above = [100 * ((y.value if y.high is None else y.high) - y.value) for _, y in line]
         axes.errorbar(
             [places[x] + 0.05 * (i - (len(curves) - 1) / 2) for x, _ in line], [100 * y.value for _, y in line],
-            yerr=[below, above], label=label, color=COLOURS[i], marker=MARKERS[i], markersize=5, linewidth=1.6, elinewidth=1.0,
-            capsize=2,
+            yerr=[below, above], label=label, **drawn[label], markersize=5, linewidth=1.6, elinewidth=1.0, capsize=2,
         )  # fmt: skip
+    for label, line in scattered.items():
+        seen: dict[float, int] = {}
+        for x, y in line:
+            seen[x] = seen.get(x, 0) + 1
+            axes.plot(
+                [places[x] + 0.1 + 0.05 * seen[x]], [100 * y], **drawn[label], linestyle="none", markersize=5, alpha=0.8,
+                label=label if sum(seen.values()) == 1 else None,
+            )  # fmt: skip
     axes.set_title(f"{title}\n", loc="left", fontsize=12, fontweight="bold", color=INK)
     axes.text(0.0, 1.02, subtitle, transform=axes.transAxes, fontsize=9, color="#666666")
     axes.set_xticks(range(len(places)), [f"{value:g}" for value in places])
     axes.set_ylim(-3, 103)
-    axes.set_xlabel(x_label, fontsize=9, color=INK)
+    axes.set_xlabel(f"{x_label}\nbars: 95 % interval, clustered by context", fontsize=9, color=INK)
     axes.set_ylabel("exact answers (%)", fontsize=9, color=INK)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#E5E5E5", linewidth=0.8)

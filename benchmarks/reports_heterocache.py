@@ -2,6 +2,7 @@
 
     python benchmarks/reports_heterocache.py           # an interrupted run goes on
     python benchmarks/reports_heterocache.py --text one.txt --text other.txt       # calibrated on these instead
+    python benchmarks/reports_heterocache.py --page    # the page alone, from the results that are there
 
 40 questions per family at 4K tokens, asked after compression. Without `--text`, the
 two calibration sources are generated prose and task haystacks with their questions. Writes
@@ -10,52 +11,44 @@ benchmarks/results/reports_heterocache.json and docs/results/reports_heterocache
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import time
 from collections import Counter
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from costs import ABOUT, LINK, Contender, Direction, by_length, costs_table, directions_table, rising, times_full
-from grids import DOCS, FAMILIES, Bench, parser, table, write_document
-from reports import Claim, Figures, claims_table, curve, draw_curves, write_parts
+from grids import DOCS, FAMILIES, Bench, parser, provenance_of, read_parts, table, write_document
+from head_transfer import ALWAYS, SIMILAR, overlap_table, roles_of, transfer, transfer_table
+from quality import points
+from reports import EQUAL, Claim, Figures, claims_table, curve, draw_curves, verdict, write_parts
 
-from semkv.cli.profile import BUNDLED_MEASURES
 from semkv.evaluation import Grid, Report, Variant
 from semkv.evaluation.samples import make_sample
 from semkv.evaluation.statistics import quantile, ratio_estimate
 from semkv.evaluation.subject import as_ids
-from semkv.evaluation.tables import markdown, percent, provenance, size
+from semkv.evaluation.tables import markdown, percent, size
 from semkv.methods import find_method
-from semkv.profiles.calibration import (
-    CalibrationSettings,
-    Job,
-    MeasureData,
-    MeasureSettings,
-    bundled_measure_data,
-    run_steps,
-    text_measure_data,
-)
 from semkv.profiles.schema import Profile
 
 NAME = "reports_heterocache"
 SAMPLES = 40
-ALWAYS = 0.001
-"""A tau_stable that every head reaches, so that only pivots are whole."""
 CLUSTERS = {"tau_stable": ALWAYS, "tau_similar": 0.2}
 FEW_PIVOTS = {"tau_stable": ALWAYS, "tau_similar": 0.28}
 EACH_STEP = {"every": 1, "tau_drift": 1.0}
 FAITHFUL = 0.3
 STRICT = (0.1, 0.2)
-SIMILAR = (0.2, 0.28, 0.5)
 STABLE = (ALWAYS, 0.5)
 DRIFTS = (0.1, 0.5)
 GENERATED = 1000
 CONTEXTS = 4
 """Contexts of each family behind which tokens are sampled."""
+RARE = 0.823
+"""The paper's trigger rate in percent (App. D.4)."""
+TAIL = 1.41
+"""P99 over P95 of a step at 192K, its worst (Table 9: 0.127 and 0.090 s)."""
 TIGHT = (0.03, 0.05, 0.1)
 OMNIKV = "omnikv, strict"
 STRICT_OWN = "strict, the paper's thresholds"
@@ -140,11 +133,6 @@ def transferred(samples: int, length: int) -> Grid:
     return grid([variant], samples, length)
 
 
-def roles_of(profile: Profile, stable: float, similar: float) -> tuple[tuple[str, ...], ...]:
-    """Roles per layer and KV head at these thresholds."""
-    return find_method("heterocache", {"tau_stable": stable, "tau_similar": similar}).taxonomy(profile)[0]
-
-
 def role_table(profile: Profile) -> str:
     """How many heads have each role, and what the whole ones take of the KV (Fig. 6)."""
     lines = []
@@ -190,9 +178,9 @@ def drift(bench: Bench, family: str, index: int, length: int, tau_drift: float) 
     return {"checks": [a for a, _ in counts], "updates": [b for _, b in counts], "step_us": spent}
 
 
-def drift_table(bench: Bench, figures: Figures, length: int) -> tuple[str, list[dict[str, Any]]]:
+def drifts(bench: Bench, figures: Figures, length: int) -> list[dict[str, Any]]:
     """The trigger rate at each tau_drift, by family and over all, and the tail of step times (App. D.4)."""
-    lines, kept = [], []
+    kept = []
     for tau in DRIFTS:
         made: dict[str, list[dict[str, Any]]] = {family: [] for family in FAMILIES}
         for family, index in itertools.product(FAMILIES, range(CONTEXTS)):
@@ -205,15 +193,40 @@ def drift_table(bench: Bench, figures: Figures, length: int) -> tuple[str, list[
             } | CLUSTERS
             found = figures.get("drift", settings, lambda f=family, i=index, t=tau: drift(bench, f, i, length, t))
             made[family].append(found)
-        for family in FAMILIES:
-            lines.append([f"{tau:g}", family, *drift_line(rates(made[family]))])
         over_all = rates([one for family in FAMILIES for one in made[family]])
-        lines.append([f"{tau:g}", "all", *drift_line(over_all)])
         kept.append({"tau_drift": tau, **over_all, "families": {family: rates(made[family]) for family in FAMILIES}})
+    return kept
+
+
+def drift_table(kept: list[dict[str, Any]]) -> str:
+    lines = []
+    for at in kept:
+        of = {**at["families"], "all": at}
+        lines += [[f"{at['tau_drift']:g}", family, *drift_line(found)] for family, found in of.items()]
     columns = [
         "tau_drift", "family", "checks", "updates, % of checks", "updates, % of tokens", "step, ms: median", "p95", "p99",
     ]  # fmt: skip
-    return table(columns, lines), kept
+    return table(columns, lines)
+
+
+def drift_verdicts(kept: list[dict[str, Any]]) -> str:
+    """The paper's trigger rate beside ours, by both readings."""
+    rates_of = {f"{at['tau_drift']:g}": (100 * at["per_check"], 100 * at["per_token"]) for at in kept}
+    least = min(rate for both in rates_of.values() for rate in both)
+    tails = [f"tau_drift {at['tau_drift']:g}: {at['step_ms'][2] / at['step_ms'][1]:.2f} times" for at in kept]
+    worst = max(at["step_ms"][2] / at["step_ms"][1] for at in kept)
+    lines = [
+        [
+            f"updates are rare: {RARE:g} % over 1K tokens",
+            "; ".join(f"tau_drift {tau}: {check:.0f} % of checks, {token:.1f} % of tokens" for tau, (check, token) in rates_of.items()),
+            "yes" if least <= 2 * RARE else "no",
+        ],
+        [
+            f"no severe stalls: P99 at most {TAIL:g} times P95 from 32K to 224K (Table 9)", "; ".join(tails),
+            "yes" if worst <= 1.1 * TAIL else "no",
+        ],
+    ]  # fmt: skip
+    return table(["the paper says", "here", "seen here"], lines)
 
 
 def rates(made: list[dict[str, Any]]) -> dict[str, Any]:
@@ -259,10 +272,9 @@ def room(
     }
 
 
-def against_table(bench: Bench, figures: Figures, report: Report, length: int) -> tuple[str, list[dict[str, Any]]]:
-    """Answers, what is unfolded to give them, and what a step moves."""
-    summaries = {(s.variant.label, s.variant.budget): s for s in report.summaries}
-    lines, kept = [], []
+def rooms(bench: Bench, figures: Figures, length: int) -> list[dict[str, Any]]:
+    """`room` of every line of `AGAINST`, by budget."""
+    kept = []
     for budget in TIGHT:
         for label, method, options, residency in AGAINST:
             settings = {
@@ -275,14 +287,24 @@ def against_table(bench: Bench, figures: Figures, report: Report, length: int) -
             held = figures.get(
                 "room", settings, lambda m=method, o=options, b=budget, r=residency: room(bench, m, o, b, r, length)
             )
-            summary = summaries[label, budget]
-            lines.append([
-                f"{100 * budget:g} %", label, percent(summary.accuracy), spread(held["unit"]), spread(held["unfolded"]),
-                size(summary.moved_per_step),
-            ])  # fmt: skip
             kept.append(settings | {"label": label, **held})
-    columns = ["budget", "variant", "mean, %", "tokens of a unit", "tokens unfolded per head", "moved per step"]
-    return table(columns, lines), kept
+    return kept
+
+
+def against_table(kept: list[dict[str, Any]], report: Report) -> str:
+    """Answers, what is unfolded to give them, and what a step moves."""
+    summaries = {(s.variant.label, s.variant.budget): s for s in report.summaries}
+    lines = []
+    for held in kept:
+        summary = summaries[held["label"], held["budget"]]
+        lines.append([
+            f"{100 * held['budget']:g} %", held["label"], percent(summary.accuracy), points(summary.ahead.get(STRICT_OWN)),
+            spread(held["unit"]), spread(held["unfolded"]), size(summary.moved_per_step),
+        ])  # fmt: skip
+    columns = [
+        "budget", "variant", "mean, %", "against the first, points", "tokens of a unit", "tokens unfolded per head", "moved per step",
+    ]  # fmt: skip
+    return table(columns, lines)
 
 
 def spread(values: list[float]) -> str:
@@ -308,7 +330,7 @@ SAID = (
         lambda values: values[-1] < 1,
     ),
     Direction(
-        "and further ahead the longer the context", "full's step over it",
+        "and gains on the full cache the longer the context", "full's step over it",
         lambda _, at: at["full"]["step_ms"] / at[COSTS[0].label]["step_ms"], rising,
     ),
     Direction(
@@ -326,102 +348,51 @@ SAID = (
 )  # fmt: skip
 
 
-# -- transfer ----------------------------------------------------------------------------------------------------------
+# -- the page ----------------------------------------------------------------------------------------------------------
 
 
-def sources(bench: Bench, texts: list[Path], settings: MeasureSettings) -> dict[str, MeasureData]:
-    """Two calibration sources by name."""
-    if texts:
-        return {path.stem: text_measure_data([path], bench.tokenizer, settings) for path in texts}
-    data = bundled_measure_data(bench.tokenizer, settings)
-    prose = tuple(one for one in data.sets if one.name == "prose")
-    tasks = tuple(one for one in data.sets if one.name != "prose")
-    each = sum(len(one.measured) for one in tasks) // len(tasks)
-    return {
-        "prose": replace(data, sets=prose, needles=(), description="prose"),
-        "haystacks": replace(data, sets=tasks, needles=(), description=f"haystacks, {each} of each family"),
-    }
-
-
-def calibrated(bench: Bench, name: str, data: MeasureData, settings: MeasureSettings, rows: Path) -> Profile:
-    """The benchmark's profile with the taxonomy of one source, made once."""
-    folder = rows / f"{NAME}.{name}.{data.digest()[:12]}.{settings.identity()[:12]}"
-    if not folder.is_dir():
-        job = Job(bench.model, "bundled", NAME, None, CalibrationSettings(), data, settings)
-        run_steps(job, ["taxonomy"], profile=bench.profile).profile.save(folder)
-    return Profile.load(folder)
-
-
-def overlap_table(first: Profile, second: Profile, names: list[str]) -> str:
-    """Satellites that both sources find (App. C.4), beside what two random sets of these sizes would share."""
+def thresholds_table(report: Report) -> str:
+    """Every pair of thresholds against the paper's, on the same questions (Fig. 5)."""
+    found = {s.variant.label: s for s in report.summaries}
+    base = swept(0.5, 0.5)
     lines = []
-    for similar in SIMILAR:
-        sets = [
-            {(layer, head) for layer, row in enumerate(roles_of(one, ALWAYS, similar)) for head, r in enumerate(row) if r == "satellite"}
-            for one in (first, second)
-        ]  # fmt: skip
-        heads = sum(len(row) for row in first.info.head_taxonomy.roles)
-        smaller = min(map(len, sets))
-        share = f"{100 * len(sets[0] & sets[1]) / smaller:.0f}" if smaller else "-"
-        chance = f"{100 * max(map(len, sets)) / heads:.0f}" if smaller else "-"
-        lines.append([f"{similar:g}", *[str(len(one)) for one in sets], str(len(sets[0] & sets[1])), share, chance])
-    return table(["tau_sim", *(f"satellites, {name}" for name in names), "both", "overlap, %", "by chance, %"], lines)
+    for stable, similar in itertools.product(STABLE, SIMILAR):
+        summary = found[swept(stable, similar)]
+        change = summary.ahead.get(base)
+        lines.append([
+            f"{stable:g}", f"{similar:g}", percent(summary.accuracy), points(change), "-" if change is None else verdict(change, "equal"),
+        ])  # fmt: skip
+    return table(["tau_stable", "tau_sim", "mean, %", "against 0.5 and 0.5, points", "equal"], lines)
 
 
-def transfer_table(reports: dict[str, Report]) -> str:
-    """Accuracy under the roles of each source (Table 5)."""
-    lines = []
-    for name, report in reports.items():
-        for summary in report.summaries:
-            if summary.variant.budget is not None:
-                shown = [name, summary.variant.label, summary.variant.budget_text, percent(summary.accuracy)]
-                lines.append([*shown, str(summary.accuracy.samples)])
-    return table(["calibrated on", "variant", "budget", "mean, %", "questions"], lines)
+def thresholds_verdict(report: Report) -> str:
+    values = [s.accuracy.value for s in report.summaries if s.variant.budget is not None]
+    return (
+        "The paper's accuracy hardly depends on the thresholds (Fig. 5, a picture without figures). Seen here: "
+        f"{'yes' if max(values) - min(values) <= EQUAL else 'no'}, answers are between {100 * min(values):.0f} and "
+        f"{100 * max(values):.0f} %. Equal means within {100 * EQUAL:g} points."
+    )
 
 
-def transfer(arguments: argparse.Namespace, bench: Bench, samples: int) -> tuple[str, dict[str, Report]]:
-    """Both tables, and the reports behind the second."""
-    settings = MeasureSettings.checked(**BUNDLED_MEASURES)
-    data = sources(bench, arguments.text, settings)
-    profiles = {name: calibrated(bench, name, one, settings, arguments.rows) for name, one in data.items()}
-    reports = {
-        name: Bench(NAME, arguments, profile).run(transferred(samples, arguments.length), f"Calibrated on {name}")
-        for name, profile in profiles.items()
-    }
-    names = list(profiles)
-    return overlap_table(profiles[names[0]], profiles[names[1]], names) + "\n\n" + transfer_table(reports), reports
+PREFIX = "transfer, "
 
 
-def main() -> None:
-    options = parser((__doc__ or "").splitlines()[0])
-    options.add_argument("--text", type=Path, action="append", default=[], help="a calibration source; two of them")
-    arguments = options.parse_args()
-    if len(arguments.text) not in (0, 2):
-        options.error(f"--text was given {len(arguments.text)} times: two sources are compared")
-    bench = Bench(NAME, arguments)
-    samples, length = arguments.samples or SAMPLES, arguments.length
+def write_page(content: Mapping[str, Any], bench: Bench) -> Path:
+    """The page and its picture, from what is measured so far: parts that the results lack are left out."""
+    reports: Mapping[str, Report] = content["reports"]
+    report = reports["ablations"]
+    length = report.summaries[0].length
     pages = [
         "# HeteroCache on the bundled model",
         f"{length} tokens, question asked after compression, mean over the four families. Made by `benchmarks/{NAME}.py`; do not edit. "
         "Changes are paired on the same questions. `open` means that their 95 % interval, clustered by context, holds 0: the questions "
         "do not tell.",
         "## Roles (Fig. 6)",
-        "The paper finds mostly satellites and few volatile heads at 0.5 and 0.5. Here heads look at what is asked now, so that no "
-        "head's top set stays half the same, and heads of one layer share a quarter to two fifths of theirs, and only in the "
+        "The paper finds mostly satellites and few volatile heads at 0.5 and 0.5; seen here: no. Here heads look at what is asked now, so "
+        "that no head's top set stays half the same, and heads of one layer share a quarter to two fifths of theirs, and only in the "
         "first layer more than half: at the paper's thresholds nearly every head is volatile and stays whole. What suits this model is a "
         "`tau_sim` between what its heads share and what chance would give (a tenth): then each layer has a pivot and satellites.",
         role_table(bench.profile),
-    ]  # fmt: skip
-    report = bench.run(ablations(samples, length), "HeteroCache")
-    reports, figures = {"ablations": report}, {}
-
-    def publish(*more: str) -> None:
-        """Write what is measured so far."""
-        pages.extend(more)
-        write_parts(NAME, reports, figures)
-        print(f"wrote {write_document(NAME, *pages, '## Provenance', provenance(report))}", flush=True)
-
-    publish(
         "## What works, and the ablations of Table 4",
         "The faithful method keeps pivots whole, so that clusters cost a quarter of the KV before anything else; below that, three pivots "
         "are the least with which the retrieving layer still has one. `strict` folds pivots and volatile heads too, into pages that are "
@@ -430,62 +401,110 @@ def main() -> None:
         claims_table(report, CLAIMS),
         allocation(bench),
         markdown(report),
-    )  # fmt: skip
-    sweep = reports["thresholds"] = bench.run(thresholds(samples, length), "HeteroCache, thresholds")
-    curves = {
-        f"tau_stable {stable:g}": curve(sweep, STRICT[0], {similar: swept(stable, similar) for similar in SIMILAR})
-        for stable in STABLE
-    }
-    subtitle = f"{length} tokens, strict, {100 * STRICT[0]:g} % of the KV, question unseen"
-    draw_curves(DOCS / NAME / "thresholds.png", "HeteroCache: thresholds of the roles", subtitle, "tau_sim", curves)
-    publish(
-        "## Thresholds (Fig. 5)",
-        "The paper's accuracy hardly depends on the thresholds. At `tau_sim` 0.28 three of the retrieving layer's four heads are a "
-        "cluster and the fourth, volatile at `tau_stable` 0.5, has pages of its own; at 0.5 there is no cluster, and with `tau_stable` "
-        "0.001 all four are anchors, whose static choice was made before the question was asked.",
-        f"![thresholds]({NAME}/thresholds.png)",
-    )
+    ]  # fmt: skip
+    if "thresholds" in reports:
+        sweep = reports["thresholds"]
+        curves = {
+            f"tau_stable {stable:g}": curve(sweep, STRICT[0], {similar: swept(stable, similar) for similar in SIMILAR})
+            for stable in STABLE
+        }
+        subtitle = f"{length} tokens, strict, {100 * STRICT[0]:g} % of the KV, question unseen"
+        draw_curves(DOCS / NAME / "thresholds.png", "HeteroCache: thresholds of the roles", subtitle, "tau_sim", curves)
+        pages += [
+            "## Thresholds (Fig. 5)",
+            thresholds_verdict(sweep)
+            + " At `tau_sim` 0.28 three of the retrieving layer's four heads are a cluster and the fourth, volatile at `tau_stable` 0.5, "
+            "has pages of its own; at 0.5 there is no cluster, and with `tau_stable` 0.001 all four are anchors, whose static choice was "
+            "made before the question was asked.",
+            thresholds_table(sweep),
+            f"![thresholds]({NAME}/thresholds.png)",
+        ]  # fmt: skip
+    if "room" in content:
+        pages += [
+            "## Against OmniKV",
+            "Both without whole heads (`strict`). OmniKV's filter is the layer that retrieves: it ranks single tokens by the true "
+            "attention of each query to all keys, computed on the host, so that its index takes nothing of the budget. HeteroCache's "
+            "volatile heads and pivots rank pages by mean keys that stay on the device, each head by its own: pages grow until their "
+            "index takes no more than half of the head's budget, and what is left has room for few of them. An index of 8 "
+            "bits doubles the pages, "
+            "and answers fall at every budget. A uniform allocation gives the heads of this layer up to 1.8 times the room, "
+            "which is worth 8 points at "
+            "10 % and nothing beyond the interval below. What HeteroCache's heads unfold stays between steps, so that layers do not use "
+            "one workspace in turn. The last line takes that from OmniKV too, which still answers all: it is not what the distance is "
+            "made of. Tokens are of the layer that retrieves, over its heads, at a question's "
+            "first token.",
+            against_table(content["room"], reports["against"]),
+        ]  # fmt: skip
+    if "drift" in content:
+        pages += [
+            "## Drift (App. D.4)",
+            f"{GENERATED} tokens sampled behind each of {CONTEXTS} contexts of a family, clusters, W = 5, {100 * FAITHFUL:g} % of the KV. "
+            f"The paper reports a trigger rate of {RARE:g} % over 1K tokens, without saying of what; both readings are given. "
+            "An update needs the median overlap of 5 steps below `tau_drift`; the paper takes `tau_stable`, 0.5. In brackets: 95 % "
+            "interval over contexts.",
+            drift_table(content["drift"]),
+            drift_verdicts(content["drift"]),
+        ]  # fmt: skip
+    moved = {name.removeprefix(PREFIX): one for name, one in reports.items() if name.startswith(PREFIX)}
+    if moved and "overlap" in content:
+        pages += [
+            "## Transfer of the calibration (App. C.4, Table 5)",
+            "The paper finds more than 80 % of the satellites again with other texts, without saying of which set, and scores within 0.1 "
+            "of each other. Over the smaller set is the overlap coefficient, the measure that the paper has for its top sets; a set that "
+            "holds the other has 100 % there, so that the share of the larger set is given too. By chance: what random sets of these "
+            "sizes would share.",
+            overlap_table(content["overlap"], list(moved)),
+            transfer_table(moved),
+        ]  # fmt: skip
+    if "costs" in content:
+        costs = {int(n): at for n, at in content["costs"].items()}
+        pages += [
+            "## Time and memory by length (Fig. 4, Tables 7 and 10)",
+            ABOUT
+            + f"`{COSTS[0].label}` has {100 * FAITHFUL:g} % of the KV, the others {100 * STRICT[0]:g} %. Needles in plenty "
+            "(Table 8): the columns `multi` and `confusable` above.",
+            costs_table(costs),
+            directions_table(costs, SAID),
+            "This model of four layers has steps that are bound by the number of calls, and its full cache is small: against a full "
+            "cache of 64K tokens in larger layers see [decode_cpu.md](decode_cpu.md). A GPU's link and its contention are not measured.",
+        ]  # fmt: skip
+    return write_document(NAME, *pages, "## Provenance", provenance_of(report, *reports.values(), figures=True))
+
+
+def main() -> None:
+    options = parser((__doc__ or "").splitlines()[0], page=True)
+    options.add_argument("--text", type=Path, action="append", default=[], help="a calibration source; two of them")
+    arguments = options.parse_args()
+    if len(arguments.text) not in (0, 2):
+        options.error(f"--text was given {len(arguments.text)} times: two sources are compared")
+    bench = Bench(NAME, arguments)
+    samples, length = arguments.samples or SAMPLES, arguments.length
+    reports: dict[str, Report] = {}
+    figures: dict[str, Any] = {}
+
+    def publish() -> None:
+        """Write what is measured so far."""
+        write_parts(NAME, reports, figures)
+        print(f"wrote {write_page(read_parts(NAME), bench)}", flush=True)
+
+    if arguments.page:
+        print(f"wrote {write_page(read_parts(NAME), bench)}")
+        return
+    reports["ablations"] = bench.run(ablations(samples, length), "HeteroCache")
+    publish()
+    reports["thresholds"] = bench.run(thresholds(samples, length), "HeteroCache, thresholds")
+    publish()
     measured = Figures(arguments.rows / f"{NAME}.figures.jsonl", bench.identity)
-    near = reports["against"] = bench.run(against(max(1, samples // 2), length), "HeteroCache and OmniKV")
-    told, figures["room"] = against_table(bench, measured, near, length)
-    publish(
-        "## Against OmniKV",
-        "Both without whole heads (`strict`). OmniKV's filter is the layer that retrieves: it ranks single tokens by the true attention of "
-        "each query to all keys, computed on the host, so that its index takes nothing of the budget. HeteroCache's volatile heads and "
-        "pivots rank pages by mean keys that stay on the device, each head by its own: pages grow until their index takes no more than "
-        "half of the head's budget, and what is left has room for few of them. An index of 8 bits doubles the pages. What its heads "
-        "unfold stays between steps, so that layers do not use one workspace in turn; the last line takes that from OmniKV too. Tokens are "
-        "of the layer that retrieves, over its heads, at a question's first token.",
-        told,
-    )  # fmt: skip
-    drifts, figures["drift"] = drift_table(bench, measured, length)
-    publish(
-        "## Drift (App. D.4)",
-        f"{GENERATED} tokens sampled behind each of {CONTEXTS} contexts of a family, clusters, W = 5, {100 * FAITHFUL:g} % of the KV. "
-        "The paper reports a trigger rate of 0.823 % over 1K tokens, without saying of what; both readings are given. "
-        "An update needs the median overlap of 5 steps below `tau_drift`; the paper takes `tau_stable`, 0.5. In brackets: 95 % interval "
-        "over contexts.",
-        drifts,
-    )  # fmt: skip
-    moved, moved_reports = transfer(arguments, bench, samples)
-    reports |= {f"transfer, {name}": one for name, one in moved_reports.items()}
-    publish(
-        "## Transfer of the calibration (App. C.4, Table 5)",
-        "The paper finds more than 80 % of the satellites again with other texts, and scores within 0.1 of each other.",
-        moved,
-    )
-    found = by_length(bench, measured, COSTS)
-    figures["costs"] = found
-    publish(
-        "## Time and memory by length (Fig. 4, Tables 7 and 10)",
-        ABOUT
-        + f"`{COSTS[0].label}` has {100 * FAITHFUL:g} % of the KV, the others {100 * STRICT[0]:g} %. Needles in plenty "
-        "(Table 8): the columns `multi` and `confusable` above.",
-        costs_table(found),
-        directions_table(found, SAID),
-        "This model of four layers has steps that are bound by the number of calls, and its full cache is small: against a full cache of "
-        "64K tokens in larger layers see [decode_cpu.md](decode_cpu.md). A GPU's link and its contention are not measured.",
-    )
+    reports["against"] = bench.run(against(max(1, samples // 2), length), "HeteroCache and OmniKV")
+    figures["room"] = rooms(bench, measured, length)
+    publish()
+    figures["drift"] = drifts(bench, measured, length)
+    publish()
+    figures["overlap"], moved = transfer(arguments, bench, transferred(samples, length))
+    reports |= {PREFIX + name: one for name, one in moved.items()}
+    publish()
+    figures["costs"] = by_length(bench, measured, COSTS)
+    publish()
 
 
 if __name__ == "__main__":

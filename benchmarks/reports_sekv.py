@@ -1,6 +1,7 @@
 """SeKV on the bundled model: time and memory by length beside the methods of its Table 3, and the paper's formulas beside bytes that exist.
 
     python benchmarks/reports_sekv.py                  # minutes; an interrupted run goes on
+    python benchmarks/reports_sekv.py --page           # the page alone, from the results that are there
 
 Switches and grids are in ablations.py, answers and zoom rates in grid.py. Writes benchmarks/results/reports_sekv.json and
 docs/results/reports_sekv.md.
@@ -9,11 +10,12 @@ docs/results/reports_sekv.md.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from costs import ABOUT, LENGTHS, Contender, Costs, Direction, by_length, costs_table, directions_table, times_full
-from grids import Bench, measured_on, parser, table, write_document
+from grids import Bench, measured_on, parser, read_parts, table, write_document
 from reports import Figures, write_parts
 
 from semkv.config import CompileConfig
@@ -129,18 +131,10 @@ def formulas_table(found: Mapping[int, Mapping[str, float]]) -> str:
     return table(["tokens", "", "by the formula", "measured", "measured over formula"], lines)
 
 
-def main() -> None:
-    started = now()
-    arguments = parser((__doc__ or "").splitlines()[0]).parse_args()
-    bench = Bench(NAME, arguments)
-    figures = Figures(arguments.rows / f"{NAME}.figures.jsonl", bench.identity)
-    costs = by_length(bench, figures, COSTS)
-    bytes_by_length = {
-        length: figures.get("formulas", {"length": length}, lambda n=length: formulas(bench, n)) for length in LENGTHS
-    }
-    environment = describe(started).model_dump(mode="json")
-    write_parts(NAME, {}, {"costs": costs, "formulas": bytes_by_length, "environment": environment})
-    path = write_document(
+def write_page(content: Mapping[str, Any]) -> Path:
+    """The page, from the results."""
+    costs, bytes_by_length = ({int(n): at for n, at in content[part].items()} for part in ("costs", "formulas"))
+    return write_document(
         NAME,
         "# SeKV's time and memory on the bundled model",
         f"Made by `benchmarks/{NAME}.py`; do not edit. {100 * BUDGET:g} % of the KV. Its switches and grids are in "
@@ -161,9 +155,24 @@ def main() -> None:
         "so that what is moved is what it has room for.",
         formulas_table(bytes_by_length),
         "## Provenance",
-        measured_on(environment),
+        measured_on(content["environment"]),
     )
-    print(f"wrote {path}")
+
+
+def main() -> None:
+    started = now()
+    arguments = parser((__doc__ or "").splitlines()[0], page=True).parse_args()
+    if not arguments.page:
+        bench = Bench(NAME, arguments)
+        figures = Figures(arguments.rows / f"{NAME}.figures.jsonl", bench.identity)
+        costs = by_length(bench, figures, COSTS)
+        found = {
+            length: figures.get("formulas", {"length": length}, lambda n=length: formulas(bench, n))
+            for length in LENGTHS
+        }
+        environment = describe(started).model_dump(mode="json")
+        write_parts(NAME, {}, {"costs": costs, "formulas": found, "environment": environment})
+    print(f"wrote {write_page(read_parts(NAME))}")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
     python benchmarks/reports_sentencekv.py            # an interrupted run goes on
     python benchmarks/reports_sentencekv.py --samples 20
+    python benchmarks/reports_sentencekv.py --page     # the page alone, from the results that are there
 
 40 questions per family at 4K tokens. Asked after compression, where the question's own tokens make the sentence's mean query; and,
 as in the paper's retrieval tasks, with the question at the prompt's end, half as many. Perplexity is of 256 tokens of prose after each of
@@ -11,14 +12,16 @@ benchmarks/results/reports_sentencekv.json and docs/results/reports_sentencekv.m
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from costs import ABOUT, Contender, Direction, by_length, costs_table, directions_table, level, rising, times_full
-from grids import DOCS, FAMILIES, Bench, parser, table, write_document
+from grids import DOCS, FAMILIES, Bench, parser, provenance_of, read_parts, table, write_document
 from reports import Claim, Figures, claims_table, curve, draw_curves, write_parts
 
 from semkv.evaluation import Grid, Report, Variant
-from semkv.evaluation.tables import markdown, plain, provenance
+from semkv.evaluation.tables import markdown, plain
 from semkv.evaluation.tasks.perplexity import Perplexity
 
 NAME = "reports_sentencekv"
@@ -158,14 +161,14 @@ SAID = (
 )  # fmt: skip
 
 
-def pictures(unseen: Report, seen: Report, length: int) -> list[str]:
+def pictures(unseen: Report, seen: Report | None, length: int) -> list[str]:
     """Accuracy against r, both ways of asking, where both are measured."""
     title, folder = "SentenceKV: what is retained of the prompt", DOCS / NAME
     draw_curves(
         folder / "r_unseen.png", title, f"{length} tokens, {100 * SWEPT:g} % of the KV, question asked afterwards", "r",
         {f"{query} query": curve(unseen, SWEPT, factor_labels(query)) for query in ("sentence", "token")},
     )  # fmt: skip
-    if not seen.complete:
+    if seen is None:
         return [f"![r, question unseen]({NAME}/r_unseen.png)"]
     draw_curves(
         folder / "r_seen.png", title, f"{length} tokens, question at the prompt's end", "r",
@@ -174,21 +177,16 @@ def pictures(unseen: Report, seen: Report, length: int) -> list[str]:
     return [f"![{place}]({NAME}/{place}.png)" for place in ("r_unseen", "r_seen")]
 
 
-def main() -> None:
-    arguments = parser((__doc__ or "").splitlines()[0]).parse_args()
-    bench = Bench(NAME, arguments)
-    chunk = round(bench.profile.info.sentences.mean_tokens)
-    samples = arguments.samples or SAMPLES
-    unseen = bench.run(unseen_grid(samples, arguments.length, chunk), "SentenceKV, question unseen")
-    seen = bench.run(seen_grid(max(1, samples // 2), arguments.length, chunk), "SentenceKV, question seen")
-    prose = bench.run(perplexity_grid(min(PASSAGES, samples)), "SentenceKV, perplexity", TASKS)
-    costs = by_length(bench, Figures(arguments.rows / f"{NAME}.figures.jsonl", bench.identity), COSTS)
-    parts = {"unseen": unseen, "perplexity": prose} | ({"seen": seen} if seen.complete else {})
-    write_parts(NAME, parts, {"chunk": chunk, "costs": costs})
-    path = write_document(
+def write_page(content: Mapping[str, Any]) -> Path:
+    """The page and its pictures, from the results."""
+    reports, chunk = content["reports"], content["chunk"]
+    unseen, prose, seen = reports["unseen"], reports["perplexity"], reports.get("seen")
+    costs = {int(n): at for n, at in content["costs"].items()}
+    length = unseen.summaries[0].length
+    return write_document(
         NAME,
         "# SentenceKV on the bundled model",
-        f"{arguments.length} tokens, mean over the four families. Made by `benchmarks/{NAME}.py`; do not edit. Changes are paired on "
+        f"{length} tokens, mean over the four families. Made by `benchmarks/{NAME}.py`; do not edit. Changes are paired on "
         "the same questions. `open` means that their 95 % interval, clustered by context, holds 0: the questions do not tell. "
         f"Equal chunks have {chunk} tokens, the mean length of the sentences of this text.",
         "## Buckets and queries, question asked after compression",
@@ -198,9 +196,9 @@ def main() -> None:
         claims_table(unseen, CLAIMS_UNSEEN),
         "## The question at the prompt's end",
         "The paper's setting. The question is prefilled, so that the mean query begins with the answer.",
-        claims_table(seen, CLAIMS_SEEN) if seen.complete else "Not measured yet.",
+        claims_table(seen, CLAIMS_SEEN) if seen is not None else "Not measured yet.",
         "## How much is retained",
-        *pictures(unseen, seen, arguments.length),
+        *pictures(unseen, seen, length),
         "## Perplexity (Fig. 3)",
         f"Of 256 tokens of prose after contexts of these lengths, at a budget of {TOKENS} tokens, 3 % of the longest; after the comma "
         "over the full cache's on the same text. The paper finds SentenceKV nearly identical to the full cache on PG-19 up to 32K. What "
@@ -216,11 +214,25 @@ def main() -> None:
         "[decode_cpu.md](decode_cpu.md).",
         "## All figures",
         markdown(unseen),
-        markdown(seen) if seen.complete else "",
+        markdown(seen) if seen is not None else "",
         "## Provenance",
-        provenance(unseen),
+        provenance_of(unseen, *reports.values(), figures=True),
     )
-    print(f"wrote {path}")
+
+
+def main() -> None:
+    arguments = parser((__doc__ or "").splitlines()[0], page=True).parse_args()
+    if not arguments.page:
+        bench = Bench(NAME, arguments)
+        chunk = round(bench.profile.info.sentences.mean_tokens)
+        samples = arguments.samples or SAMPLES
+        unseen = bench.run(unseen_grid(samples, arguments.length, chunk), "SentenceKV, question unseen")
+        seen = bench.run(seen_grid(max(1, samples // 2), arguments.length, chunk), "SentenceKV, question seen")
+        prose = bench.run(perplexity_grid(min(PASSAGES, samples)), "SentenceKV, perplexity", TASKS)
+        costs = by_length(bench, Figures(arguments.rows / f"{NAME}.figures.jsonl", bench.identity), COSTS)
+        parts = {"unseen": unseen, "perplexity": prose} | ({"seen": seen} if seen.complete else {})
+        write_parts(NAME, parts, {"chunk": chunk, "costs": costs})
+    print(f"wrote {write_page(read_parts(NAME))}")
 
 
 if __name__ == "__main__":

@@ -7,9 +7,10 @@ import re
 from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from semkv.errors import BudgetError
+from semkv.settings import Settings
 
 KV_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -25,10 +26,10 @@ def byte_count(text: str) -> int:
     return int(float(found[1]) * (1024 if found[3] else 1000) ** power)
 
 
-class CompileConfig(BaseModel):
+class CompileConfig(Settings):
     """How a compiled model stores and moves its KV memory.
 
-    Immutable, with a JSON round trip (`model_dump_json`, `model_validate_json`).
+    Immutable, with a JSON round trip (`model_dump_json`, `model_validate_json`). What is out of range is a `ConfigError`.
 
     Parameters
     ----------
@@ -69,8 +70,6 @@ class CompileConfig(BaseModel):
     method_options: parameters of the method, by name; see each method's docstring.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     kv_dtype: str | None = None
     residency: Literal["shared", "elastic"] = "shared"
     host: Literal["ram", "disk"] = "ram"
@@ -92,7 +91,7 @@ class CompileConfig(BaseModel):
     @classmethod
     def _known_dtype(cls, value: str | None) -> str | None:
         if value is not None and value not in KV_DTYPES:
-            raise ValueError(f"kv_dtype {value!r} is not one of {', '.join(KV_DTYPES)}")
+            raise ValueError(f"expected one of {', '.join(KV_DTYPES)}")
         return value
 
     @field_validator("device_memory", "host_memory", mode="before")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, model_validator
 
-from semkv.errors import ConfigError
+from semkv.settings import Settings
 
 
-class MeasureSettings(BaseModel):
+class MeasureSettings(Settings):
     """Settings of the steps that measure; defaults are the papers' unless said otherwise.
 
     Attributes
@@ -42,8 +42,6 @@ class MeasureSettings(BaseModel):
         cosine decay. head_near: tokens this near are exact anyway, and not to be foretold. head_floor: nor are tokens with less
         than so many even shares of attention.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     length: int = Field(default=8192, ge=64)
     steps: int = Field(default=100, ge=1)
@@ -84,26 +82,19 @@ class MeasureSettings(BaseModel):
     memory_budget: int = Field(default=2048, ge=1)
     seed: int = 0
 
-    @classmethod
-    def checked(cls, **values: object) -> MeasureSettings:
-        """Build settings; `ConfigError` names the value that is out of range."""
-        try:
-            made = cls(**values)  # type: ignore[arg-type]
-        except ValidationError as error:
-            problem = error.errors(include_url=False)[0]
-            name = ".".join(map(str, problem["loc"]))
-            raise ConfigError(f"setting {name} = {problem['input']!r}: {problem['msg']}") from None
-        if made.observation > made.keep:
-            raise ConfigError(
-                f"setting observation = {made.observation}: these tokens are part of keep = {made.keep}, so give at most that"
+    @model_validator(mode="after")
+    def _belong_together(self) -> MeasureSettings:
+        if self.observation > self.keep:
+            raise ValueError(
+                f"setting observation = {self.observation}: these tokens are part of keep = {self.keep}, so give at most that"
             )
-        if made.pool % 2 == 0:
-            raise ConfigError(f"setting pool = {made.pool}: expected an odd width, so that it has a middle")
-        if made.keep >= made.length:
-            raise ConfigError(
-                f"setting keep = {made.keep}: a context has {made.length} tokens, so nothing would be dropped"
+        if self.pool % 2 == 0:
+            raise ValueError(f"setting pool = {self.pool}: expected an odd width, so that it has a middle")
+        if self.keep >= self.length:
+            raise ValueError(
+                f"setting keep = {self.keep}: a context has {self.length} tokens, so nothing would be dropped"
             )
-        return made
+        return self
 
     def identity(self) -> str:
         """A hash of all settings."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
-from semkv.errors import ConfigError
+from semkv.settings import Settings
 
 
-class CalibrationSettings(BaseModel):
+class CalibrationSettings(Settings):
     """Settings of SeKV's training; defaults are the paper's (Sec. 3.3, App. A) unless said otherwise.
 
     Attributes
@@ -44,8 +44,6 @@ class CalibrationSettings(BaseModel):
         second moments; `random`: normal entries.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     length: int = Field(default=8192, ge=64)
     queries: int = Field(default=64, ge=4)
     max_steps: int = Field(default=3000, ge=1)
@@ -76,16 +74,6 @@ class CalibrationSettings(BaseModel):
     budgets: tuple[float, ...] = Field(default=(0.1, 0.05, 0.2), min_length=1)
     router_init: Literal["identity", "covariance", "random"] = "identity"
     seed: int = 0
-
-    @classmethod
-    def checked(cls, **values: object) -> CalibrationSettings:
-        """Build settings; `ConfigError` names the value that is out of range."""
-        try:
-            return cls(**values)  # type: ignore[arg-type]
-        except ValidationError as error:
-            problem = error.errors(include_url=False)[0]
-            name = ".".join(map(str, problem["loc"]))
-            raise ConfigError(f"setting {name} = {problem['input']!r}: {problem['msg']}") from None
 
     @property
     def lengths(self) -> tuple[int, ...]:

@@ -29,15 +29,8 @@ def refuse(message: str) -> NoReturn:
 @contextmanager
 def plain_errors() -> Iterator[None]:
     """Turn errors that a user can cause into one line and exit code 2; an interrupt into exit code 130."""
-    from pydantic import ValidationError
-
     try:
         yield
-    except ValidationError as error:
-        problem = error.errors(include_url=False)[0]
-        cause = problem.get("ctx", {}).get("error")
-        place = ".".join(str(part) for part in problem["loc"])
-        refuse(str(cause) if cause else f"{place}: {problem['msg']}, got {problem['input']!r}")
     except (SemkvError, FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
         refuse(str(error))
     except KeyboardInterrupt:

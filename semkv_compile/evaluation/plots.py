@@ -24,6 +24,13 @@ from semkv.evaluation.tables import what_is_scored
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D1F", "#444444")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+STYLES = {
+    "auto": (0, 0), "sekv": (1, 1), "specontext": (2, 2), "heterocache": (3, 3), "sentencekv": (4, 4), "compresskv": (5, 5),
+    "quest": (6, 6), "snapkv": (7, 7), "mixed": (0, 3), "sketch": (0, 1), "ceiling": (7, 2), "streaming_llm": (3, 0), "h2o": (4, 0),
+    "pyramidkv": (5, 1), "chunkkv": (2, 0), "cake": (6, 2), "semanticache": (1, 4), "shadowkv": (3, 6), "omnikv": (2, 6),
+    "infllm": (4, 7), "clusterkv": (5, 7),
+}  # fmt: skip
+"""Colour and marker of a method, the same in every picture; forms of it ("heterocache, strict") have its colour and a hollow marker."""
 DPI = 144
 INK = "#333333"
 PANEL = 2.7  # inches
@@ -38,6 +45,22 @@ def figure_of(width: float, height: float, title: str, subtitle: str) -> Figure:
     figure.suptitle(f"{title}\n\n", x=0.01, ha="left", fontsize=12, fontweight="bold", color=INK)
     figure.text(0.01, 1.0 - 0.34 / height, subtitle, ha="left", va="top", fontsize=9, color="#666666")
     return figure
+
+
+def styles(labels: Sequence[str]) -> dict[str, dict[str, str]]:
+    """How to draw each label's line: methods by `STYLES`, other labels in the colours that are left, in their order."""
+    known = {label: STYLES[label.split(", ")[0]] for label in labels if label.split(", ")[0] in STYLES}
+    taken = {colour for colour, _ in known.values()}
+    free = [place for place in range(len(COLOURS)) if place not in taken] or list(range(len(COLOURS)))
+    others = [label for label in labels if label not in known]
+    places = known | {label: (free[i % len(free)], free[i % len(free)]) for i, label in enumerate(others)}
+    return {
+        label: {
+            "color": COLOURS[colour], "marker": MARKERS[marker],
+            "markerfacecolor": "white" if label in known and label not in STYLES else COLOURS[colour],
+        }
+        for label, (colour, marker) in places.items()
+    }  # fmt: skip
 
 
 def plain(axes: Axes) -> None:
@@ -100,6 +123,7 @@ def accuracy_by_budget(report: Report, question: str, length: int, path: Path) -
     )
     all_axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     places = {budget: i for i, budget in enumerate(budgets)}
+    drawn = styles(labels)
     for axes, panel in zip(all_axes, panels):
         plain(axes)
         full = points.get((panel, "full", None))
@@ -114,8 +138,7 @@ def accuracy_by_budget(report: Report, question: str, length: int, path: Path) -
                 [x + shift for x, _ in found],
                 [100 * interval.value for _, interval in found],
                 yerr=np.array([_arms(interval) for _, interval in found]).T,
-                color=COLOURS[i % len(COLOURS)],
-                marker=MARKERS[i % len(MARKERS)],
+                **drawn[label],
                 markersize=5,
                 linewidth=1.6,
                 elinewidth=1.0,
@@ -234,10 +257,13 @@ def _tokens(n: int) -> str:
     return f"{n // 1024}K" if n % 1024 == 0 else str(n)
 
 
-def zoom_heatmap(report: Report, question: str, length: int, path: Path, method: str = "sekv") -> Path | None:
+def zoom_heatmap(
+    report: Report, question: str, length: int, path: Path, method: str = "sekv", sites: int | None = None
+) -> Path | None:
     """Share of folded units (spans, pages, tokens) unfolded per decode step, by layer (rows) and query head (columns); a panel per budget.
 
-    Families are averaged, as in SeKV's Figures 5 and 6. None where no cell counted zooms.
+    Families are averaged, as in SeKV's Figures 5 and 6. None where no cell counted zooms. sites: attention sites of the model, each of
+    which has a row; without it, up to the last that any method of the report zooms into.
     """
     found = [
         c
@@ -247,9 +273,11 @@ def zoom_heatmap(report: Report, question: str, length: int, path: Path, method:
     budgets = list(dict.fromkeys(c.cell.variant.budget_text for c in found))
     if not budgets:
         return None
+    last = max(max(c.zoom.sites, default=0) for c in report.cells if c.zoom)
     maps = []
     for budget in budgets:
-        maps.append(_zoom_map([c.zoom for c in found if c.zoom and c.cell.variant.budget_text == budget]))
+        zooms = [c.zoom for c in found if c.zoom and c.cell.variant.budget_text == budget]
+        maps.append(_zoom_map(zooms, max(last + 1, sites or 0)))
     layers, heads = (max(m.shape[axis] for m in maps) for axis in (0, 1))
     figure = figure_of(
         max(1.6 + len(maps) * (0.6 + 0.36 * min(heads, 20)), 6.0),
@@ -274,20 +302,20 @@ def zoom_heatmap(report: Report, question: str, length: int, path: Path, method:
     return save(figure, path)
 
 
-def _zoom_map(zooms: Sequence[Zoom]) -> np.ndarray:
-    """Mean rates in percent, [sites up to the last that zooms, most query heads of one]; NaN without a head."""
+def _zoom_map(zooms: Sequence[Zoom], sites: int) -> np.ndarray:
+    """Mean rates in percent, [sites, most query heads of one]; NaN where there is no such head or nothing to unfold."""
     total = None
     for zoom in zooms:
         total = add_zooms(total, zoom)
     assert total is not None
-    values = np.full((max(total.sites) + 1, max(len(rates) for rates in total.rates)), math.nan)
+    values = np.full((sites, max(len(rates) for rates in total.rates)), math.nan)
     for site, rates in zip(total.sites, total.rates):
         values[site, : len(rates)] = [100 * rate for rate in rates]
     return values
 
 
-def draw_all(report: Report, folder: str | Path) -> list[Path]:
-    """Every picture that the report has data for, in `folder`; returns their paths."""
+def draw_all(report: Report, folder: str | Path, sites: int | None = None) -> list[Path]:
+    """Every picture that the report has data for, in `folder`; returns their paths. sites: as in `zoom_heatmap`."""
     folder = Path(folder)
     made: list[Path | None] = []
     questions = list(dict.fromkeys(c.cell.question for c in report.cells))
@@ -298,7 +326,7 @@ def draw_all(report: Report, folder: str | Path) -> list[Path]:
             for label in dict.fromkeys(c.variant.label for c in cells):
                 made.append(
                     zoom_heatmap(
-                        report, question, length, folder / f"zoom_{_slug(label)}_{question}_{length}.png", label
+                        report, question, length, folder / f"zoom_{_slug(label)}_{question}_{length}.png", label, sites
                     )
                 )
         budgets = list(dict.fromkeys(c.variant.budget for c in cells if c.variant.budget is not None)) or [None]

@@ -7,14 +7,15 @@ import json
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from semkv.config import check_budget
+from semkv.settings import Settings
 
 QuestionMode = Literal["unseen", "seen"]
 
 
-class Variant(BaseModel):
+class Variant(Settings):
     """One way to hold the memory: a method at a budget.
 
     Parameters
@@ -25,8 +26,6 @@ class Variant(BaseModel):
     residency: `shared` or `elastic`; None leaves the compiled model's own.
     label: what tables and plots call it; the method's name by default.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     method: str
     budget: int | float | None = None
@@ -54,15 +53,13 @@ class Variant(BaseModel):
         return f"{self.budget} tokens" if isinstance(self.budget, int) else f"{100 * self.budget:g} %"
 
 
-class Cell(BaseModel):
+class Cell(Settings):
     """One variant on one family at one length and question mode, of one model: what a result belongs to.
 
     subject: fingerprint of model, profile and dtypes. parameters: all of the method's, defaults included, so that a new
     default is another cell. seed, questions_per_context: how its samples are drawn. task: options and data of a task
     (digests of its sources); None for the bundled families, whose name says all.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     variant: Variant
     family: str
@@ -102,14 +99,12 @@ class Plan:
         return min(self.per_context, self.samples - index * self.per_context)
 
 
-class Grid(BaseModel):
+class Grid(Settings):
     """All cells of a run.
 
     families: names of tasks, the bundled families among them. samples: questions per cell. questions_per_context: how
     many are asked of one context, where a task's questions can share one.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     variants: tuple[Variant, ...] = Field(min_length=1)
     families: tuple[str, ...] = Field(min_length=1)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+from functools import cache
+from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from semkv.errors import ConfigError
 from semkv.ir.program import Program
+from semkv.methods.options import Allowed
 from semkv.profiles.schema import Profile
 from semkv.profiles.schema.retrieval_head import RetrievalHead
 from semkv.runtime.budget import Budget
@@ -20,12 +22,22 @@ class Method(ABC):
     """A way to hold a long context in a small memory; subclasses are frozen dataclasses of its parameters.
 
     name: under which `semkv.compile(method=...)` finds it. compresses: whether it needs a budget. minimum_tokens: the
-    smallest budget that it can live in, in tokens per KV head and layer.
+    smallest budget that it can live in, in tokens per KV head and layer. Fields have types of `semkv.methods.options`, which say
+    what they may be; what follows from several fields, a subclass checks in its `__post_init__`, after this one's.
     """
 
     name: ClassVar[str]
     compresses: ClassVar[bool] = True
     minimum_tokens: ClassVar[int] = 0
+
+    def __post_init__(self) -> None:
+        for name, allowed in _bounds(type(self)).items():
+            if not allowed(getattr(self, name)):
+                raise self.wrong(name, allowed.expected)
+
+    def wrong(self, name: str, expected: str) -> ConfigError:
+        """The error for option `name`, whose value is not what was `expected`."""
+        return ConfigError(f"option {name!r} of method {self.name!r} is {getattr(self, name)!r}; expected {expected}")
 
     def plan(self, program: Program, profile: Profile | None) -> Plan:
         """The method for this model. By default all KV heads of all stores share one composition, `components`."""
@@ -67,6 +79,14 @@ class Method(ABC):
             if problem:
                 raise ConfigError(f"option {name!r} of method {self.name!r} is {value!r}; expected {problem}")
         return type(self)(**{**{name: getattr(self, name) for name in known}, **options})
+
+
+@cache
+def _bounds(kind: type[Method]) -> dict[str, Allowed]:
+    """What the fields of a method may be, of those whose types say so."""
+    hints = get_type_hints(kind, include_extras=True)
+    stated = {field.name: hints[field.name] for field in fields(kind) if get_origin(hints[field.name]) is Annotated}
+    return {name: bound for name, hint in stated.items() for bound in get_args(hint) if isinstance(bound, Allowed)}
 
 
 def _problem(value: Any, default: Any, hint: Any) -> str:

@@ -8,11 +8,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from semkv.errors import ConfigError
 from semkv.ir.program import Program
 from semkv.ir.site import AttentionSite
 from semkv.methods.base import Method
 from semkv.methods.keepers import WindowKeeper
+from semkv.methods.options import AboveZero, FromZero, Queries, Width
 from semkv.methods.window_scores import pooled
 from semkv.profiles.schema import Profile
 from semkv.runtime.components import Components, Plan
@@ -76,25 +76,15 @@ class CAKE(Method):
     adaptive: False divides the budget evenly (ablation).
     """
 
-    tau1: float = 1.0
-    tau2: float = 1.0
-    gamma: float = 200.0
-    window: int = 32
-    kernel: int = 5
+    tau1: AboveZero = 1.0
+    tau2: AboveZero = 1.0
+    gamma: FromZero = 200.0
+    window: Queries = 32
+    kernel: Width = 5
     adaptive: bool = True
 
     name: ClassVar[str] = "cake"
     minimum_tokens: ClassVar[int] = 24
-
-    def __post_init__(self) -> None:
-        self._keeper()  # checks them before any work
-        for name, sound, expected in (
-            ("tau1", self.tau1 > 0, "a positive number"),
-            ("tau2", self.tau2 > 0, "a positive number"),
-            ("gamma", self.gamma >= 0, "a number of at least 0"),
-        ):
-            if not sound:
-                raise ConfigError(f"option {name!r} of method 'cake' is {getattr(self, name)!r}; expected {expected}")
 
     def _keeper(self) -> SteadyVotes:
         return SteadyVotes(self.window, self.kernel, "mean", 0, self.gamma)

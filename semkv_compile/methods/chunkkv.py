@@ -8,11 +8,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from semkv.errors import ConfigError
 from semkv.ir.program import Program
 from semkv.ir.site import AttentionSite
 from semkv.methods.base import Method
 from semkv.methods.keepers import WindowKeeper
+from semkv.methods.options import Count, Queries, Tokens, TokensOrNone
 from semkv.profiles.schema import Profile
 from semkv.runtime.components import Components
 from semkv.runtime.record import RowRecord
@@ -50,21 +50,13 @@ class ChunkKV(Method):
     queries. recent: last tokens that stay exact.
     """
 
-    chunk: int = 10
-    reuse: int = 2
-    window: int = 8
-    recent: int = 32
+    chunk: Tokens = 10
+    reuse: Count = 2
+    window: Queries = 8
+    recent: TokensOrNone = 32
 
     name: ClassVar[str] = "chunkkv"
     minimum_tokens: ClassVar[int] = 24
-
-    def __post_init__(self) -> None:
-        ChunkVotes(self.window, 1, "max", self.recent)  # checks them before any work
-        for name in ("chunk", "reuse"):
-            if getattr(self, name) < 1:
-                raise ConfigError(
-                    f"option {name!r} of method 'chunkkv' is {getattr(self, name)!r}; expected at least 1"
-                )
 
     def components(self, program: Program, profile: Profile | None) -> Components:
         stores = [store for store in program.stores if store.treatment == "method"]

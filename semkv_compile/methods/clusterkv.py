@@ -11,9 +11,9 @@ from torch import Tensor
 from semkv.ir.program import Program
 from semkv.ir.site import AttentionSite
 from semkv.methods.base import Method
+from semkv.methods.options import Count, IndexBits, Share, Tokens, TokensOrNone
 from semkv.methods.page_routers import MeanKeyRouter
 from semkv.methods.pages import DEFAULT_FRAME, Frame, Framed
-from semkv.methods.quest import check_bits, check_positive
 from semkv.profiles.schema import Profile
 from semkv.runtime.components import Components
 from semkv.runtime.record import RowRecord
@@ -85,23 +85,16 @@ class ClusterKV(Method):
     the paper, where nothing bounds the device). fixed_share: of the budget, for all but recalled tokens.
     """
 
-    tokens_per_cluster: int = 80
-    rounds: int = 8
-    bits: int = 8
-    sinks: int = 16
-    window: int = 64
-    fold_chunk: int = 32
-    fixed_share: float = 1 / 2
+    tokens_per_cluster: Tokens = 80
+    rounds: Count = 8
+    bits: IndexBits = 8
+    sinks: TokensOrNone = 16
+    window: Tokens = 64
+    fold_chunk: Tokens = 32
+    fixed_share: Share = 1 / 2
 
     name: ClassVar[str] = "clusterkv"
     minimum_tokens: ClassVar[int] = 96
-
-    def __post_init__(self) -> None:
-        check_bits(self.name, self.bits)
-        check_positive(
-            self.name, tokens_per_cluster=self.tokens_per_cluster, rounds=self.rounds, window=self.window,
-            fold_chunk=self.fold_chunk,
-        )  # fmt: skip
 
     def components(self, program: Program, profile: Profile | None) -> Components:
         frame = Frame(self.sinks, self.window, fold_chunk=self.fold_chunk)

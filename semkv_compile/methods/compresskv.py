@@ -15,6 +15,7 @@ from semkv.ir.site import AttentionSite
 from semkv.methods.base import Method
 from semkv.methods.keepers import WindowKeeper
 from semkv.methods.kept_and_runs import KeptAndRuns
+from semkv.methods.options import Count, Queries, Tokens, TokensOrNone, Width
 from semkv.methods.routers import CoarseRouter
 from semkv.methods.window_scores import pooled
 from semkv.profiles.schema import Profile
@@ -70,28 +71,23 @@ class CompressKV(Method):
     unfold where a query is like their mean key; half of the budget is theirs.
     """
 
-    heads: int = 4
-    window: int = 8
-    kernel: int = 5
-    recent: int = 32
-    minimum: int = 32
+    heads: Count = 4
+    window: Queries = 8
+    kernel: Width = 5
+    recent: TokensOrNone = 32
+    minimum: Tokens = 32
     selection: Selection = "semantic"
     allocation: Literal["errors", "uniform"] = "errors"
     recoverable: bool = False
-    span: int = 16
+    span: Tokens = 16
 
     name: ClassVar[str] = "compresskv"
     minimum_tokens: ClassVar[int] = 24
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.recoverable:  # summaries and what unfolds need room as well
             object.__setattr__(self, "minimum_tokens", 40)
-        self._votes({})  # checks window and kernel before any work
-        for name in ("heads", "minimum", "span"):
-            if getattr(self, name) < 1:
-                raise ConfigError(
-                    f"option {name!r} of method 'compresskv' is {getattr(self, name)!r}; expected at least 1"
-                )
 
     def check(self, profile: Profile | None) -> None:
         if self.selection != "all" and (profile is None or profile.info.retrieval_heads is None):

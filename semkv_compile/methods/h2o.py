@@ -7,10 +7,10 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from semkv.errors import ConfigError
 from semkv.ir.program import Program
 from semkv.ir.site import AttentionSite
 from semkv.methods.base import Method
+from semkv.methods.options import Inner
 from semkv.methods.window_scores import attention_received, softmax_weights
 from semkv.profiles.schema import Profile
 from semkv.runtime.components import Components
@@ -42,14 +42,10 @@ class H2O(Method):
     goes, per KV head (Alg. 1). Each exact token's score is charged to the budget. heavy: share of the heavy hitters.
     """
 
-    heavy: float = 0.5
+    heavy: Inner = 0.5
 
     name: ClassVar[str] = "h2o"
     minimum_tokens: ClassVar[int] = 24
-
-    def __post_init__(self) -> None:
-        if not 0 < self.heavy < 1:
-            raise ConfigError(f"option 'heavy' of method 'h2o' is {self.heavy!r}; expected a share between 0 and 1")
 
     def components(self, program: Program, profile: Profile | None) -> Components:
         return Components(evictor=HeavyHitters(self.heavy), reads_queries=True)

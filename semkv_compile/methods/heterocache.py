@@ -11,10 +11,11 @@ from semkv.ir.program import Program
 from semkv.ir.site import AttentionSite
 from semkv.methods.base import Method
 from semkv.methods.keepers import ObservationWindow, Sinks
+from semkv.methods.kept_and_runs import KeptAndRuns
+from semkv.methods.options import Count, IndexBits, Overlap, Tokens, TokensOrNone, Width
 from semkv.methods.page_routers import MeanKeyRouter
 from semkv.methods.pages import Frame, Pages
 from semkv.methods.pivots import PivotRouter, pivot_sites
-from semkv.methods.quest import check_bits, check_positive
 from semkv.profiles.schema import Profile
 from semkv.profiles.schema.allocation import STABILITY_FLOOR
 from semkv.profiles.schema.roles import head_roles
@@ -34,36 +35,26 @@ class HeteroCache(Method):
     pooling of attention, odd. uniform: all compressed heads get the same (ablation). retrieval: False never updates satellites
     (ablation). sinks, recent: first and last tokens that stay in compressed heads. strict: no head is whole, so that any
     budget will do: pivots and volatile heads wait on the host in pages of `page` tokens, chosen by their mean keys of `bits`
-    bits, and share the budget like the others.
+    bits, and share the budget like the others. recoverable: what anchors do not keep waits on the host in runs of at most `page`
+    tokens, which unfold where a query is like their mean key; a quarter of their budget, or more, is for what unfolds.
     """
 
-    every: int = 5
-    tau_drift: float = 0.0
-    tau_stable: float = 0.0
-    tau_similar: float = 0.0
-    pool: int = 5
+    every: Count = 5
+    tau_drift: Overlap = 0.0
+    tau_stable: Overlap = 0.0
+    tau_similar: Overlap = 0.0
+    pool: Width = 5
     uniform: bool = False
     retrieval: bool = True
-    sinks: int = 4
-    recent: int = 32
+    sinks: TokensOrNone = 4
+    recent: Tokens = 32
     strict: bool = False
-    page: int = 8
-    bits: int = 4
+    recoverable: bool = False
+    page: Tokens = 8
+    bits: IndexBits = 4
 
     name: ClassVar[str] = "heterocache"
     minimum_tokens: ClassVar[int] = 40
-
-    def __post_init__(self) -> None:
-        check_bits(self.name, self.bits)
-        check_positive(self.name, every=self.every, recent=self.recent, page=self.page)
-        for name in ("tau_drift", "tau_stable", "tau_similar"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ConfigError(
-                    f"option {name!r} of method {self.name!r} is {getattr(self, name)!r}; expected an overlap in (0, 1], or 0 for "
-                    "the profile's own"
-                )
-        if self.pool % 2 == 0:
-            raise ConfigError(f"option 'pool' of method {self.name!r} is {self.pool}; expected an odd width")
 
     def check(self, profile: Profile | None) -> None:
         if profile is None or profile.info.head_taxonomy is None:
@@ -132,7 +123,12 @@ class HeteroCache(Method):
             "fold_chunk": frame.fold_chunk, "resident": True,
         }  # fmt: skip
         satellite = Components(segmenter=Pages(1, frame, fixed=True), router=router, host_form="raw", **folded)  # type: ignore[arg-type]
-        anchor = Components(keeper=ObservationWindow(1, self.pool, "mean", self.recent))
+        votes = ObservationWindow(1, self.pool, "mean", self.recent)
+        anchor = Components(keeper=votes)
+        if self.recoverable:  # an anchor is a part of its own, so that one choice is for all of its heads
+            runs = KeptAndRuns(votes, self.page, fold_chunk=max(8, self.page))
+            own = folded | {"window_share": 1 / 4, "fold_chunk": runs.fold_chunk}
+            anchor = Components(segmenter=runs, router=MeanKeyRouter(self.bits), **own)  # type: ignore[arg-type]
         if self.strict:
             whole = Components(segmenter=Pages(self.page, frame), router=MeanKeyRouter(self.bits), **folded)  # type: ignore[arg-type]
         else:

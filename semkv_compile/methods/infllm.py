@@ -7,9 +7,9 @@ from typing import ClassVar
 
 from semkv.ir.program import Program
 from semkv.methods.base import Method
+from semkv.methods.options import Count, IndexBits, Share, Tokens, TokensOrNone
 from semkv.methods.page_routers import RepresentativeRouter
 from semkv.methods.pages import Frame, Pages
-from semkv.methods.quest import check_bits, check_positive
 from semkv.profiles.schema import Profile
 from semkv.runtime.components import Components
 
@@ -27,22 +27,16 @@ class InfLLM(Method):
     unfolded blocks.
     """
 
-    block: int = 32
-    representatives: int = 4
-    local: int = 32
-    bits: int = 8
-    sinks: int = 16
-    window: int = 128
-    fixed_share: float = 2 / 3
+    block: Tokens = 32
+    representatives: Count = 4
+    local: Count = 32
+    bits: IndexBits = 8
+    sinks: TokensOrNone = 16
+    window: Tokens = 128
+    fixed_share: Share = 2 / 3
 
     name: ClassVar[str] = "infllm"
     minimum_tokens: ClassVar[int] = 96
-
-    def __post_init__(self) -> None:
-        check_bits(self.name, self.bits)
-        check_positive(
-            self.name, block=self.block, representatives=self.representatives, local=self.local, window=self.window
-        )
 
     def components(self, program: Program, profile: Profile | None) -> Components:
         frame = Frame(self.sinks, self.window, fold_chunk=self.block)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from semkv.errors import ConfigError
 from semkv.ir.program import Program
 from semkv.ir.site import AttentionSite
 from semkv.methods.keepers import ObservationWindow
+from semkv.methods.options import Allowed, Share
 from semkv.methods.sekv import SeKV
 from semkv.methods.sentencekv import SentenceRouter
 from semkv.methods.sketch import Sketch
@@ -33,6 +34,11 @@ NEEDED = {
     "prior": ("retrieval_head", "retrieval-head", "prior=0"),
 }
 """What a part reads: section of the profile, the step that makes it, and the option that does without."""
+
+PART = "a share of at least 0, and less than 1 together with the other"
+
+Part = Annotated[float, Allowed(lambda x: 0 <= x < 1, PART)]
+Power = Annotated[float, Allowed(lambda x: 0 <= x <= 2, "a power from 0 to 2")]
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,25 +88,19 @@ class Mixed(Sketch):
     head's keys, in 8 or 4 bits, are charged to the budget.
     """
 
-    idle_share: float = 0.3
+    idle_share: Share = 0.3
     others: Literal["spans", "window", "votes", "roles"] = "spans"
-    errors: float = 0.0
-    sentence: float = 0.0
-    prior: float = 0.0
+    errors: Power = 0.0
+    sentence: Part = 0.0
+    prior: Part = 0.0
 
     name: ClassVar[str] = "mixed"
     minimum_tokens: ClassVar[int] = 24
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.errors <= 2:
-            raise ConfigError(f"option 'errors' of method 'mixed' is {self.errors!r}; expected a power from 0 to 2")
-        for name in ("sentence", "prior"):
-            if not 0 <= getattr(self, name) < 1 or self.sentence + self.prior >= 1:
-                raise ConfigError(
-                    f"option {name!r} of method 'mixed' is {getattr(self, name)!r}; expected a share of at least 0, "
-                    "and less than 1 together with the other"
-                )
+        if self.sentence + self.prior >= 1:
+            raise self.wrong("sentence", PART)
 
     def check(self, profile: Profile | None) -> None:
         super().check(profile)

@@ -14,10 +14,10 @@ from semkv.errors import ConfigError
 from semkv.ir.program import Program
 from semkv.ir.site import AttentionSite
 from semkv.methods.base import Method
+from semkv.methods.options import Count, IndexBits, Tokens, TokensOrNone
 from semkv.methods.page_routers import MeanKeyRouter
 from semkv.methods.pages import Frame, Pages
 from semkv.methods.pivots import keys_of, logits_on
-from semkv.methods.quest import check_bits, check_positive
 from semkv.methods.routers import MeansSuffice
 from semkv.methods.window_scores import CHUNK_SCORES
 from semkv.profiles.schema import Profile
@@ -85,28 +85,24 @@ class OmniKV(Method):
     """
 
     filter_layers: tuple[int, ...] = ()
-    layers_per_filter: int = 10
-    sinks: int = 4
-    recent: int = 32
+    layers_per_filter: Count = 10
+    sinks: TokensOrNone = 4
+    recent: Tokens = 32
     strict: bool = False
-    page: int = 8
-    bits: int = 4
+    page: Tokens = 8
+    bits: IndexBits = 4
 
     name: ClassVar[str] = "omnikv"
     minimum_tokens: ClassVar[int] = 40
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if isinstance(self.filter_layers, list):  # as JSON has it
             object.__setattr__(self, "filter_layers", tuple(self.filter_layers))
         layers = self.filter_layers
         sound = isinstance(layers, tuple) and all(type(x) is int and x >= 0 for x in layers)
         if not sound or list(layers) != sorted(set(layers)):
-            raise ConfigError(
-                f"option 'filter_layers' of method 'omnikv' is {layers!r}; expected numbers of layers in ascending order, such as "
-                "[2, 8, 18]"
-            )
-        check_bits(self.name, self.bits)
-        check_positive(self.name, layers_per_filter=self.layers_per_filter, recent=self.recent, page=self.page)
+            raise self.wrong("filter_layers", "numbers of layers in ascending order, such as [2, 8, 18]")
 
     def components(self, program: Program, profile: Profile | None) -> Components:
         return self.plan(program, profile).all_components()[-1]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from semkv.errors import ConfigError
 from semkv.ir.program import Program
 from semkv.methods.base import Method
 from semkv.methods.keepers import ObservationWindow
+from semkv.methods.options import FromOne, Queries, TokensOrNone, Width
 from semkv.methods.window_scores import Pool
 from semkv.profiles.schema import Profile
 from semkv.runtime.components import Components
@@ -24,19 +24,14 @@ class PyramidKV(Method):
     token; under a hard budget the oldest of these make room for them).
     """
 
-    beta: float = 20.0
-    window: int = 8
-    kernel: int = 7
+    beta: FromOne = 20.0
+    window: Queries = 8
+    kernel: Width = 7
     pool: Pool = "max"
-    recent: int = 32
+    recent: TokensOrNone = 32
 
     name: ClassVar[str] = "pyramidkv"
     minimum_tokens: ClassVar[int] = 24
-
-    def __post_init__(self) -> None:
-        ObservationWindow(self.window, self.kernel, self.pool, self.recent)  # checks them before any work
-        if not self.beta >= 1:
-            raise ConfigError(f"option 'beta' of method 'pyramidkv' is {self.beta!r}; expected a number of at least 1")
 
     def components(self, program: Program, profile: Profile | None) -> Components:
         return Components(keeper=ObservationWindow(self.window, self.kernel, self.pool, self.recent))

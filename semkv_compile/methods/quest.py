@@ -5,26 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from semkv.errors import ConfigError
 from semkv.ir.program import Program
 from semkv.methods.base import Method
+from semkv.methods.options import IndexBits, Share, Tokens, TokensOrNone
 from semkv.methods.page_routers import MinMaxRouter
 from semkv.methods.pages import Frame, Pages
 from semkv.profiles.schema import Profile
 from semkv.runtime.components import Components
-
-
-def check_bits(method: str, bits: int) -> None:
-    """Raise `ConfigError` unless an index may have numbers of `bits` bits."""
-    if bits not in (4, 8, 16):
-        raise ConfigError(f"option 'bits' of method {method!r} is {bits}; expected 4, 8 or 16")
-
-
-def check_positive(method: str, **values: int) -> None:
-    """Raise `ConfigError` for the first option below 1."""
-    for name, value in values.items():
-        if value < 1:
-            raise ConfigError(f"option {name!r} of method {method!r} is {value}; expected at least 1")
 
 
 @dataclass(frozen=True)
@@ -38,18 +25,14 @@ class Quest(Method):
     window: exact tokens at the start and the end. fixed_share: of the budget, for all but unfolded pages.
     """
 
-    page: int = 16
-    bits: int = 8
-    sinks: int = 4
-    window: int = 64
-    fixed_share: float = 1 / 2
+    page: Tokens = 16
+    bits: IndexBits = 8
+    sinks: TokensOrNone = 4
+    window: Tokens = 64
+    fixed_share: Share = 1 / 2
 
     name: ClassVar[str] = "quest"
     minimum_tokens: ClassVar[int] = 40
-
-    def __post_init__(self) -> None:
-        check_bits(self.name, self.bits)
-        check_positive(self.name, page=self.page, window=self.window)
 
     def components(self, program: Program, profile: Profile | None) -> Components:
         frame = Frame(self.sinks, self.window, fold_chunk=max(8, self.page))

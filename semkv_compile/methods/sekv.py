@@ -11,6 +11,7 @@ from semkv.errors import ConfigError
 from semkv.ir.program import Program
 from semkv.methods.base import Method
 from semkv.methods.forms import LowRankForms
+from semkv.methods.options import Count, FromZero, MeanBits, Share, Tokens, TokensOrNone
 from semkv.methods.rank_gates import ProfileRankGates
 from semkv.methods.routers import CoarseRouter, GateRouter, OracleRouter
 from semkv.methods.segmenters import LiteralSpans, SurprisalSpans
@@ -33,7 +34,8 @@ class SeKV(Method):
     router: `trained` (needs a profile), `coarse` (the coarse entry's own score, no training), `untrained` (random W: the
         ablation "no trained zoom"), `oracle` (true attention; an upper bound, not a method).
     fill: unfold in order of gate up to the cap (Sec. 4.1); False: only above the learned thresholds (Sec. 3.3).
-    forms: `auto` (the smallest faithful of 8-bit tokens and factors), `raw`, `int8`, `factored` (every span, Eq. 6-8).
+    forms: `auto` (the smallest faithful of 8-bit tokens and factors), `raw`, `int8`, `factored` (every span, Eq. 6-8; not with the
+        router `oracle`, which reads the tokens).
     max_rank: R_max, components of a factored span.
     alpha, min_span, max_span, window, sinks: of the segmentation; tokens. The budget shrinks the window (to window_share of
         the fixed parts) and the number of spans.
@@ -48,13 +50,13 @@ class SeKV(Method):
     router: Literal["trained", "coarse", "untrained", "oracle"] = "trained"
     fill: bool = True
     forms: Literal["auto", "raw", "int8", "factored"] = "auto"
-    max_rank: int = 32
-    alpha: float = 1.0
-    min_span: int = 4
-    max_span: int = 16
-    window: int = 512
-    window_share: float = 1 / 6
-    sinks: int = 4
+    max_rank: Count = 32
+    alpha: FromZero = 1.0
+    min_span: Tokens = 4
+    max_span: Tokens = 16
+    window: Tokens = 512
+    window_share: Share = 1 / 6
+    sinks: TokensOrNone = 4
     anchors: bool = True
     entropy: bool = True
     weights: Literal["surprisal", "uniform"] = "surprisal"
@@ -62,23 +64,21 @@ class SeKV(Method):
     coarse: bool = True
     unfold: bool = True
     shared_threshold: bool = False
-    bits: int = 4
-    fixed_share: float = 1 / 2
+    bits: MeanBits = 4
+    fixed_share: Share = 1 / 2
     literal: bool = False
 
     name: ClassVar[str] = "sekv"
     minimum_tokens: ClassVar[int] = 40
 
     def __post_init__(self) -> None:
-        for name, sound, expected in (
-            ("bits", self.bits in (4, 8), "4 or 8"),
-            ("fixed_share", 0 < self.fixed_share <= 1, "a share in (0, 1]"),
-            ("min_span", 1 <= self.min_span <= self.max_span, f"1 to max_span ({self.max_span}) tokens"),
-            ("max_rank", self.max_rank >= 1, "at least 1"),
-            ("window", self.window >= 1, "at least 1 token"),
-        ):
-            if not sound:
-                raise ConfigError(f"option {name!r} of method 'sekv' is {getattr(self, name)!r}; expected {expected}")
+        super().__post_init__()
+        if self.min_span > self.max_span:
+            raise self.wrong("min_span", f"1 to max_span ({self.max_span}) tokens")
+        if self.router == "oracle" and self.forms == "factored":
+            raise self.wrong(
+                "forms", "'auto', 'raw' or 'int8' with the router 'oracle', which reads the tokens of folded spans"
+            )
 
     def check(self, profile: Profile | None) -> None:
         if self.router == "trained" and (profile is None or profile.info.sekv is None):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from semkv.errors import ConfigError
 from semkv.ir.program import Program
 from semkv.methods.base import Method
+from semkv.methods.options import MeanBits, Tokens, TokensOrNone
 from semkv.methods.semantic_clusters import SemanticClusters, sentence_delimiters
 from semkv.profiles.schema import Profile
 from semkv.runtime.components import Components, Summary
@@ -25,30 +25,25 @@ class SemantiCache(Method):
     """
 
     delimiters: tuple[int, ...] | None = None
-    chunk: int = 32
-    window: int = 64
-    sinks: int = 4
-    bits: int = 8
+    chunk: Tokens = 32
+    window: Tokens = 64
+    sinks: TokensOrNone = 4
+    bits: MeanBits = 8
 
     name: ClassVar[str] = "semanticache"
     minimum_tokens: ClassVar[int] = 40
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if isinstance(self.delimiters, list):  # as JSON has it
             object.__setattr__(self, "delimiters", tuple(self.delimiters))
         ids = self.delimiters is None or (
             isinstance(self.delimiters, tuple) and all(type(x) is int and x >= 0 for x in self.delimiters)
         )
-        for name, sound, expected in (
-            ("delimiters", ids, "token ids such as [5, 17]; `semkv.methods.delimiter_ids(tokenizer)` gives them"),
-            ("chunk", self.chunk >= 1, "at least 1 token"),
-            ("window", self.window >= 1, "at least 1 token"),
-            ("bits", self.bits in (4, 8), "4 or 8"),
-        ):
-            if not sound:
-                raise ConfigError(
-                    f"option {name!r} of method 'semanticache' is {getattr(self, name)!r}; expected {expected}"
-                )
+        if not ids:
+            raise self.wrong(
+                "delimiters", "token ids such as [5, 17]; `semkv.methods.delimiter_ids(tokenizer)` gives them"
+            )
 
     def components(self, program: Program, profile: Profile | None) -> Components:
         segmenter = SemanticClusters(self._ends(profile), self.chunk, self.window, sinks=self.sinks)

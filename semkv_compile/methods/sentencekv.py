@@ -12,14 +12,14 @@ from semkv.errors import ConfigError
 from semkv.ir.program import Program
 from semkv.ir.site import AttentionSite
 from semkv.methods.base import Method
+from semkv.methods.options import FromOne, IndexBits, Queries, Share, Tokens, TokensOrNone, Width
 from semkv.methods.page_routers import MeanKeyRouter, PageRouter
 from semkv.methods.pages import DEFAULT_FRAME, Frame, Framed, page_lengths
-from semkv.methods.quest import check_bits, check_positive
 from semkv.methods.sentences import START, advance, bucket_lengths, sentence_starts, state_behind
 from semkv.methods.window_scores import observed_mass, pooled
 from semkv.profiles.schema import Profile
 from semkv.runtime.components import Components, Note, Plan
-from semkv.runtime.record import OBSERVED_QUERIES, RowRecord
+from semkv.runtime.record import RowRecord
 from semkv.runtime.segments import Segmentation
 from semkv.runtime.spans import FoldedSpans
 from semkv.runtime.step import Step
@@ -161,35 +161,21 @@ class SentenceKV(Method):
     recoverable: nothing is dropped.
     """
 
-    r: float = 3.0
-    window: int = 32
-    kernel: int = 7
+    r: FromOne = 3.0
+    window: Queries = 32
+    kernel: Width = 7
     query: Literal["sentence", "token"] = "sentence"
     buckets: Literal["sentences", "chunks"] = "sentences"
-    chunk: int = 16
-    longest: int = 64
-    sinks: int = 32
-    recent: int = 32
-    bits: int = 8
-    fixed_share: float = 1 / 2
+    chunk: Tokens = 16
+    longest: Tokens = 64
+    sinks: TokensOrNone = 32
+    recent: Tokens = 32
+    bits: IndexBits = 8
+    fixed_share: Share = 1 / 2
     recoverable: bool = False
 
     name: ClassVar[str] = "sentencekv"
     minimum_tokens: ClassVar[int] = 40
-
-    def __post_init__(self) -> None:
-        check_bits(self.name, self.bits)
-        check_positive(self.name, chunk=self.chunk, longest=self.longest, recent=self.recent)
-        for name, sound, expected in (
-            ("r", self.r >= 1, "at least 1: as many tokens as the budget holds"),
-            ("window", 1 <= self.window <= OBSERVED_QUERIES, f"1 to {OBSERVED_QUERIES} queries"),
-            ("kernel", self.kernel % 2 == 1, "an odd width"),
-            ("fixed_share", 0 < self.fixed_share <= 1, "a share in (0, 1]"),
-        ):
-            if not sound:
-                raise ConfigError(
-                    f"option {name!r} of method {self.name!r} is {getattr(self, name)!r}; expected {expected}"
-                )
 
     def check(self, profile: Profile | None) -> None:
         needed = self.buckets == "sentences" or self.query == "sentence"

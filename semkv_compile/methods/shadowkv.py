@@ -11,9 +11,9 @@ from torch import Tensor
 from semkv.ir.program import Program
 from semkv.ir.site import AttentionSite
 from semkv.methods.base import Method
+from semkv.methods.options import CountOrNone, IndexBits, Share, Tokens, TokensOrNone
 from semkv.methods.page_routers import MeanKeyRouter
 from semkv.methods.pages import Frame, Pages
-from semkv.methods.quest import check_bits, check_positive
 from semkv.profiles.schema import Profile
 from semkv.runtime.components import Components
 from semkv.runtime.record import RowRecord
@@ -83,19 +83,15 @@ class ShadowKV(Method):
     sinks, window: exact tokens at the start and the end. fixed_share: of the budget, for all but unfolded chunks.
     """
 
-    chunk: int = 8
-    outliers: int = 48
-    bits: int = 4
-    sinks: int = 4
-    window: int = 32
-    fixed_share: float = 2 / 3
+    chunk: Tokens = 8
+    outliers: CountOrNone = 48
+    bits: IndexBits = 4
+    sinks: TokensOrNone = 4
+    window: Tokens = 32
+    fixed_share: Share = 2 / 3
 
     name: ClassVar[str] = "shadowkv"
     minimum_tokens: ClassVar[int] = 48
-
-    def __post_init__(self) -> None:
-        check_bits(self.name, self.bits)
-        check_positive(self.name, chunk=self.chunk, window=self.window)
 
     def components(self, program: Program, profile: Profile | None) -> Components:
         frame = Frame(self.sinks, self.window, fold_chunk=max(8, self.chunk))

@@ -12,6 +12,7 @@ from semkv.ir.program import Program
 from semkv.ir.site import AttentionSite
 from semkv.methods.base import Method
 from semkv.methods.keepers import Sinks
+from semkv.methods.options import CodeBits, CountOrNone, CountOrProfile, Share, Tokens, TokensOrNone
 from semkv.methods.pages import Frame, Pages
 from semkv.methods.routers import OracleRouter
 from semkv.methods.sketch_router import SketchMaps, SketchRouter
@@ -47,34 +48,24 @@ class Sketch(Method):
     neither made nor charged: the ceiling of any sketch with these budgets, not a method.
     """
 
-    rank: int = 0
-    bits: int = 0
+    rank: CountOrProfile = 0
+    bits: CodeBits = 0
     all_heads: bool = False
-    idle_share: float = 0.12
-    sinks: int = 4
-    window: int = 32
-    fixed_share: float = 1 / 2
-    code_share: float = 0.25
-    code_bits: int = 0
+    idle_share: Share = 0.12
+    sinks: TokensOrNone = 4
+    window: Tokens = 32
+    fixed_share: Share = 1 / 2
+    code_share: Share = 0.25
+    code_bits: CountOrNone = 0
     oracle: bool = False
 
     name: ClassVar[str] = "sketch"
     minimum_tokens: ClassVar[int] = 24
 
     def __post_init__(self) -> None:
-        for name, sound, expected in (
-            ("bits", 0 <= self.bits <= 8, "1 to 8, or 0 for the profile's own"),
-            ("idle_share", 0 < self.idle_share <= 1, "a share in (0, 1]"),
-            ("fixed_share", 0 < self.fixed_share <= 1, "a share in (0, 1]"),
-            (
-                "code_share",
-                0 < self.code_share <= self.fixed_share,
-                f"a share in (0, fixed_share ({self.fixed_share})]",
-            ),
-            ("window", self.window >= 1, "at least 1 token"),
-        ):
-            if not sound:
-                raise ConfigError(f"option {name!r} of method 'sketch' is {getattr(self, name)!r}; expected {expected}")
+        super().__post_init__()
+        if self.code_share > self.fixed_share:
+            raise self.wrong("code_share", f"a share in (0, fixed_share ({self.fixed_share})]")
 
     def check(self, profile: Profile | None) -> None:
         if profile is None or profile.info.sketch is None:

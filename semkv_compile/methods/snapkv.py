@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 from semkv.ir.program import Program
 from semkv.methods.base import Method
 from semkv.methods.keepers import ObservationWindow
+from semkv.methods.options import Queries, Width
 from semkv.profiles.schema import Profile
 from semkv.runtime.components import Components
 
@@ -20,15 +21,12 @@ class SnapKV(Method):
     (the budget may shrink it to a quarter of what is kept). kernel, pool: 1-D pooling of the votes.
     """
 
-    window: int = 32
-    kernel: int = 7
+    window: Queries = 32
+    kernel: Width = 7
     pool: Literal["max", "mean"] = "max"
 
     name: ClassVar[str] = "snapkv"
     minimum_tokens: ClassVar[int] = 24
-
-    def __post_init__(self) -> None:
-        ObservationWindow(self.window, self.kernel, self.pool)  # checks them before any work
 
     def components(self, program: Program, profile: Profile | None) -> Components:
         return Components(keeper=ObservationWindow(self.window, self.kernel, self.pool), outside="dropped")

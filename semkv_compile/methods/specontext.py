@@ -8,8 +8,8 @@ from typing import ClassVar, Literal
 from semkv.errors import ConfigError
 from semkv.ir.program import Program
 from semkv.methods.base import Method
+from semkv.methods.options import Tokens, TokensOrNone
 from semkv.methods.pages import Frame, Pages
-from semkv.methods.quest import check_positive
 from semkv.methods.routers import OracleRouter
 from semkv.methods.speculation import Speculation, SpeculativeRouter
 from semkv.profiles.schema import Profile
@@ -32,15 +32,12 @@ class SpeContext(Method):
 
     retrieval: Literal["head", "layers"] = "head"
     selection: Literal["head", "batch"] = "head"
-    sinks: int = 4
-    window: int = 64
+    sinks: TokensOrNone = 4
+    window: Tokens = 64
     strict: bool = False
 
     name: ClassVar[str] = "specontext"
     minimum_tokens: ClassVar[int] = 40
-
-    def __post_init__(self) -> None:
-        check_positive(self.name, window=self.window)
 
     def check(self, profile: Profile | None) -> None:
         if self.retrieval == "head" and (profile is None or profile.info.retrieval_head is None):

@@ -8,6 +8,7 @@ from typing import ClassVar
 from semkv.ir.program import Program
 from semkv.methods.base import Method
 from semkv.methods.keepers import Sinks
+from semkv.methods.options import TokensOrNone
 from semkv.profiles.schema import Profile
 from semkv.runtime.components import Components
 
@@ -19,7 +20,7 @@ class StreamingLLM(Method):
     Keys keep the positions they were computed at. sinks: tokens, 4 in the paper.
     """
 
-    sinks: int = 4
+    sinks: TokensOrNone = 4
 
     name: ClassVar[str] = "streaming_llm"
     minimum_tokens: ClassVar[int] = 24

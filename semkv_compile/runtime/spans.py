@@ -112,8 +112,8 @@ class FoldedSpans:
 
     @property
     def mean_directions(self) -> Quantized:
-        """The quantised mean keys at length 1, zeros as they are, on the host: their codes with scales float32 [Hkv, M, 1] that are made once
-        for each change of the units."""
+        """The quantised mean keys at length 1, zeros as they are, on the host: their codes, with scales float32 [Hkv, M, 1] that are
+        made once for each change of the units."""
         held = self.mean_k
         assert held is not None
         if self._directions is None or self._directions.codes is not held.codes:  # replaced whenever units change

@@ -110,3 +110,24 @@ def test_parts_of_mixed_are_options_that_there_are(scripts):
     assert ablation_mixed.grid(10, 256, tuple(ablation_mixed.TASKS)).families == ("perplexity",)
     for variant in ablation_mixed.grid(samples=4, length=256).variants:
         find_method(variant.method, variant.options)
+
+
+def test_words_are_left_and_numbers_right(scripts):
+    import grids
+
+    lines = [["sekv", "3 %", "+1.5 (-2 to +5)", "yes", "1.5 MiB"], ["full", "-", "", "12 to 14", "0 B"]]
+    rule = grids.table(["method", "budget", "change", "seen here", "moved"], lines).splitlines()[1]
+    assert rule == "| --- | ---: | ---: | --- | ---: |"
+    assert grids.table(["", "limit"], [["a", "no limit"]]).splitlines()[1] == "| --- | --- |"
+
+
+def test_pages_come_from_the_results_alone(scripts):
+    _, hetero, _, compress = scripts
+    content = compress.read_parts(compress.NAME)
+    found = content["masking"]
+    assert compress.draws_table(found).count("| yes |") == 4
+    assert "hold heads 0.1 and 0.6" in compress.fallen(found)
+    with pytest.raises(SystemExit, match="are no longer those that hold"):
+        compress.fallen({**found, "random, 4": [{"heads": [[2, 2]], "accuracy": found["random, 4"][3]["accuracy"]}]})
+    table = hetero.overlap_table([{"tau_similar": 0.28, "satellites": [5, 8], "both": 5, "heads": 16}], ["a", "b"])
+    assert table.splitlines()[-1] == "| 0.28 | 5 | 8 | 5 | 100 | 50 | 62 | 31 | yes, by the larger no |"

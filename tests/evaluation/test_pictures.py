@@ -4,13 +4,24 @@ import io
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from matplotlib.image import imread
 from rich.console import Console
 
-from semkv.evaluation.plots import DPI, accuracy_by_budget, draw_all, needle_heatmap, zoom_heatmap
-from semkv.evaluation.schema import Interval
+from semkv.evaluation.plots import (
+    DPI,
+    STYLES,
+    _zoom_map,
+    accuracy_by_budget,
+    draw_all,
+    needle_heatmap,
+    styles,
+    zoom_heatmap,
+)
+from semkv.evaluation.schema import Interval, Zoom
 from semkv.evaluation.tables import markdown, millis, percent, provenance, rich_tables, size
+from semkv.methods import METHODS
 
 
 def check_picture(path, least_width, least_height):
@@ -49,6 +60,23 @@ def test_zoom_heat_map_of_the_method_that_counts_zooms(report, tmp_path):
     check_picture(zoom_heatmap(report, "unseen", 256, tmp_path / "z.png", "head"), 5.0, 2.5)
     assert zoom_heatmap(report, "unseen", 256, tmp_path / "none.png", "tail") is None
     assert not (tmp_path / "none.png").exists()
+
+
+def test_a_zoom_map_has_a_row_for_every_site():
+    values = _zoom_map([Zoom(sites=[1], rates=[[0.25, 0.5]], steps=4)], 4)
+    assert values.shape == (4, 2)
+    assert values[1].tolist() == [25.0, 50.0]
+    assert np.isnan(values[[0, 2, 3]]).all()
+
+
+def test_a_method_looks_the_same_in_every_picture():
+    assert set(METHODS) - {"full"} <= set(STYLES)
+    assert len(set(STYLES.values())) == len(STYLES)
+    few, many = styles(["snapkv", "sekv"]), styles(["h2o", "sekv", "other", "snapkv", "heterocache, strict"])
+    assert few["sekv"] == many["sekv"]
+    assert few["snapkv"] == many["snapkv"]
+    assert many["heterocache, strict"]["color"] == styles(["heterocache"])["heterocache"]["color"]
+    assert many["other"]["color"] not in {many[label]["color"] for label in many if label != "other"}
 
 
 def test_all_pictures_of_a_report(report, tmp_path):

@@ -13,6 +13,7 @@ FOLDERS = {"semkv_compile": (), "passes": ("passes",), "kernels": ("kernels",), 
 
 ORDER: tuple[tuple[str, ...], ...] = (
     ("errors", "profiles"),
+    ("settings",),
     ("cache_folder", "config", "files", "huggingface", "ir"),
     ("tensor_file", "profiles.bundled"),
     ("profiles.schema",),

@@ -171,7 +171,7 @@ def test_recoverable_folds_what_is_not_kept(room):
 @pytest.mark.parametrize(("options", "said"), [
     ({"heads": 0}, "option 'heads' of method 'compresskv' is 0; expected at least 1"),
     ({"selection": "best"}, "option 'selection' of method 'compresskv' is 'best'; expected one of 'semantic', 'classic'"),
-    ({"window": 70}, "window 70: the observation window has 1 to 64 queries"),
+    ({"window": 70}, "option 'window' of method 'compresskv' is 70; expected 1 to 64 queries"),
 ])  # fmt: skip
 def test_options_are_checked(options, said):
     with pytest.raises(ConfigError, match=said):

@@ -207,9 +207,9 @@ def test_every_layer_gets_its_smallest_size_and_none_more_than_all_tokens(shares
 @pytest.mark.parametrize(("method", "options", "said"), [
     ("h2o", {"heavy": 1.0}, "option 'heavy' of method 'h2o' is 1.0; expected a share between 0 and 1"),
     ("pyramidkv", {"beta": 0.5}, "option 'beta' of method 'pyramidkv' is 0.5; expected a number of at least 1"),
-    ("pyramidkv", {"kernel": 4}, "kernel 4: the pooling width is odd and positive"),
+    ("pyramidkv", {"kernel": 4}, "option 'kernel' of method 'pyramidkv' is 4; expected an odd width"),
     ("chunkkv", {"chunk": 0}, "option 'chunk' of method 'chunkkv' is 0; expected at least 1"),
-    ("chunkkv", {"window": 100}, "window 100: the observation window has 1 to 64 queries"),
+    ("chunkkv", {"window": 100}, "option 'window' of method 'chunkkv' is 100; expected 1 to 64 queries"),
     ("cake", {"tau1": 0.0}, "option 'tau1' of method 'cake' is 0.0; expected a positive number"),
     ("cake", {"gamma": -1.0}, "option 'gamma' of method 'cake' is -1.0; expected a number of at least 0"),
 ])  # fmt: skip

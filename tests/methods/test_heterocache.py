@@ -200,6 +200,7 @@ KINDS = {
     "faithful": (0.7, CLUSTERS), "uniform": (0.7, {"uniform": True, **CLUSTERS}), "static": (0.7, {"retrieval": False, **CLUSTERS}),
     "anchors": (0.8, {"tau_stable": 0.1, "tau_similar": 0.4}), "strict": (0.5, {"strict": True, **CLUSTERS}),
     "strict, in tokens": (100, {"strict": True}),
+    "recoverable": (0.8, {"tau_stable": 0.1, "tau_similar": 0.4, "recoverable": True}),
 }  # fmt: skip
 
 
@@ -207,6 +208,28 @@ KINDS = {
 def test_the_budget_holds(whole, kind, grown):
     budget, options = KINDS[kind]
     grown(whole.with_method("heterocache", budget=budget, **options), 280, 4, 11)
+
+
+def test_anchors_keep_their_choice_and_recoverable_keeps_the_rest(whole, prompt):
+    """The paper's anchors drop what they do not keep; `recoverable` folds all of it, and unfolds some in each step."""
+    options = {"uniform": True, "tau_stable": 0.001, "tau_similar": 1.0}
+    compiled = whole.with_method("heterocache", budget=0.4, **options)
+    assert {role for site in compiled.program.stores for role in site.roles} == {"anchor"}
+    dropping = compiled.prefill(prompt(300, 1))
+    assert all(memory.spans is None for memory in dropping.rows[0].budgeted())
+    assert dropping.nbytes["host"] == 0
+
+    compiled = whole.with_method("heterocache", budget=0.4, recoverable=True, **options)
+    state = compiled.prefill(prompt(300, 1))
+    memories = list(state.rows[0].budgeted())
+    chosen = [memory.kept.positions[0].tolist() for memory in memories]
+    compiled.extend(state, prompt(40, 2))
+    for memory, kept in zip(memories, chosen):
+        assert len(kept) >= 16
+        assert memory.kept.positions[0].tolist() == kept  # a static choice
+        _, folded = memory.spans.waiting_places()
+        assert sorted([*kept, *memory.recent.positions[0].tolist(), *folded.tolist()]) == list(range(340))
+        assert memory.workspace.extent > 0
 
 
 @pytest.mark.parametrize("kind", list(KINDS))

@@ -36,6 +36,11 @@ OTHERS: dict[str, tuple[str, float, dict[str, Any]]] = {
     "specontext, strict": ("specontext", 0.5, {"strict": True}),
     "omnikv, strict": ("omnikv", BUDGET, {"strict": True, "filter_layers": (0,)}),
     "heterocache, anchors": ("heterocache", BUDGET, {"uniform": True, "tau_stable": 0.001, "tau_similar": 1.0}),
+    "heterocache, recoverable": (
+        "heterocache",
+        BUDGET,
+        {"uniform": True, "tau_stable": 0.001, "tau_similar": 1.0, "recoverable": True},
+    ),
 }
 CASES = {name: (name, *SETTINGS.get(name, (BUDGET, {}))) for name in METHODS} | OTHERS
 

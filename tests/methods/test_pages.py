@@ -74,7 +74,8 @@ def test_every_token_has_one_place_and_the_fixed_parts_their_room(kind, n, room,
 def test_more_room_never_makes_pages_longer(n, room, more, cost, share):
     """A window that grows by whole pages does not take them from the index."""
     segmenter = Pages(16, Frame(window=64, share=share))
-    longest = [int(segmenter.segment(prompt(n), SITE, r, cost, 8).lengths.max()) for r in (room, room + more)]
+    made = [segmenter.segment(prompt(n), SITE, r, cost, 8).lengths.tolist() for r in (room, room + more)]
+    longest = [max(lengths, default=0) for lengths in made]  # a window may leave nothing to fold
     assert longest[1] <= longest[0]
 
 

@@ -240,11 +240,14 @@ def test_a_full_host_is_the_end(both, wide_program, compile_as, prompt):
         ({"offload": "progressive"}, r"offload='progressive' needs device_memory, such as '24GB'"),
         ({"device_memory": "8GB"}, r"device_memory is for offload='progressive'"),
         ({"rows": 2}, r"rows is for offload='progressive'"),
-        ({"offload": "progressive", "device_memory": "much"}, r"'much' is no size: expected a number of bytes"),
+        (
+            {"offload": "progressive", "device_memory": "much"},
+            r"setting device_memory = 'much': 'much' is no size: expected",
+        ),
     ],
 )
 def test_settings_that_make_no_sense(values, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ConfigError, match=message):
         semkv.CompileConfig(**values)
 
 
