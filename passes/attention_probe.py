@@ -341,7 +341,3 @@ class Evaluator:
 
 def _is_size(node: Node) -> bool:
     return isinstance(node.meta.get("val"), (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool))
-
-
-def _is_pointwise(node: Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags

@@ -68,6 +68,7 @@ def _static_nodes(body: GraphModule) -> set[Node]:
 
 
 def observe(body: GraphModule) -> Observed:
+    """Values of the nodes of `body` that depend on parameters and sizes alone, at both of `LENGTHS`."""
     static = _static_nodes(body)
     kept = []
     for length in LENGTHS:
@@ -122,6 +123,7 @@ def find_frontier(body: GraphModule, observed: Observed) -> list[Node]:
 
 
 def token_axes(node: Node, observed: Observed) -> list[int]:
+    """The axes of the node's value that are as long as the sequence at both lengths; none where it is no tensor."""
     if not isinstance(observed.short[node], Tensor):
         return []
     short, long = observed.short[node].shape, observed.long[node].shape

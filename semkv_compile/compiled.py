@@ -158,6 +158,7 @@ class CompiledModel(GenerationMixin, nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
+        """Dtype of the parameters that attention computes in."""
         return self._source.dtype
 
     @property

@@ -11,6 +11,11 @@ STABILITY_FLOOR = 0.01
 """Stabilities below it count as this much: a head whose sets never meet would otherwise take everything."""
 
 
+def stability_weight(stability: float) -> float:
+    """Share of a compressed head before normalisation: the inverse of its stability (HeteroCache Eq. 8)."""
+    return 1 / max(stability, STABILITY_FLOOR)
+
+
 def head_budgets(stability: Sequence[float], full_heads: int, budget: float, length: int) -> list[int]:
     """Tokens of each compressed head, inversely proportional to its stability (HeteroCache Eq. 7-8).
 
@@ -48,7 +53,7 @@ def head_budgets(stability: Sequence[float], full_heads: int, budget: float, len
             f"tokens, {full_heads / heads:.1%} of the KV; the smallest budget is {math.ceil(smallest * 1e4) / 1e4:g} at "
             f"{length} tokens"
         )
-    weights = [1 / max(value, STABILITY_FLOOR) for value in stability]
+    weights = [stability_weight(value) for value in stability]
     return _whole(_water_fill(weights, total, 1.0, float(length)), total, length)
 
 

@@ -38,6 +38,7 @@ def canonical(content: dict[str, Any]) -> str:
 
 
 def digest(data: bytes) -> str:
+    """SHA-256 of `data`, in hexadecimal digits."""
     return hashlib.sha256(data).hexdigest()
 
 

@@ -30,7 +30,6 @@ def load_model(
     profile: folder of a profile; without one the bundled model brings its own, another model has none.
     Raises ConfigError where the model or its tokenizer cannot be loaded, ProfileError for a damaged profile.
     """
-    quiet_libraries()
     from semkv.profiles.schema import Profile
 
     if profile is not None and not profile.is_dir():
@@ -39,11 +38,9 @@ def load_model(
     if name == BUNDLED:
         from semkv import bundled
 
-        model, tokenizer = bundled.load()
         if loaded_profile is None and (bundled.folder() / "profile").is_dir():
             loaded_profile = bundled.profile()
-    else:
-        model, tokenizer = _pretrained(name)
+    model, tokenizer = load_weights(name)
     if dtype is not None:
         import torch
 
@@ -53,6 +50,16 @@ def load_model(
     return Loaded(model.eval(), tokenizer, loaded_profile, Path(name).name if Path(name).exists() else name)
 
 
+def load_weights(name: str) -> tuple[Any, Any]:
+    """The model of that name alone, in evaluation mode, and its tokenizer. Raises ConfigError where one cannot be loaded."""
+    quiet_libraries()
+    if name != BUNDLED:
+        return _pretrained(name)
+    from semkv import bundled
+
+    return bundled.load()
+
+
 def _pretrained(name: str) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -60,7 +67,7 @@ def _pretrained(name: str) -> tuple[Any, Any]:
         raise ConfigError(f"model {name}: no such folder; give a folder, a Hugging Face name, or `bundled`")
     source = str(Path(name).expanduser()) if Path(name).expanduser().is_dir() else name
     try:
-        return AutoModelForCausalLM.from_pretrained(source, dtype="auto"), AutoTokenizer.from_pretrained(source)
+        return AutoModelForCausalLM.from_pretrained(source, dtype="auto").eval(), AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError, KeyError, ImportError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(

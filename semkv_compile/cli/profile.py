@@ -13,11 +13,11 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from semkv.cli.common import PhaseBars, output_console, parse_size
+from semkv.cli.common import PhaseBars, output_console, parse_size, plain_errors
+from semkv.cli.models import BUNDLED, load_weights
 from semkv.cli.profile_choice import CHOICE
-from semkv.errors import ConfigError, SemkvError
+from semkv.errors import ConfigError
 
-BUNDLED = "bundled"
 BUNDLED_SETTINGS: dict[str, Any] = {
     "length": 2048, "max_steps": 240, "sequences": 24, "held_out": 4, "learning_rate": 4e-3,
 }  # fmt: skip
@@ -122,13 +122,19 @@ def profile(
         ),
     ] = None,
     length: Annotated[
-        int | None, typer.Option(help="Tokens of context, of SeKV's at the end of its curriculum.")
+        int | None,
+        typer.Option(help="Tokens of context, of SeKV's at the end of its curriculum; default 8192, bundled 2048."),
     ] = None,
     samples: Annotated[
-        int | None, typer.Option(help="Contexts that heads are measured on, over all data sets.")
+        int | None,
+        typer.Option(help="Contexts that heads are measured on, over all data sets; default 50, bundled 20."),
     ] = None,
-    needle_lengths: Annotated[int | None, typer.Option(help="Context lengths of needle tests.")] = None,
-    needle_depths: Annotated[int | None, typer.Option(help="Depths of needle tests, at each length.")] = None,
+    needle_lengths: Annotated[
+        int | None, typer.Option(help="Context lengths of needle tests; default 20, bundled 3.")
+    ] = None,
+    needle_depths: Annotated[
+        int | None, typer.Option(help="Depths of needle tests, at each length; default 10, bundled 4.")
+    ] = None,
     tau_stable: Annotated[
         float | None, typer.Option(help="Stability from which a head alone is an anchor, not volatile; default 0.5.")
     ] = None,
@@ -142,12 +148,15 @@ def profile(
         ),
     ] = None,
     queries: Annotated[
-        int | None, typer.Option(help="sekv: tokens behind each context that read it compressed.")
+        int | None, typer.Option(help="sekv: tokens behind each context that read it compressed; default 64.")
     ] = None,
     max_steps: Annotated[
-        int | None, typer.Option(help="sekv: optimiser steps at most; held-out loss may stop earlier.")
+        int | None,
+        typer.Option(help="sekv: optimiser steps at most; held-out loss may stop earlier; default 3000, bundled 240."),
     ] = None,
-    sequences: Annotated[int | None, typer.Option(help="sekv: different training sequences per length.")] = None,
+    sequences: Annotated[
+        int | None, typer.Option(help="sekv: different training sequences per length; default 64, bundled 24.")
+    ] = None,
     random_init: Annotated[
         bool, typer.Option("--random-init", help="sekv: start routers at random instead of from the keys themselves.")
     ] = False,
@@ -169,35 +178,36 @@ def profile(
     ] = None,
 ) -> None:
     """See HELP."""
-    named = _named(steps or ())
-    from semkv.profiles.calibration import CalibrationSettings, MeasureSettings
+    with plain_errors():
+        named = _named(steps or ())
+        from semkv.profiles.calibration import CalibrationSettings, MeasureSettings
 
-    training = {"length": length, "queries": queries, "max_steps": max_steps, "sequences": sequences}
-    measuring = {
-        "length": length, "samples": samples, "needle_lengths": needle_lengths, "needle_depths": needle_depths,
-        "tau_stable": tau_stable, "tau_similar": tau_similar, "device_memory": parse_size(device_memory, "--device-memory"),
-    }  # fmt: skip
-    defaults = (BUNDLED_SETTINGS, BUNDLED_MEASURES) if model == BUNDLED else ({}, {})
-    settings = CalibrationSettings.checked(
-        **_over(defaults[0], training), seed=seed, router_init="random" if random_init else "identity"
-    )
-    measures = MeasureSettings.checked(**_over(defaults[1], measuring), seed=seed)
-    if workers is not None:
-        import torch
-
-        from semkv.evaluation.workers import check_workers
-
-        check_workers(workers, torch.device(device))
-    work = output.with_name(output.name + ".resume")
-    chosen = tuple(step for step in ALL_STEPS if step in named) or ALL_STEPS
-    base = _check_output(output, work, bool(named), resume)
-    _check_data(model, data, with_tasks)
-    _run(
-        _Request(
-            model, output, work, chosen, bool(named), base, tuple(data or ()), with_tasks, settings, measures, device, report,
-            workers,
+        training = {"length": length, "queries": queries, "max_steps": max_steps, "sequences": sequences}
+        measuring = {
+            "length": length, "samples": samples, "needle_lengths": needle_lengths, "needle_depths": needle_depths,
+            "tau_stable": tau_stable, "tau_similar": tau_similar, "device_memory": parse_size(device_memory, "--device-memory"),
+        }  # fmt: skip
+        defaults = (BUNDLED_SETTINGS, BUNDLED_MEASURES) if model == BUNDLED else ({}, {})
+        settings = CalibrationSettings.checked(
+            **_over(defaults[0], training), seed=seed, router_init="random" if random_init else "identity"
         )
-    )  # fmt: skip
+        measures = MeasureSettings.checked(**_over(defaults[1], measuring), seed=seed)
+        if workers is not None:
+            import torch
+
+            from semkv.evaluation.workers import check_workers
+
+            check_workers(workers, torch.device(device))
+        work = output.with_name(output.name + ".resume")
+        chosen = tuple(step for step in ALL_STEPS if step in named) or ALL_STEPS
+        base = _check_output(output, work, bool(named), resume)
+        _check_data(model, data, with_tasks)
+        _run(
+            _Request(
+                model, output, work, chosen, bool(named), base, tuple(data or ()), with_tasks, settings, measures, device, report,
+                workers,
+            )
+        )  # fmt: skip
 
 
 def _named(entries: Sequence[str]) -> list[str]:
@@ -247,26 +257,6 @@ def _check_data(model: str, data: list[Path] | None, with_tasks: bool) -> None:
         )
 
 
-def _load(name: str, device: str) -> tuple[Any, Any]:
-    """The model in evaluation mode, and its tokenizer."""
-    if name == BUNDLED:
-        from semkv import bundled
-
-        own, tokenizer = bundled.load()
-        return own.to(device), tokenizer
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-        model: Any = AutoModelForCausalLM.from_pretrained(name, dtype="auto")
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"model {name!r} cannot be loaded ({str(error).splitlines()[0]}): expected a Hugging Face name, a local "
-            "folder, or 'bundled'"
-        ) from None
-    return model.to(device).eval(), tokenizer
-
-
 def _job(request: _Request, console: Console, model: Any, tokenizer: Any) -> Any:
     """The data of the steps that were asked for, with the model."""
     from semkv.profiles.calibration import Job, bundled_data, bundled_measure_data, text_data, text_measure_data
@@ -301,7 +291,8 @@ def _run(request: _Request) -> None:
 
     started = time.monotonic()
     console = output_console()
-    model, tokenizer = _load(request.model, request.device)
+    model, tokenizer = load_weights(request.model)
+    model = model.to(request.device)
     job = _job(request, console, model, tokenizer)
     steps = tuple(step for step in request.steps if step != CHOICE)
     if not steps and request.base is None:
@@ -367,12 +358,8 @@ def _minutes(made: Any, steps: Sequence[str]) -> str:
 
 
 def main() -> None:
-    """Entry point of `semkv-profile`: errors that semkv raises on purpose are printed without a traceback."""
-    try:
-        app()
-    except SemkvError as error:
-        Console(stderr=True).print(f"semkv-profile: {error}", style="red", markup=False, highlight=False)
-        sys.exit(2)
+    """Entry point of `semkv-profile`."""
+    app()
 
 
 __all__ = ["app", "main"]

@@ -17,7 +17,7 @@ from semkv.methods.page_routers import MeanKeyRouter
 from semkv.methods.pages import Frame, Pages
 from semkv.methods.pivots import PivotRouter, pivot_sites
 from semkv.profiles.schema import Profile
-from semkv.profiles.schema.allocation import STABILITY_FLOOR
+from semkv.profiles.schema.allocation import stability_weight
 from semkv.profiles.schema.roles import head_roles
 from semkv.runtime.components import Components, Part, Plan
 
@@ -154,7 +154,7 @@ class HeteroCache(Method):
         return self.strict or role not in WHOLE
 
     def _weight(self, profile: Profile | None, number: int, head: int) -> float:
-        """Eq. 8: the inverse of the head's stability."""
+        """Eq. 8, or the same for all heads."""
         assert profile is not None
         assert profile.info.head_taxonomy is not None
-        return 1.0 if self.uniform else 1 / max(profile.info.head_taxonomy.stability[number][head], STABILITY_FLOOR)
+        return 1.0 if self.uniform else stability_weight(profile.info.head_taxonomy.stability[number][head])

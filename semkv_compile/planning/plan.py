@@ -26,8 +26,8 @@ FORMS = ("int8", "raw", "none")
 RESIDENCIES = ("elastic", "shared")
 
 UNFOLDED_SHARE = 1 / 2
-"""Of the budget, what folding methods leave for unfolded tokens at least by default: their `fixed_share` is one half, and often less
-is used, so that a step may move up to twice as much."""
+"""Of the budget, what most folding methods leave for unfolded tokens at least by default: their `fixed_share` is one half (two thirds for
+`shadowkv` and `infllm`), and often less is used, so that a step may move up to twice as much."""
 
 MOST_ROWS = 1 << 20
 

@@ -281,7 +281,7 @@ def test_a_profile_without_sentences_is_refused():
 
 
 @pytest.mark.parametrize(("options", "said"), [
-    ({"r": 0.5}, "option 'r' of method 'sentencekv' is 0.5; expected at least 1"),
+    ({"r": 0.5}, "option 'r' of method 'sentencekv' is 0.5; expected a number of at least 1"),
     ({"kernel": 4}, "option 'kernel' .* is 4; expected an odd width"),
     ({"window": 65}, "option 'window' .* is 65; expected 1 to 64 queries"),
     ({"bits": 5}, "option 'bits' .* is 5; expected 4, 8 or 16"),

@@ -14,7 +14,6 @@ from typing import Any
 
 from semkv.errors import ConfigError
 
-FORMATS = (".jsonl", ".json", ".parquet", ".txt", ".md", ".zip", ".gz")
 HOW = "give a file (.jsonl, .json, .parquet, .txt; .gz too), a folder, a .zip, or a Hub name such as owner/name/file.jsonl"
 
 
@@ -30,10 +29,6 @@ class Source:
 
     def __repr__(self) -> str:
         return f"Source({self.key}={self.place})"
-
-    def with_defaults(self, *names: str) -> Source:
-        """The same place with other default files."""
-        return Source(self.key, self.place, names)
 
     @cached_property
     def path(self) -> Path:
