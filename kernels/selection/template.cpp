@@ -4,7 +4,8 @@
 namespace {
 
 constexpr int DIGIT_BITS = 11, DIGITS = 1 << DIGIT_BITS;
-constexpr int64_t SAMPLES = 2048, LEAST_SAMPLES = 256, SHARE = 8;  // of the units one in SHARE at most, where that is enough to pay
+constexpr int64_t SAMPLES = 2048, SHARE = 8;  // a sample is one unit in SHARE, and SAMPLES at most
+constexpr int64_t LEAST_SAMPLES = 256;        // where it would be smaller, none is taken
 constexpr uint32_t PARTLY = 1u << 31;
 constexpr float NONE = -__builtin_inff(), LOWEST = -__FLT_MAX__;
 

@@ -36,7 +36,7 @@ class HeteroCache(Method):
     (ablation). sinks, recent: first and last tokens that stay in compressed heads. strict: no head is whole, so that any
     budget will do: pivots and volatile heads wait on the host in pages of `page` tokens, chosen by their mean keys of `bits`
     bits, and share the budget like the others. recoverable: what anchors do not keep waits on the host in runs of at most `page`
-    tokens, which unfold where a query is like their mean key; a quarter of their budget, or more, is for what unfolds.
+    tokens, which unfold where a query is like their mean key; half of their budget is for those that do.
     """
 
     every: Count = 5
