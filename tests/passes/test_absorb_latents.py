@@ -156,7 +156,7 @@ def test_what_is_no_projection_of_one_small_latent_stays(make_found, module_clas
 
 
 COMMON = {
-    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 8,
+    "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "num_key_value_heads": 8,
     "vocab_size": 128, "kv_lora_rank": 16, "q_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
     "max_position_embeddings": 512, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
@@ -167,15 +167,15 @@ FAMILIES = {
 }  # fmt: skip
 
 
-def build(family: str) -> nn.Module:
+def build(family: str, layers: int) -> nn.Module:
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**COMMON | FAMILIES[family])
+    config = getattr(transformers, f"{family}Config")(**COMMON | FAMILIES[family], num_hidden_layers=layers)
     return getattr(transformers, f"{family}ForCausalLM")(config).eval()
 
 
 @pytest.fixture(scope="module")
 def deepseek() -> nn.Module:
-    return build("DeepseekV3")
+    return build("DeepseekV3", 2)
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +193,7 @@ def test_families_with_latents(family):
     """Logits as the model's own, and a cache of 40 numbers per token and layer in place of 320."""
     if not hasattr(transformers, f"{family}ForCausalLM"):
         pytest.skip(f"transformers {transformers.__version__} has no {family}")
-    model = build(family)
+    model = build(family, 1)
     ids = torch.randint(3, 128, (2, 120), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         expected = model(ids).logits[:, -1]
