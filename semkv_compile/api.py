@@ -16,7 +16,7 @@ from semkv.config import CompileConfig, check_budget
 from semkv.errors import ConfigError
 from semkv.kernel_builds import check_graphs
 from semkv.methods import find_method
-from semkv.pipeline import captured_program
+from semkv.pipeline import captured_program, on_latents
 from semkv.profiles.schema import Profile
 from semkv.program_cache import cached_program
 
@@ -50,7 +50,8 @@ def compile(
 
     Raises
     ------
-    ConfigError, BudgetError: arguments that make no sense, before any work. ProfileError: a profile of another model.
+    ConfigError, BudgetError: arguments that make no sense, before any work. ProfileError: a profile of another model, or of its
+        heads where `config.latents` asks for latents.
     CaptureError: the model cannot be rewritten without risk of a wrong answer.
     """
     check_budget(budget)
@@ -68,6 +69,10 @@ def compile(
     here = next((p.device for p in model.parameters()), torch.device("cpu"))
     check_graphs(settings.cuda_graphs, here if target is None else target)
     program = cached_program(model, fingerprint) if settings.cache else captured_program(model)
+    if settings.latents:
+        program = on_latents(program)
+    if profile is not None:
+        profile.check_stores(program.stores)
     if target is not None and any(p.device != target for p in model.parameters()):
         program = moved(program, target)
     return CompiledModel(

@@ -65,6 +65,10 @@ class CompileConfig(Settings):
         into buffers beside the budget (`State.nbytes["prefetch"]`). Tokens are the same. Default: on a CUDA device; with host='disk'
         for layers whose choice is known before their turn (a retrieval head, filter layers), as a guess there costs more than it
         saves, and in memory of the same CPU nothing is gained (docs/results/fetch_stall.md).
+    latents: models with multi-head latent attention (DeepSeek-V2 and later): memory holds the latent of a token, which all heads
+        share, in place of the keys and values that each head makes of it: `semkv.passes.absorb_latents`. The full KV, the budget's
+        denominator, is that of the latents then, a small part of that of the heads; a method chooses tokens for all heads at once;
+        prompts take longer to read, as heads compare latents, which are wider. Results are the same but for rounding.
     cache: keep the captured program on disk, and take it from there when the same model is compiled again with the same
         versions (`semkv.program_cache`).
     method_options: parameters of the method, by name; see each method's docstring.
@@ -84,6 +88,7 @@ class CompileConfig(Settings):
     kernels: Literal["auto", "torch", "cpp", "triton"] = "auto"
     cuda_graphs: bool = False
     prefetch: bool | None = None
+    latents: bool = False
     cache: bool = False
     method_options: dict[str, Any] = Field(default_factory=dict)
 

@@ -11,9 +11,10 @@ import torch
 from semkv.capture.dependence import CheckDependence
 from semkv.capture.device import device_of, moved, on_cpu
 from semkv.capture.export import capture
-from semkv.errors import SpecError
+from semkv.errors import ConfigError, SpecError
 from semkv.ir import spec
 from semkv.ir.program import Program
+from semkv.passes.absorb_latents import AbsorbLatents
 from semkv.passes.assign_budgets import AssignBudgets
 from semkv.passes.base import Pass, PassOptions
 from semkv.passes.bind_kernels import BindKernels
@@ -36,6 +37,11 @@ UNDERSTAND: tuple[Pass, ...] = (
     SurprisalHead(),  # found: the body returns hidden states, the head makes logits
 )
 """What depends on the model alone; its result can be kept and lowered many times."""
+
+ON_LATENTS: tuple[Pass, ...] = (
+    AbsorbLatents(),  # found: heads that are made of one latent per token become one head that is the latent
+)
+"""What is done besides where a memory is to hold latents (`CompileConfig.latents`)."""
 
 LOWER: tuple[Pass, ...] = (
     AssignBudgets(),  # found -> annotated: treatment, reason and budget share of every site
@@ -70,6 +76,22 @@ def captured_program(model: torch.nn.Module, *, dump: Path | None = None) -> Pro
     source, originals = on_cpu(model)
     program = run_passes(capture(source), UNDERSTAND, PassOptions(), dump=dump)
     return program if source is model else moved(program, device_of(model), originals)
+
+
+def on_latents(program: Program) -> Program:
+    """A `captured_program` whose attention reads latents where the model makes its heads from them (MLA).
+
+    Raises
+    ------
+    ConfigError: no attention of the model does, or none would be smaller so.
+    """
+    found = run_passes(program, ON_LATENTS, PassOptions(), ran=[p.name for p in UNDERSTAND])
+    if found.sites == program.sites:
+        raise ConfigError(
+            "latents=True is for models that make keys and values of all heads from one latent per token (multi-head latent "
+            "attention, as in DeepSeek-V3); no attention of this model is found to: leave it out"
+        )
+    return found
 
 
 def lower(program: Program, options: PassOptions, *, dump: Path | None = None) -> Program:
@@ -128,7 +150,7 @@ def check_order(passes: Sequence[Pass], *, stage: str = "captured", ran: Iterabl
 
 def identity() -> str:
     """A hash of the pipeline and of every pass in it; part of the key of caches and artifacts."""
-    parts = [f"{step.name}:{step.identity()}" for step in (*UNDERSTAND, *LOWER, *PLACE)]
+    parts = [f"{step.name}:{step.identity()}" for step in (*UNDERSTAND, *ON_LATENTS, *LOWER, *PLACE)]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 

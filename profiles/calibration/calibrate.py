@@ -16,7 +16,7 @@ from semkv.errors import ConfigError
 from semkv.ir.program import Program
 from semkv.passes.assign_budgets import AssignBudgets
 from semkv.passes.base import PassOptions
-from semkv.pipeline import captured_program
+from semkv.pipeline import captured_program, on_latents
 from semkv.profiles.schema import ModelFacts, Profile, ProfileInfo, Provenance, SekvSection, SiteFacts
 
 from .data import CalibrationData
@@ -95,18 +95,21 @@ def calibrate(
     return Calibration(profile, result.history)
 
 
-def annotated_program(model: torch.nn.Module) -> Program:
+def annotated_program(model: torch.nn.Module, *, latents: bool = False) -> Program:
     """The captured program of a model in evaluation mode, its sites annotated as for a method that compresses.
+
+    latents: with attention on latents (`CompileConfig.latents`).
 
     Raises
     ------
-    ConfigError: the model is in training mode. CaptureError: it cannot be captured.
+    ConfigError: the model is in training mode, or has no latents. CaptureError: it cannot be captured.
     """
     if model.training:
         raise ConfigError(
             "the model is in training mode, so dropout would change what it attends to: call model.eval() first"
         )
-    return AssignBudgets().run(captured_program(model), PassOptions(method="sekv"))
+    program = captured_program(model)
+    return AssignBudgets().run(on_latents(program) if latents else program, PassOptions(method="sekv"))
 
 
 def check(program: Program, data: CalibrationData, settings: CalibrationSettings) -> None:

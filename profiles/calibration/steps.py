@@ -52,7 +52,7 @@ class Job:
     """A model and all that its steps read.
 
     data, settings: of SeKV's training, data None where it does not run. measure_data, measure_settings: of all other
-    steps, data None where none of them runs.
+    steps, data None where none of them runs. latents: calibrate for `CompileConfig(latents=True)`.
     """
 
     model: torch.nn.Module
@@ -62,6 +62,7 @@ class Job:
     settings: CalibrationSettings
     measure_data: MeasureData | None
     measure_settings: MeasureSettings
+    latents: bool = False
 
 
 @dataclass(frozen=True)
@@ -119,10 +120,11 @@ def run_steps(
     ProfileError: `profile` belongs to another model. CaptureError: the model cannot be captured.
     """
     steps = check_steps(steps)
-    program = annotated_program(job.model)
+    program = annotated_program(job.model, latents=job.latents)
     fingerprint = model_fingerprint(job.model)
     if profile is not None:
         profile.check_model(fingerprint)
+        profile.check_stores(program.stores)
     identity = _identity(job, steps, fingerprint)
     empty = Profile(ProfileInfo(fingerprint=fingerprint, model=model_facts(program, job.name)))
     state = _read_run(work, identity) or _Run(identity)
@@ -230,7 +232,7 @@ def _check_measurable(program: Program, job: Job) -> None:
 
 def _identity(job: Job, steps: Sequence[str], fingerprint: str) -> str:
     """A hash of all that decides the result."""
-    parts = [fingerprint, ",".join(steps)]
+    parts = [fingerprint, ",".join(steps), *["latents"] * job.latents]
     if SEKV in steps:
         parts += [job.data.digest(), job.settings.identity()]
     if any(step in MEASURES for step in steps):

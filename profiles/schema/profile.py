@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -11,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from semkv.errors import ProfileError
+from semkv.ir.site import AttentionSite
 
 from . import hub, storage
 from .sections import Choice, ProfileInfo
@@ -108,6 +110,17 @@ class Profile:
                 f"(fingerprint {self.info.fingerprint[:16]}), this model has fingerprint {fingerprint[:16]}; "
                 "calibrate this model with semkv-profile"
             )
+
+    def check_stores(self, stores: Sequence[AttentionSite]) -> None:
+        """Raise `ProfileError` unless the program's KV `stores` have the heads and dimensions that were calibrated."""
+        for known, store in zip(self.info.model.stores, stores, strict=True):
+            was, now = ((x.kv_heads, x.key_dim, x.value_dim) for x in (known, store))
+            if was != now:
+                raise ProfileError(
+                    f"this profile was calibrated with {was[0]} KV heads of {was[1]} + {was[2]} numbers in {known.name}, and the "
+                    f"program has {now[0]} of {now[1]} + {now[2]} there: calibrate with `semkv-profile --latents` for "
+                    "CompileConfig(latents=True), and without it for latents=False"
+                )
 
     def best_method(self, budget: float | None = None) -> str:
         """The method that was measured best for this model at `budget` (a fraction; None: over all budgets).

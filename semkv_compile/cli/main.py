@@ -231,6 +231,12 @@ def plan_command(
     overlap: Annotated[
         float, typer.Option(help="elastic: of what a step unfolds, the share that the step before unfolded too.")
     ] = 0.95,
+    latents: Annotated[
+        bool,
+        typer.Option(
+            "--latents", help="Multi-head latent attention (DeepSeek): memory of latents, CompileConfig(latents=True)."
+        ),
+    ] = False,
     dtype: Annotated[str | None, typer.Option(help="Of weights and KV. Default: the configuration's.")] = None,
     weights: Annotated[str | None, typer.Option(help="Size of a quantised checkpoint, `40GB`.")] = None,
     working_memory: Annotated[
@@ -255,7 +261,11 @@ def plan_command(
             lengths[0], batch, budgets[0], waits, overlap, residency,
             runtime=parse_size(working_memory, "--working-memory"), host=parse_size(host_memory, "--host-memory"),
         )  # fmt: skip
-        run_plan(PlanRequest(model, gpu, workload, dtype, parse_size(weights, "--weights"), json=json, report=report))
+        run_plan(
+            PlanRequest(
+                model, gpu, workload, dtype, parse_size(weights, "--weights"), json=json, report=report, latents=latents
+            )
+        )
 
 
 @app.command(

@@ -37,6 +37,7 @@ class PlanRequest:
     weights: int | None = None
     json: Path | None = None
     report: Path | None = None
+    latents: bool = False
 
 
 def run_plan(request: PlanRequest) -> None:
@@ -51,6 +52,8 @@ def run_plan(request: PlanRequest) -> None:
 
     source = str(bundled.folder() / "model") if request.model == "bundled" else request.model
     decoder = decoder_of(load_config(source), dtype=request.dtype, weights=request.weights)
+    if request.latents:
+        decoder = decoder.on_latents()
     plan = plan_memory(decoder, machine, request.workload)
     console = output_console()
     print_plan(console, plan)
@@ -104,7 +107,12 @@ def _describe(console: Console, plan: MemoryPlan) -> None:
     )
     if any(layer.latent for layer in counted):
         console.print(
-            f"Its cache is latent (MLA); attention reads {size(held)} per token, which is what semkv's budget is a part of."
+            f"Its cache is latent (MLA); semkv holds {size(held)} per token, "
+            + (
+                "the latent as key and as value, of which its budget is a part."
+                if all(layer.kv_heads == 1 for layer in counted if layer.latent)
+                else "each head's keys and values, of which its budget is a part; --latents plans for latents instead."
+            )
         )
     if decoder.context is not None and workload.tokens > decoder.context:
         console.print(

@@ -97,6 +97,7 @@ class _Request:
     device: str
     report: Path | None
     workers: int | None
+    latents: bool
 
 
 @app.command(help=HELP)
@@ -160,6 +161,14 @@ def profile(
     random_init: Annotated[
         bool, typer.Option("--random-init", help="sekv: start routers at random instead of from the keys themselves.")
     ] = False,
+    latents: Annotated[
+        bool,
+        typer.Option(
+            "--latents",
+            help="Models with multi-head latent attention (DeepSeek): calibrate for CompileConfig(latents=True), whose memory holds "
+            "one latent per token in place of each head's keys and values.",
+        ),
+    ] = False,
     seed: Annotated[int, typer.Option(help="Of the data, of initial values and of the order of training.")] = 0,
     device: Annotated[str, typer.Option(help="Where the model runs: cpu, cuda, cuda:1.")] = "cpu",
     resume: Annotated[
@@ -205,7 +214,7 @@ def profile(
         _run(
             _Request(
                 model, output, work, chosen, bool(named), base, tuple(data or ()), with_tasks, settings, measures, device, report,
-                workers,
+                workers, latents,
             )
         )  # fmt: skip
 
@@ -281,7 +290,7 @@ def _job(request: _Request, console: Console, model: Any, tokenizer: Any) -> Any
             f"held out, {tests} needle tests ({measured.description})"
         )
     command = shlex.join(["semkv-profile", *sys.argv[1:]])
-    return Job(model, request.model, command, data, request.settings, measured, request.measures)
+    return Job(model, request.model, command, data, request.settings, measured, request.measures, request.latents)
 
 
 def _run(request: _Request) -> None:
@@ -337,7 +346,7 @@ def _with_choice(request: _Request, console: Console, model: Any, tokenizer: Any
     try:
         made = run_choice(
             model, tokenizer, profile, bundled=request.model == BUNDLED, data=request.data, length=request.measures.length,
-            command=command, rows=request.work / "choice.rows.jsonl", workers=request.workers,
+            command=command, rows=request.work / "choice.rows.jsonl", workers=request.workers, latents=request.latents,
         )  # fmt: skip
     except ConfigError as error:
         if request.chosen:

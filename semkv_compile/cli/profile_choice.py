@@ -38,11 +38,13 @@ def run_choice(
     command: str,
     rows: Path,
     workers: int | None = None,
+    latents: bool = False,
 ) -> Any:
     """`profile` with its table of choices; `rows` keeps what is measured, for an interrupted run to go on.
 
     The bundled model answers its own task families; another model looks for needles in the first of the `data` files.
-    workers: processes that measure contexts side by side; None: see `semkv.evaluation.workers.default_workers`.
+    workers: processes that measure contexts side by side; None: see `semkv.evaluation.workers.default_workers`. latents: see
+    `CompileConfig`.
     """
     from semkv.api import compile as compile_model
     from semkv.config import CompileConfig
@@ -68,7 +70,7 @@ def run_choice(
         tasks = build_tasks(TEXT_TASKS, sources={"haystack": str(text)})
         described = f"needles in {text.name}"
     # Half precision is what the KV is kept in where models are served; in float32 every summary would look cheaper.
-    settings = CompileConfig(kv_dtype="float16") if bundled else CompileConfig()
+    settings = CompileConfig(kv_dtype="float16" if bundled else None, latents=latents)
     compiled = compile_model(model, profile, method="full", config=settings)
     identity = subject_identity(model, profile, settings, compiled.dtype)
     workers = default_workers(model, compiled.device) if workers is None else workers

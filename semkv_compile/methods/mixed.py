@@ -12,6 +12,7 @@ from torch import Tensor
 from semkv.errors import ConfigError
 from semkv.ir.program import Program
 from semkv.ir.site import AttentionSite
+from semkv.methods.heterocache import WHOLE
 from semkv.methods.keepers import ObservationWindow
 from semkv.methods.options import Allowed, Share
 from semkv.methods.sekv import SeKV
@@ -29,6 +30,7 @@ from semkv.runtime.step import Step
 NEEDED = {
     "spans": ("sekv", "sekv", "others='window'"),
     "roles": ("head_taxonomy", "taxonomy", "others='spans'"),
+    "whole": ("head_taxonomy", "taxonomy", "whole=False"),
     "errors": ("layer_errors", "layer-errors", "errors=0"),
     "sentence": ("sentences", "sentences", "sentence=0"),
     "prior": ("retrieval_head", "retrieval-head", "prior=0"),
@@ -79,13 +81,14 @@ class MixedRouter(SketchRouter):
 class Mixed(Sketch):
     """Parts of several systems in one composition: heads that retrieve (CompressKV's scores say which) choose single
     tokens by their sketch; all others have SeKV's spans, coarse in the softmax and unfolded by the trained gate. Parts of the
-    other systems are off by default, and no head is whole.
+    other systems are off by default.
 
     Options of `sketch`, and: others: what heads without a sketch hold: `spans`; `window`, first and recent tokens; `votes`, what
     the prompt's end attends to; `roles`, votes for heads whose role (HeteroCache) is anchor and spans for all else. errors: their
     share of the budget goes with the error of their layer (CompressKV, Eq. 12) to this power. sentence: share of the mean query
     of the sentence (SentenceKV) in a sketch's choice. prior: share of the retrieval head's choice (SpeContext) in it; the
-    head's keys, in 8 or 4 bits, are charged to the budget.
+    head's keys, in 8 or 4 bits, are charged to the budget. whole: volatile heads and pivots (HeteroCache) keep every token on the
+    device, and all others share what that leaves: for budgets of which those heads are a part.
     """
 
     idle_share: Share = 0.3
@@ -93,6 +96,7 @@ class Mixed(Sketch):
     errors: Power = 0.0
     sentence: Part = 0.0
     prior: Part = 0.0
+    whole: bool = False
 
     name: ClassVar[str] = "mixed"
     minimum_tokens: ClassVar[int] = 24
@@ -105,7 +109,7 @@ class Mixed(Sketch):
     def check(self, profile: Profile | None) -> None:
         super().check(profile)
         assert profile is not None
-        used = {"spans": self.others in ("spans", "roles"), "roles": self.others == "roles"}
+        used = {"spans": self.others in ("spans", "roles"), "roles": self.others == "roles", "whole": self.whole}
         used |= {"errors": self.errors > 0, "sentence": self.sentence > 0, "prior": self.prior > 0}
         for part, wanted in used.items():
             section, step, without = NEEDED[part]
@@ -148,13 +152,28 @@ class Mixed(Sketch):
             return Components(keeper=ObservationWindow(8, 5, "mean", self.window))
         return SeKV().components(program, profile)
 
+    def head_roles(self, program: Program, profile: Profile | None) -> tuple[tuple[str, ...], ...] | None:
+        """So that whole heads of a store stand side by side."""
+        if not self.whole:
+            return None
+        assert profile is not None
+        assert profile.info.head_taxonomy is not None
+        return profile.info.head_taxonomy.roles
+
+    def keeps_whole(self, profile: Profile | None, site: AttentionSite, head: int) -> bool:
+        return self.whole and self._taxonomy_role(profile, site, head) in WHOLE
+
     def role(self, profile: Profile | None, site: AttentionSite, head: int) -> str:
         if self.others != "roles":
             return self.others
+        return "votes" if self._taxonomy_role(profile, site, head) == "anchor" else "spans"
+
+    def _taxonomy_role(self, profile: Profile | None, site: AttentionSite, head: int) -> str:
+        """HeteroCache's role of a KV head of the user's model."""
         assert profile is not None
         assert profile.info.head_taxonomy is not None
         number = [store.store for store in profile.info.model.stores].index(site.store)
-        return "votes" if profile.info.head_taxonomy.roles[number][head] == "anchor" else "spans"
+        return profile.info.head_taxonomy.roles[number][head]
 
     def layer_weight(self, profile: Profile | None, site: AttentionSite) -> float:
         if not self.errors:

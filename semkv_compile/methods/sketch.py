@@ -25,11 +25,13 @@ MISSING = "method 'sketch' needs a profile with a token sketch: make one with `s
 
 @dataclass(frozen=True)
 class HeadKind:
-    """Of one KV head: rank and bits of its sketch, or, where rank is 0, the role that says what it holds instead."""
+    """Of one KV head: rank and bits of its sketch, or, where rank is 0, the role that says what it holds instead, or that it keeps
+    every token."""
 
     rank: int = 0
     bits: int = 0
     role: str = ""
+    whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,9 @@ class Sketch(Method):
             return self  # of a number of tokens nobody knows yet which fraction it is
         stores = [site for site in program.stores if not site.window]
         heads = sum(site.kv_heads for site in stores)
-        share = budget.value * heads / sum(sum(self._weights(profile, site)) for site in stores)
+        whole = sum(kind.whole for site in stores for kind in self._kinds(profile, site))
+        sharing = sum(sum(self._weights(profile, site)) for site in stores)
+        share = max(0.0, budget.value * heads - whole) / max(1e-6, sharing)
         bits = min(8 * budget.dtype.itemsize * (site.key_dim + site.value_dim) for site in stores)
         return replace(self, code_bits=max(1, int(self.code_share * share * bits)))
 
@@ -100,6 +104,9 @@ class Sketch(Method):
             weights = self._weights(profile, site)
             made = []
             for first, last, kind in self._runs(profile, site):
+                if kind.whole:
+                    made.append(Part(first, last, Components(keeper=Sinks(self.sinks), whole=True)))
+                    continue
                 if kind.rank:
                     router.maps[site.store, first] = self._maps(profile, site, first, last, kind)
                 elif kind.role not in idle:
@@ -121,12 +128,16 @@ class Sketch(Method):
         """By which `idle` tells heads without a sketch apart; `head` in the order of the user's model."""
         return ""
 
+    def keeps_whole(self, profile: Profile | None, site: AttentionSite, head: int) -> bool:
+        """Whether this head keeps every token on the device; `head` in the order of the user's model."""
+        return False
+
     def layer_weight(self, profile: Profile | None, site: AttentionSite) -> float:
         """What `idle_share` is multiplied by in the layer of `site`."""
         return 1.0
 
     def layer_shares(self, program: Program, profile: Profile | None) -> tuple[float, ...] | None:
-        return tuple(sum(self._weights(profile, site)) / site.kv_heads for site in program.stores)
+        return tuple(max(1e-6, sum(self._weights(profile, site)) / site.kv_heads) for site in program.stores)
 
     def _section(self, profile: Profile | None) -> SketchSection:
         self.check(profile)
@@ -139,6 +150,9 @@ class Sketch(Method):
         section = self._section(profile)
         kinds = []
         for head in site.head_order or range(site.kv_heads):
+            if self.keeps_whole(profile, site, head):
+                kinds.append(HeadKind(whole=True))
+                continue
             rank, bits = section.ranks[site.index][head], section.bits[site.index][head]
             if not rank and not self.all_heads:
                 kinds.append(HeadKind(role=self.role(profile, site, head)))
@@ -158,11 +172,11 @@ class Sketch(Method):
         return candidates[max(fitting, key=caught.__getitem__)] if fitting else candidates[0]
 
     def _weights(self, profile: Profile | None, site: AttentionSite) -> list[float]:
-        """What each KV head gets of an even share, in the order of the lowered program."""
+        """What each KV head gets of an even share of what whole heads leave, in the order of the lowered program."""
         if site.window:
             return [1.0] * site.kv_heads
         idle = self.idle_share * self.layer_weight(profile, site)
-        return [1.0 if kind.rank else idle for kind in self._kinds(profile, site)]
+        return [0.0 if kind.whole else 1.0 if kind.rank else idle for kind in self._kinds(profile, site)]
 
     def _runs(self, profile: Profile | None, site: AttentionSite) -> Iterator[tuple[int, int, HeadKind]]:
         """(first, last, kind) of neighbouring KV heads that are alike."""

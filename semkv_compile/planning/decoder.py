@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,8 @@ class LayerCache:
     """One layer's cache, per row.
 
     cached: numbers per token as transformers caches them. kv_heads, key_dim, value_dim: as attention reads them, which is what
-    a semkv program holds; a latent cache is smaller. window: tokens that the layer keeps; 0: all.
+    a semkv program holds; a latent cache is smaller. window: tokens that the layer keeps; 0: all. rank: numbers of the latent of which
+    the heads are made; 0: they are made of none.
     """
 
     cached: int
@@ -37,10 +38,17 @@ class LayerCache:
     key_dim: int
     value_dim: int
     window: int = 0
+    rank: int = 0
 
     @property
     def latent(self) -> bool:
         return self.cached != self.kv_heads * (self.key_dim + self.value_dim)
+
+    def on_latents(self) -> LayerCache:
+        """As `CompileConfig(latents=True)` holds it: the latent and what heads share of the key as key, the latent as value. The
+        layer itself where it has no latent, or where that is no less."""
+        absorbed = replace(self, kv_heads=1, key_dim=self.cached, value_dim=self.rank)
+        return absorbed if self.rank and absorbed.exact_bytes(1) < self.exact_bytes(1) else self
 
     def exact_bytes(self, itemsize: int) -> int:
         """Of one token at full resolution, as attention reads it."""
@@ -73,6 +81,15 @@ class Decoder:
     layers: tuple[LayerCache, ...]
     itemsize: int
     context: int | None
+
+    def on_latents(self) -> Decoder:
+        """The decoder whose memory holds latents; `ConfigError` where no layer has any that are smaller than its heads."""
+        layers = tuple(layer.on_latents() for layer in self.layers)
+        if layers == self.layers:
+            raise ConfigError(
+                f"{self.name}: --latents is for multi-head latent attention, and no layer of this model has it"
+            )
+        return replace(self, layers=layers)
 
     def read_bytes(self, rows: int) -> float:
         """Bytes of weights that a step of `rows` rows reads: of experts, those expected if every row draws its own."""
@@ -218,5 +235,7 @@ def _layer(keys: torch.Tensor, values: torch.Tensor, window: int, config: Any, n
     cached = math.prod(keys.shape) // 2 + math.prod(values.shape) // 2
     rank, rope = getattr(config, "kv_lora_rank", None), getattr(config, "qk_rope_head_dim", None)
     if rank and rope and cached == rank + rope:  # multi-head latent attention: heads are made of it as attention reads
-        return LayerCache(cached, config.num_attention_heads, config.qk_nope_head_dim + rope, config.v_head_dim, window)
+        return LayerCache(
+            cached, config.num_attention_heads, config.qk_nope_head_dim + rope, config.v_head_dim, window, rank
+        )
     return LayerCache(cached, keys.shape[1], keys.shape[3], values.shape[3], window)

@@ -140,6 +140,14 @@ def test_short_text_is_refused(folder, tmp_path):
     assert "the calibration text has 3 tokens" in refused(folder, "--data", path, "-o", tmp_path / "out", *TINY)
 
 
+def test_latents_of_a_model_without_them_are_refused(folder, text, tmp_path):
+    arguments = [str(folder), "--data", str(text), "-o", str(tmp_path / "p"), "--steps", "taxonomy", "--latents", *TINY]
+    result = CliRunner().invoke(command.app, arguments)
+    assert result.exit_code == 2
+    assert "no attention of this model is found to" in " ".join(result.output.split())
+    assert not (tmp_path / "p").exists()
+
+
 def test_errors_are_one_line_however_long(tmp_path, monkeypatch, capsys):
     name = tmp_path / ("a-long-name-" * 12) / "none.txt"
     monkeypatch.setattr(sys, "argv", ["semkv-profile", "-o", str(tmp_path / "out"), "--data", str(name)])

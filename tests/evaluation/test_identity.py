@@ -33,5 +33,6 @@ def test_what_computes_another_thing_has_another(subject):
         subject_identity(model, type(profile)(profile.info, tensors), CompileConfig()),
         subject_identity(model, profile, CompileConfig(residency="elastic")),
         subject_identity(model, profile, CompileConfig(kv_dtype="float16")),
+        subject_identity(model, profile, CompileConfig(latents=True)),
     }
-    assert len(made) == 5
+    assert len(made) == 6

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from semkv import bundled
 from semkv.api import compile as compile_model
@@ -48,37 +48,49 @@ def random_ids():
 
 
 @pytest.fixture(scope="session")
-def tiny(random_ids, tmp_path_factory) -> CompiledModel:
-    """The tiny model as `full`, with a profile of all sections. Its weights are so large that tokens depend on all of the prompt."""
+def profiled(random_ids, tmp_path_factory):
+    """`profiled(model, latents=False) -> CompiledModel`: as `full`, with a profile of all sections from a few random tokens."""
+
+    def make(model: PreTrainedModel, *, latents: bool = False) -> CompiledModel:
+        training = CalibrationSettings(
+            length=128, queries=8, max_steps=1, sequences=1, held_out=1, gate_hidden=8, budgets=(0.5,)
+        )
+        measuring = MeasureSettings.checked(
+            length=96, steps=8, samples=2, held_out=1, keep=16, observation=4, sketch_rank=8, sketch_ranks=(8,), sketch_bits=(4,),
+            pass_recall=0.0, retrieves=0.0,
+        )  # fmt: skip
+        data = CalibrationData(
+            {length: (random_ids(length + 8, length),) for length in training.lengths},
+            (random_ids(136, 1),),
+            "random tokens",
+        )
+        sets = tuple(
+            SampleSet(name, (random_ids(104, i),), (random_ids(104, 9 + i),)) for i, name in enumerate(("one", "two"))
+        )
+        answer = tuple(random_ids(5, 3).tolist())
+        questions = tuple(
+            NeedleQuestion(tuple(random_ids(7, i).tolist()), answer, tuple(range(20, 45))) for i in range(4)
+        )
+        needles = (NeedleTest(random_ids(96, 5), questions),)
+        measured = MeasureData(sets, needles, "random tokens", words())
+        job = Job(model, "tiny", "", data, training, measured, measuring, latents)
+        made = run_steps(job, STEPS, work=Path(tmp_path_factory.mktemp("profile")))
+        assert not made.skipped, made.notes
+        return compile_model(model, made.profile, method="full", config=CompileConfig(latents=latents))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny(profiled) -> CompiledModel:
+    """The tiny model. Its weights are so large that tokens depend on all of the prompt."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=8,
         num_key_value_heads=4, head_dim=16, max_position_embeddings=1024, initializer_range=0.3, bos_token_id=1,
         eos_token_id=None, pad_token_id=0,
     )  # fmt: skip
-    model = LlamaForCausalLM(config).eval()
-    training = CalibrationSettings(
-        length=128, queries=8, max_steps=1, sequences=1, held_out=1, gate_hidden=8, budgets=(0.5,)
-    )
-    measuring = MeasureSettings.checked(
-        length=96, steps=8, samples=2, held_out=1, keep=16, observation=4, sketch_rank=8, sketch_ranks=(8,), sketch_bits=(4,),
-        pass_recall=0.0, retrieves=0.0,
-    )  # fmt: skip
-    data = CalibrationData(
-        {length: (random_ids(length + 8, length),) for length in training.lengths},
-        (random_ids(136, 1),),
-        "random tokens",
-    )
-    sets = tuple(
-        SampleSet(name, (random_ids(104, i),), (random_ids(104, 9 + i),)) for i, name in enumerate(("one", "two"))
-    )
-    answer = tuple(random_ids(5, 3).tolist())
-    questions = tuple(NeedleQuestion(tuple(random_ids(7, i).tolist()), answer, tuple(range(20, 45))) for i in range(4))
-    needles = (NeedleTest(random_ids(96, 5), questions),)
-    job = Job(model, "tiny", "", data, training, MeasureData(sets, needles, "random tokens", words()), measuring)
-    made = run_steps(job, STEPS, work=Path(tmp_path_factory.mktemp("profile")))
-    assert not made.skipped, made.notes
-    return compile_model(model, made.profile, method="full")
+    return profiled(LlamaForCausalLM(config).eval())
 
 
 @pytest.fixture(scope="session")

@@ -175,6 +175,40 @@ def test_a_mixture_of_other_parts_keeps_its_budget_and_its_rows(whole, option, p
     assert not torch.equal(other, same), "the option changes nothing"
 
 
+def test_a_mixture_with_whole_heads_keeps_all_their_tokens(whole, prompt):
+    """Volatile heads and pivots are exact, the others share what those leave; a budget that they exceed is refused."""
+    compiled = whole.with_method("mixed", budget=0.95, whole=True)
+    roles = compiled.profile.info.head_taxonomy.roles
+    exact = sum(role in ("volatile", "pivot") for row in roles for role in row)
+    assert 0 < exact < 16
+    state = compiled.prefill(prompt(400, 1))
+    for seed in range(3):
+        compiled.extend(state, prompt(20, seed))
+    assert state.stats.peak_share <= 1
+    held, parts = 0, 0
+    for store in compiled.program.stores:
+        for part, memory in zip(state.rows[0].placement.parts(store), state.rows[0].stores[store.store], strict=True):
+            parts += 1
+            if part.components.whole:
+                held += part.last - part.first
+                assert memory.kept.length + memory.recent.length == 460
+                assert set(store.roles[part.first : part.last]) <= {"volatile", "pivot"}
+            else:
+                assert memory.kept.length + memory.recent.length < 460
+    assert held == exact
+    assert parts > 4
+    with pytest.raises(BudgetError, match=rf"too small for 'mixed': {exact} of 16 KV heads keep all 400 tokens"):
+        whole.with_method("mixed", budget=0.3, whole=True).prefill(prompt(400, 1))
+
+
+def test_a_mixture_with_whole_heads_needs_roles(whole):
+    info = whole.profile.info.model_copy(update={"head_taxonomy": None})
+    profile = Profile(info, {k: v for k, v in whole.profile.tensors.items() if not k.startswith("taxonomy.")})
+    find_method("mixed").check(profile)
+    with pytest.raises(ConfigError, match=r"section 'head_taxonomy'.*--steps taxonomy.*whole=False"):
+        find_method("mixed", {"whole": True}).check(profile)
+
+
 def test_a_mixture_says_which_section_it_lacks(whole):
     info = whole.profile.info.model_copy(update={"sekv": None})
     profile = Profile(info, {k: v for k, v in whole.profile.tensors.items() if not k.startswith("sekv.")})

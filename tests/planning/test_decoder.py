@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from semkv.errors import ConfigError
-from semkv.pipeline import captured_program
+from semkv.pipeline import captured_program, on_latents
 from semkv.planning.decoder import Decoder, LayerCache, decoder_of, load_config
 
 LLAMA_8B = {
@@ -97,7 +97,19 @@ def test_layers_are_the_sites_that_capture_finds(name):
 def test_latent_layers_cache_less_than_attention_reads():
     layers = decoder_of(FAMILIES["latent"], dtype="bfloat16").layers
     assert [layer.latent for layer in layers] == [True, True]
-    assert layers[0] == LayerCache(24 + 8, 4, 24, 12)
+    assert layers[0] == LayerCache(24 + 8, 4, 24, 12, rank=24)
+
+
+def test_layers_on_latents_are_the_sites_of_the_program_on_latents():
+    config = copy.deepcopy(FAMILIES["latent"])
+    config.num_hidden_layers = 1
+    torch.manual_seed(0)
+    sites = on_latents(captured_program(AutoModelForCausalLM.from_config(config).eval())).stores
+    found = decoder_of(config, dtype="float32").on_latents()
+    assert [(s.kv_heads, s.key_dim, s.value_dim) for s in sites] == [(1, 32, 24)]
+    assert [(x.kv_heads, x.key_dim, x.value_dim) for x in found.layers] == [(1, 32, 24)]
+    with pytest.raises(ConfigError, match=r"Llama: --latents is for multi-head latent attention"):
+        decoder_of(FAMILIES["llama"]).on_latents()
 
 
 def test_experts_read_by_a_batch():

@@ -1,0 +1,57 @@
+"""Trained methods on latents: calibrated on them, the budget held, and the full model where nothing has to go."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+from semkv.compiled import CompiledModel
+from tests.methods.conftest import VOCABULARY
+
+OPTIONS = {
+    "specontext": {"strict": True, "window": 8}, "compresskv": {"recoverable": True}, "heterocache": {"strict": True},
+    "mixed": {"others": "spans"}, "sekv": {}, "sketch": {}, "sentencekv": {},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def latent(profiled) -> CompiledModel:
+    """A small DeepSeek-V3 whose memory holds latents of 16 numbers and a shared key of 8."""
+    torch.manual_seed(0)
+    config = DeepseekV3Config(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, first_k_dense_replace=2,
+        num_attention_heads=8, num_key_value_heads=8, kv_lora_rank=16, q_lora_rank=24, qk_nope_head_dim=16, qk_rope_head_dim=8,
+        v_head_dim=16, max_position_embeddings=1024, initializer_range=0.3, bos_token_id=1, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    return profiled(DeepseekV3ForCausalLM(config).eval(), latents=True)
+
+
+def test_the_profile_is_of_latents(latent):
+    assert [(site.q_heads, site.kv_heads, site.key_dim, site.value_dim) for site in latent.program.sites] == [
+        (8, 1, 24, 16)
+    ] * 2
+    latent.profile.check_stores(latent.program.stores)
+
+
+@pytest.mark.parametrize("method", OPTIONS)
+def test_trained_methods_hold_their_budget_of_latents(latent, random_ids, method):
+    compiled = latent.with_method(method, budget=0.5, **OPTIONS[method])
+    state = compiled.prefill(random_ids(400, 1)[None])
+    for token in range(12):
+        compiled.extend(state, random_ids(1, token)[None])
+    assert state.stats.peak_share <= 1
+    assert state.nbytes["host"] > 0
+    assert state.logits.isfinite().all()
+
+
+def test_a_retrieval_head_chooses_latents(latent, random_ids):
+    """SpeContext Sec. 4.3: one selection for the one KV head there is, in every layer; with room for all, the full model."""
+    ids, more = random_ids(120, 1)[None], random_ids(6, 2)[None]
+    full = latent.prefill(ids)
+    compiled = latent.with_method("specontext", budget=1.0, strict=True, window=8)
+    state = compiled.prefill(ids)
+    expected, got = latent.extend(full, more, all_logits=True), compiled.extend(state, more, all_logits=True)
+    spans = [memory.spans for memory in state.rows[0].budgeted()]
+    assert all(found is not None and found.host_tokens.length > 0 for found in spans)
+    torch.testing.assert_close(got, expected, rtol=0, atol=0.02 * float(expected.abs().max()))
