@@ -126,11 +126,8 @@ def _absorb(body: GraphModule, node: Node, site: AttentionSite, latent: Latent) 
         k = make(aten.cat.default, keys, 3)
     for number, operand in enumerate((q, k, tokens)):
         node.update_arg(number, operand)
-    old_value = node.meta["val"]
-    with body.graph.inserting_after(node):
-        below = node.next
-    with body.graph.inserting_before(below):
-        node.meta["val"] = _widened(old_value, latent.rank)
+    node.meta["val"] = _widened(node.meta["val"], latent.rank)
+    with body.graph.inserting_before(node.next):
         found = [
             make(aten.matmul.default, node, make(aten.transpose.int, projection(part), 1, 2)) for part in latent.values
         ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -72,7 +73,7 @@ def _columns(node: Node, axis: int, heads: int) -> list[Columns]:
         return [part for operand in node.args[0] for part in _columns(operand, axis, heads)]
     if target in (aten.slice.Tensor, aten.slice_scatter.default, aten.copy.default):
         return _of_slices(node, axis, heads, unknown)
-    if str(node.target) == "<built-in function getitem>":
+    if target is operator.getitem:
         return _of_split(node, axis, heads, unknown)
     if target in VIEWS and axis == 2:
         return _of_projection(node.args[0], heads, shape[3], unknown)
