@@ -172,8 +172,7 @@ class Mixed(Sketch):
         """HeteroCache's role of a KV head of the user's model."""
         assert profile is not None
         assert profile.info.head_taxonomy is not None
-        number = [store.store for store in profile.info.model.stores].index(site.store)
-        return profile.info.head_taxonomy.roles[number][head]
+        return profile.info.head_taxonomy.roles[_row_of(profile, site)][head]
 
     def layer_weight(self, profile: Profile | None, site: AttentionSite) -> float:
         if not self.errors:
@@ -181,11 +180,15 @@ class Mixed(Sketch):
         assert profile is not None
         assert profile.info.layer_errors is not None
         weights = [error**self.errors for error in profile.info.layer_errors.errors]
-        number = [store.store for store in profile.info.model.stores].index(site.store)
-        return weights[number] * len(weights) / sum(weights)
+        return weights[_row_of(profile, site)] * len(weights) / sum(weights)
 
     def _sentences(self, profile: Profile | None) -> SentenceRouter | None:
         if not self.sentence:
             return None
         assert profile is not None
         return SentenceRouter(classes=profile.tensors["sentences.classes"])
+
+
+def _row_of(profile: Profile, site: AttentionSite) -> int:
+    """The row of a site's KV store in the profile's tables."""
+    return [store.store for store in profile.info.model.stores].index(site.store)

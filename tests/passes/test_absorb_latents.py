@@ -163,7 +163,8 @@ COMMON = {
 EXPERTS = {"moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 2}
 FAMILIES = {
     "DeepseekV2": {**EXPERTS, "n_group": 2, "topk_group": 1}, "DeepseekV3": {**EXPERTS, "n_group": 2, "topk_group": 1},
-    "MiniCPM3": {}, "Youtu": {},
+    "MiniCPM3": {}, "Youtu": {}, "Glm4MoeLite": {**EXPERTS, "n_group": 2, "topk_group": 1},
+    "Mistral4": {**EXPERTS, "n_group": 2, "topk_group": 1},
 }  # fmt: skip
 
 
