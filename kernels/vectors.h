@@ -51,6 +51,36 @@ inline Floats from_float16(Shorts x) {
 
 inline Floats from_bytes(Bytes x, int32_t zero) { return __builtin_convertvector((Ints)Words{ALL_OF(x)} - zero, Floats); }
 
+// What codes in the lowest bits of sixteen numbers stand for. A number's upper bits may be anything where Bits is 4 or less: a lookup in a
+// table of sixteen, one instruction with AVX-512, reads four bits.
+template <int64_t Bits>
+inline Floats from_codes(Words codes) {
+  constexpr int32_t middle = 1 << (Bits - 1), mask = 2 * middle - 1;
+#if defined(__AVX512F__) && !defined(__clang__)
+  if constexpr (Bits <= 4) {
+    const Ints lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    return __builtin_shuffle(__builtin_convertvector((lanes & mask) - middle, Floats), codes);
+  }
+#endif
+  return __builtin_convertvector((Ints)(codes & (uint32_t)mask) - middle, Floats);
+}
+
+// Every second of the numbers of two vectors, one after the other: from the first on, and from the second on.
+inline Floats evens(Floats a, Floats b) {
+  return __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+}
+inline Floats odds(Floats a, Floats b) {
+  return __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+}
+
+// What `evens` and `odds` are of.
+inline Floats first_of(Floats evens, Floats odds) {
+  return __builtin_shufflevector(evens, odds, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+}
+inline Floats second_of(Floats evens, Floats odds) {
+  return __builtin_shufflevector(evens, odds, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+}
+
 using Four = float __attribute__((vector_size(16)));
 
 // Sums of lanes two apart, within every four lanes: those of `a` and `b` in turn.

@@ -27,20 +27,6 @@ struct Part {
   int64_t count;
 };
 
-// What codes in the lowest bits of sixteen numbers stand for. A number's upper bits may be anything where Bits is 4 or less: a lookup in a
-// table of sixteen, one instruction with AVX-512, reads four bits.
-template <int64_t Bits>
-inline Floats from_codes(Words codes) {
-  constexpr int32_t middle = 1 << (Bits - 1), mask = 2 * middle - 1;
-#if defined(__AVX512F__) && !defined(__clang__)
-  if constexpr (Bits <= 4) {
-    const Ints lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    return __builtin_shuffle(__builtin_convertvector((lanes & mask) - middle, Floats), codes);
-  }
-#endif
-  return __builtin_convertvector((Ints)(codes & (uint32_t)mask) - middle, Floats);
-}
-
 // Sixteen codes from 2 * Bits bytes on, of which `bytes` are read.
 template <int64_t Bits>
 inline Floats codes_in_row(const uint8_t* from, int64_t bytes) {
@@ -60,35 +46,48 @@ inline Floats codes_in_row(const uint8_t* from, int64_t bytes) {
   }
 }
 
-// In rows of 4 bits: the low halves of sixteen bytes, then the high ones, with the queries' numbers in that order.
-template <int64_t Rows>
+// In rows of 4 bits: the low halves of sixteen bytes, then the high ones, with the queries' numbers in that order. Width: bytes of a vector
+// where the compiler knows them, else 0.
+template <int64_t Rows, int64_t Width>
 void in_rows_by_halves(const Call& call, const Part& part, int64_t row) {
-  const int64_t width = call.width;
+  const int64_t width = Width ? Width : call.width;
   float q[Rows][2][MAX_HALVES] = {};
   for (int64_t i = 0; i < Rows; ++i)
     for (int64_t n = 0; n < 2 * width; ++n) q[i][n % 2][n / 2] = part.q[(row + i) * 2 * width + n];
   for (int64_t n = 0; n < part.count; n += 4) {
     Floats sums[4][Rows] = {};
     for (int64_t at = 0; at < 4 * call.vector_stride; at += 64) __builtin_prefetch(part.codes + (n + AHEAD) * call.vector_stride + at);
-    for (int64_t at = 0; at < width; at += LANES)
+    const uint8_t* vector[4];
+    for (int64_t j = 0; j < 4; ++j) vector[j] = part.codes + (n + j < part.count ? n + j : part.count - 1) * call.vector_stride;
+    auto take = [&](int64_t at, int64_t count) __attribute__((always_inline)) {
       for (int64_t j = 0; j < 4; ++j) {
-        const uint8_t* from = part.codes + (n + j < part.count ? n + j : part.count - 1) * call.vector_stride + at;
         Bytes bytes = {};
-        width - at >= LANES ? std::memcpy(&bytes, from, LANES) : std::memcpy(&bytes, from, width - at);
+        count == LANES ? std::memcpy(&bytes, vector[j] + at, LANES) : std::memcpy(&bytes, vector[j] + at, count);
         Words packed = {ALL_OF(bytes)};
         Floats low = from_codes<4>(packed), high = from_codes<4>(packed >> 4u);
-        for (int64_t i = 0; i < Rows; ++i) sums[j][i] += low * load(q[i][0] + at) + high * load(q[i][1] + at);
+        for (int64_t i = 0; i < Rows; ++i) {
+          sums[j][i] += low * load(q[i][0] + at);
+          sums[j][i] += high * load(q[i][1] + at);
+        }
       }
+    };
+    int64_t at = 0;
+    for (; at + LANES <= width; at += LANES) take(at, LANES);
+    if (at < width) take(at, width - at);
     for (int64_t i = 0; i < Rows; ++i) {
       Four four = sums_of(sums[0][i], sums[1][i], sums[2][i], sums[3][i]);
-      for (int64_t j = 0; j < 4 && n + j < part.count; ++j) part.out[(row + i) * call.count + n + j] = four[j];
+      float* out = part.out + (row + i) * call.count + n;
+      part.count - n >= 4 ? std::memcpy(out, &four, sizeof(four)) : std::memcpy(out, &four, (part.count - n) * sizeof(float));
     }
   }
 }
 
 template <int64_t Bits, int64_t Rows>
 void in_rows(const Call& call, const Part& part, int64_t row) {
-  if (Bits == 4 && call.width <= MAX_HALVES) return in_rows_by_halves<Rows>(call, part, row);
+  if (Bits == 4 && call.width <= MAX_HALVES)  // heads of 128 and of 64 numbers are the most common ones
+    return (call.width == 64   ? in_rows_by_halves<Rows, 64>
+            : call.width == 32 ? in_rows_by_halves<Rows, 32>
+                               : in_rows_by_halves<Rows, 0>)(call, part, row);
   const int64_t padded = call.width * 8 / Bits;
   const float* q = part.q + row * padded;
   for (int64_t n = 0; n < part.count; n += 4) {

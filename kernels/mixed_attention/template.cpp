@@ -54,7 +54,9 @@ struct Call {
   Parallel parallel;
 };
 
+// How vectors are stored. HALVES: `both` reads 32 numbers from `at` on faster than `part` does, those at even places and those at odd ones.
 struct Float32 {
+  static constexpr bool HALVES = false;
   template <int64_t Count>
   static Floats part(const char* vector, int64_t at) {
     return loaded<Count, Floats>((const float*)vector + at);
@@ -62,6 +64,7 @@ struct Float32 {
 };
 
 struct Bfloat16 {
+  static constexpr bool HALVES = false;
   template <int64_t Count>
   static Floats part(const char* vector, int64_t at) {
     return from_bfloat16(loaded<Count, Shorts>((const uint16_t*)vector + at));
@@ -69,6 +72,7 @@ struct Bfloat16 {
 };
 
 struct Float16 {
+  static constexpr bool HALVES = false;
   template <int64_t Count>
   static Floats part(const char* vector, int64_t at) {
     return from_float16(loaded<Count, Shorts>((const uint16_t*)vector + at));
@@ -76,6 +80,7 @@ struct Float16 {
 };
 
 struct Codes8 {
+  static constexpr bool HALVES = false;
   template <int64_t Count>
   static Floats part(const char* vector, int64_t at) {
     return from_bytes(loaded<Count, Bytes>(vector + at), 128);
@@ -83,6 +88,13 @@ struct Codes8 {
 };
 
 struct Codes4 {  // two a byte, low half first
+  static constexpr bool HALVES = true;
+  static void both(const char* vector, int64_t at, Floats& even, Floats& odd) {
+    Bytes bytes = loaded<LANES, Bytes>(vector + at / 2);
+    Words packed = {ALL_OF(bytes)};
+    even = from_codes<4>(packed);
+    odd = from_codes<4>(packed >> 4u);
+  }
   template <int64_t Count>
   static Floats part(const char* vector, int64_t at) {
     uint64_t pairs = 0;
@@ -113,8 +125,22 @@ inline void fetch_ahead(const char* vector, int64_t stride) {
 
 // Products of a tile's keys with ROWS queries [ROWS, KEY_WIDTH], into [ROWS, TILE]: a key of each run and up to four queries at once.
 template <typename Kind, int64_t First = 0>
-void products(const char* keys, int64_t stride, const Tile& tile, const float* q, float* __restrict out) {
+void products(const char* keys, int64_t stride, const Tile& tile, const float* given, float* __restrict out) {
   constexpr int64_t rows = ROWS - First < 4 ? ROWS - First : 4, rest = DIM % LANES;
+  constexpr int64_t paired = Kind::HALVES ? DIM / LANES / 2 * 2 : 0;  // vectors that are read two at a time
+  const float* q = given + First * KEY_WIDTH;
+  float asked[paired ? rows * KEY_WIDTH : 1];
+  if constexpr (paired > 0) {
+    for (int64_t i = 0; i < rows * KEY_VECTORS; ++i) store(asked + i * LANES, load(q + i * LANES));
+    for (int64_t row = 0; row < rows; ++row)
+      for (int64_t i = 0; i < paired; i += 2) {
+        float* two = asked + row * KEY_WIDTH + i * LANES;
+        Floats a = load(two), b = load(two + LANES);
+        store(two, evens(a, b));
+        store(two + LANES, odds(a, b));
+      }
+    q = asked;
+  }
   for (int64_t n = 0; n < tile.count[0]; ++n) {
     const char* key[RUNS];
     Floats sums[RUNS][rows] = {};
@@ -122,39 +148,65 @@ void products(const char* keys, int64_t stride, const Tile& tile, const float* q
       key[run] = entry(keys, stride, tile, run, n);
       if (First == 0) fetch_ahead(key[run], stride);
     }
-    for (int64_t i = 0; i < DIM / LANES; ++i)
+    for (int64_t i = 0; i < paired; i += 2)
+      for (int64_t run = 0; run < RUNS; ++run) {
+        Floats even, odd;
+        if constexpr (paired > 0) Kind::both(key[run], i * LANES, even, odd);
+        for (int64_t row = 0; row < rows; ++row) {
+          sums[run][row] += even * load(q + row * KEY_WIDTH + i * LANES);
+          sums[run][row] += odd * load(q + row * KEY_WIDTH + (i + 1) * LANES);
+        }
+      }
+    for (int64_t i = paired; i < DIM / LANES; ++i)
       for (int64_t run = 0; run < RUNS; ++run) {
         Floats x = Kind::template part<LANES>(key[run], i * LANES);
-        for (int64_t row = 0; row < rows; ++row) sums[run][row] += x * load(q + (First + row) * KEY_WIDTH + i * LANES);
+        for (int64_t row = 0; row < rows; ++row) sums[run][row] += x * load(q + row * KEY_WIDTH + i * LANES);
       }
     for (int64_t run = 0; run < RUNS && rest; ++run) {
       Floats x = Kind::template part<rest>(key[run], DIM - rest);
-      for (int64_t row = 0; row < rows; ++row) sums[run][row] += x * load(q + (First + row) * KEY_WIDTH + DIM - rest);
+      for (int64_t row = 0; row < rows; ++row) sums[run][row] += x * load(q + row * KEY_WIDTH + DIM - rest);
     }
     for (int64_t row = 0; row < rows; ++row) {
       Four four = sums_of(sums[0][row], sums[1][row], sums[2][row], sums[3][row]);
       for (int64_t run = 0; run < RUNS; ++run) out[(First + row) * TILE + run * tile.width + n] = four[run];
     }
   }
-  if constexpr (First + rows < ROWS) products<Kind, First + rows>(keys, stride, tile, q, out);
+  if constexpr (First + rows < ROWS) products<Kind, First + rows>(keys, stride, tile, given, out);
 }
 
 // Add a tile's values, weighted by [ROWS, TILE], to [ROWS, VALUE_WIDTH], from the vector `First` on.
 template <typename Kind, int64_t First = 0>
 void add(const char* values, int64_t stride, const Tile& tile, const float* weights, float* out) {
-  constexpr int64_t vectors = VALUE_VECTORS - First < PASS ? VALUE_VECTORS - First : PASS;
+  constexpr int64_t pass = Kind::HALVES ? PASS / 2 * 2 : PASS;
+  constexpr int64_t vectors = VALUE_VECTORS - First < pass ? VALUE_VECTORS - First : pass;
   constexpr bool last = First + vectors == VALUE_VECTORS;
   constexpr int64_t whole = vectors - (last && VALUE_DIM % LANES), rest = VALUE_DIM % LANES;
+  constexpr int64_t paired = Kind::HALVES ? whole / 2 * 2 : 0;  // vectors that are read two at a time
   Floats sums[ROWS][vectors];
-  for (int64_t row = 0; row < ROWS; ++row)
+  for (int64_t row = 0; row < ROWS; ++row) {
     for (int64_t i = 0; i < vectors; ++i) sums[row][i] = load(out + row * VALUE_WIDTH + (First + i) * LANES);
+    for (int64_t i = 0; i < paired; i += 2) {
+      Floats a = sums[row][i], b = sums[row][i + 1];
+      sums[row][i] = evens(a, b), sums[row][i + 1] = odds(a, b);
+    }
+  }
   for (int64_t n = 0; n < tile.count[0]; ++n) {
     const char* value[RUNS];
     for (int64_t run = 0; run < RUNS; ++run) {
       value[run] = entry(values, stride, tile, run, n);
       if (First == 0) fetch_ahead(value[run], stride);
     }
-    for (int64_t i = 0; i < whole; ++i)
+    for (int64_t i = 0; i < paired; i += 2)
+      for (int64_t run = 0; run < RUNS; ++run) {
+        Floats even, odd;
+        if constexpr (paired > 0) Kind::both(value[run], (First + i) * LANES, even, odd);
+        for (int64_t row = 0; row < ROWS; ++row) {
+          const float weight = weights[row * TILE + run * tile.width + n];
+          sums[row][i] += even * weight;
+          sums[row][i + 1] += odd * weight;
+        }
+      }
+    for (int64_t i = paired; i < whole; ++i)
       for (int64_t run = 0; run < RUNS; ++run) {
         Floats x = Kind::template part<LANES>(value[run], (First + i) * LANES);
         for (int64_t row = 0; row < ROWS; ++row) sums[row][i] += x * weights[row * TILE + run * tile.width + n];
@@ -164,8 +216,13 @@ void add(const char* values, int64_t stride, const Tile& tile, const float* weig
       for (int64_t row = 0; row < ROWS; ++row) sums[row][whole] += x * weights[row * TILE + run * tile.width + n];
     }
   }
-  for (int64_t row = 0; row < ROWS; ++row)
+  for (int64_t row = 0; row < ROWS; ++row) {
+    for (int64_t i = 0; i < paired; i += 2) {
+      Floats even = sums[row][i], odd = sums[row][i + 1];
+      sums[row][i] = first_of(even, odd), sums[row][i + 1] = second_of(even, odd);
+    }
     for (int64_t i = 0; i < vectors; ++i) store(out + row * VALUE_WIDTH + (First + i) * LANES, sums[row][i]);
+  }
   if constexpr (!last) add<Kind, First + vectors>(values, stride, tile, weights, out);
 }
 
@@ -179,26 +236,46 @@ const float* scales(const Vectors& of, int64_t place, const Tile& tile, float* i
   if (!of.scale) return nullptr;
   for (int64_t run = 0; run < RUNS; ++run)
     for (int64_t first = 0; first < tile.width; first += LANES) {
+      const char* from = of.scale + place * of.scale_place_stride + (tile.start[run] + first) * of.scale_entry_stride;
+      const int64_t left = tile.count[run] - first < LANES ? tile.count[run] - first : LANES;
       Shorts half = {};
-      for (int64_t n = first; n < first + LANES && n < tile.count[run]; ++n)
-        half[n - first] = *(const uint16_t*)(of.scale + place * of.scale_place_stride + (tile.start[run] + n) * of.scale_entry_stride);
+      if (left == LANES && of.scale_entry_stride == sizeof(uint16_t))
+        half = loaded<LANES, Shorts>((const uint16_t*)from);
+      else
+        for (int64_t n = 0; n < left; ++n) half[n] = *(const uint16_t*)(from + n * of.scale_entry_stride);
       store(into + run * tile.width + first, from_float16(half));
     }
   return into;
 }
 
-// How far back each entry of a tile lies from a query, -1 for one that the query does not see; whether it sees any.
+// How far back each of `count` positions lies from a query at `where`, -1 for one that the query does not see; whether it sees any.
+template <typename Number>
+bool distances(const Number* positions, int64_t stride, int64_t count, int64_t where, int64_t window, int32_t* __restrict out) {
+  const int64_t most = window ? window - 1 : INT64_MAX;
+  int32_t seen = 0;
+  auto of = [=](Number position) {
+    const int64_t back = where - position;
+    const int32_t held = back > INT32_MAX ? INT32_MAX : (int32_t)back;
+    return (back >= 0) & (back <= most) ? held : -1;
+  };
+  if (stride == sizeof(Number))  // which the compiler does sixteen at a time
+    for (int64_t n = 0; n < count; ++n) seen |= (out[n] = of(positions[n])) >= 0;
+  else
+    for (int64_t n = 0; n < count; ++n) seen |= (out[n] = of(*(const Number*)((const char*)positions + n * stride))) >= 0;
+  return seen;
+}
+
+// The same of a tile's entries.
 bool distances(const Call& call, const Block& block, int64_t place, const Tile& tile, int64_t where, int32_t* out) {
   bool seen = false;
   for (int64_t n = 0; n < tile.size(); ++n) out[n] = -1;
-  for (int64_t run = 0; run < RUNS; ++run)
-    for (int64_t n = 0; n < tile.count[run]; ++n) {
-      const char* at = block.positions + place * block.position_place_stride + (tile.start[run] + n) * block.position_entry_stride;
-      int64_t back = where - (block.position_bytes == 8 ? *(const int64_t*)at : *(const int32_t*)at);
-      bool sees = back >= 0 && (!call.window || back < call.window);
-      out[run * tile.width + n] = sees ? (back > INT32_MAX ? INT32_MAX : (int32_t)back) : -1;
-      seen |= sees;
-    }
+  for (int64_t run = 0; run < RUNS; ++run) {
+    const char* at = block.positions + place * block.position_place_stride + tile.start[run] * block.position_entry_stride;
+    const int64_t stride = block.position_entry_stride, count = tile.count[run];
+    int32_t* own = out + run * tile.width;
+    seen |= block.position_bytes == 8 ? distances((const int64_t*)at, stride, count, where, call.window, own)
+                                      : distances((const int32_t*)at, stride, count, where, call.window, own);
+  }
   return seen;
 }
 
@@ -215,7 +292,11 @@ void shape(const Call& call, const Block& block, int64_t place, const Tile& tile
   for (int64_t run = 0; run < RUNS && block.bias; ++run) {
     const float* bias = block.bias + place * block.bias_place_stride + row / call.tokens * block.bias_group_stride +
                         row % call.tokens * block.bias_token_stride + tile.start[run] * block.bias_entry_stride;
-    for (int64_t n = 0; n < tile.count[run]; ++n) x[run * tile.width + n] += bias[n * block.bias_entry_stride];
+    float* own = x + run * tile.width;
+    if (block.bias_entry_stride == 1)
+      for (int64_t n = 0; n < tile.count[run]; ++n) own[n] += bias[n];
+    else
+      for (int64_t n = 0; n < tile.count[run]; ++n) own[n] += bias[n * block.bias_entry_stride];
   }
   for (int64_t n = 0; n < tile.size(); ++n) x[n] = back[n] < 0 ? NONE : x[n];
 }

@@ -211,7 +211,10 @@ class FoldedSpans:
         """The smallest and the largest of `unit_nbytes`, 0 without units."""
         if self._range is None or self._range[0] is not self.segment_unit:
             costs = self.unit_nbytes()
-            found = (int(costs.min()), int(costs.max())) if costs.numel() else (0, 0)
+            found = (0, 0)
+            if costs.numel():
+                least, greatest = (costs[:1] if costs.stride(0) == 0 else costs).aminmax()  # one row is all heads'
+                found = int(least), int(greatest)
             self._range = (self.segment_unit, found)
         return self._range[1]
 

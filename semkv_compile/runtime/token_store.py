@@ -31,8 +31,9 @@ class TokenStore:
         return -(-tokens // self.page_size)
 
     def _grown(self, x: Tensor, capacity: int) -> Tensor:
-        out = x.new_zeros((x.shape[0], capacity, *x.shape[2:]))
+        out = x.new_empty((x.shape[0], capacity, *x.shape[2:]))
         out[:, : x.shape[1]] = x
+        out[:, x.shape[1] :] = 0
         return out
 
     @property
