@@ -21,6 +21,15 @@ inline Vector loaded(const Number* from) {
   return x;
 }
 
+// The first `count` numbers of a list whose numbers are `stride` bytes apart; the other lanes are 0.
+template <typename Vector, typename Number>
+inline Vector spread(const char* from, int64_t stride, int64_t count) {
+  if (count == LANES && stride == sizeof(Number)) return loaded<LANES, Vector>((const Number*)from);
+  Vector x = {};
+  for (int64_t n = 0; n < count; ++n) x[n] = *(const Number*)(from + n * stride);
+  return x;
+}
+
 inline Floats load(const float* from) { return loaded<LANES, Floats>(from); }
 
 inline void store(float* to, Floats x) { std::memcpy(to, &x, sizeof(x)); }
@@ -63,6 +72,13 @@ inline Floats from_codes(Words codes) {
   }
 #endif
   return __builtin_convertvector((Ints)(codes & (uint32_t)mask) - middle, Floats);
+}
+
+// The sixteen codes of 4 bits in the lower halves of bytes, and those in the upper ones.
+inline void from_halves(Bytes bytes, Floats& lower, Floats& upper) {
+  Words packed = {ALL_OF(bytes)};
+  lower = from_codes<4>(packed);
+  upper = from_codes<4>(packed >> 4u);
 }
 
 // Every second of the numbers of two vectors, one after the other: from the first on, and from the second on.

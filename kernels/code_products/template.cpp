@@ -63,8 +63,8 @@ void in_rows_by_halves(const Call& call, const Part& part, int64_t row) {
       for (int64_t j = 0; j < 4; ++j) {
         Bytes bytes = {};
         count == LANES ? std::memcpy(&bytes, vector[j] + at, LANES) : std::memcpy(&bytes, vector[j] + at, count);
-        Words packed = {ALL_OF(bytes)};
-        Floats low = from_codes<4>(packed), high = from_codes<4>(packed >> 4u);
+        Floats low, high;
+        from_halves(bytes, low, high);
         for (int64_t i = 0; i < Rows; ++i) {
           sums[j][i] += low * load(q[i][0] + at);
           sums[j][i] += high * load(q[i][1] + at);
@@ -157,23 +157,12 @@ void lengths(const Call& call, const Part& part) {
   }
 }
 
-// Up to sixteen scales from vector `n` on.
-template <typename Vector, typename Number>
-inline Vector scales(const Call& call, const Part& part, int64_t n, int64_t left) {
-  const char* from = part.scale + n * call.scale_vector_stride;
-  Vector x = {};
-  if (left == LANES && call.scale_vector_stride == sizeof(Number))
-    std::memcpy(&x, from, sizeof(x));
-  else
-    for (int64_t i = 0; i < left; ++i) x[i] = *(const Number*)(from + i * call.scale_vector_stride);
-  return x;
-}
-
 void multiply(const Call& call, const Part& part) {
   for (int64_t n = 0; n < part.count; n += LANES) {
     int64_t left = part.count - n < LANES ? part.count - n : LANES;
-    Floats scale = call.scale_bytes == 2 ? from_float16(scales<Shorts, uint16_t>(call, part, n, left))
-                                         : scales<Floats, float>(call, part, n, left);
+    const char* from = part.scale + n * call.scale_vector_stride;
+    Floats scale = call.scale_bytes == 2 ? from_float16(spread<Shorts, uint16_t>(from, call.scale_vector_stride, left))
+                                         : spread<Floats, float>(from, call.scale_vector_stride, left);
     for (int64_t row = 0; row < call.rows; ++row) {
       float* out = part.out + row * call.count + n;
       Floats x = {};

@@ -55,32 +55,32 @@ struct Call {
 };
 
 // How vectors are stored. HALVES: `both` reads 32 numbers from `at` on faster than `part` does, those at even places and those at odd ones.
-struct Float32 {
+struct Whole {
   static constexpr bool HALVES = false;
+};
+
+struct Float32 : Whole {
   template <int64_t Count>
   static Floats part(const char* vector, int64_t at) {
     return loaded<Count, Floats>((const float*)vector + at);
   }
 };
 
-struct Bfloat16 {
-  static constexpr bool HALVES = false;
+struct Bfloat16 : Whole {
   template <int64_t Count>
   static Floats part(const char* vector, int64_t at) {
     return from_bfloat16(loaded<Count, Shorts>((const uint16_t*)vector + at));
   }
 };
 
-struct Float16 {
-  static constexpr bool HALVES = false;
+struct Float16 : Whole {
   template <int64_t Count>
   static Floats part(const char* vector, int64_t at) {
     return from_float16(loaded<Count, Shorts>((const uint16_t*)vector + at));
   }
 };
 
-struct Codes8 {
-  static constexpr bool HALVES = false;
+struct Codes8 : Whole {
   template <int64_t Count>
   static Floats part(const char* vector, int64_t at) {
     return from_bytes(loaded<Count, Bytes>(vector + at), 128);
@@ -90,10 +90,7 @@ struct Codes8 {
 struct Codes4 {  // two a byte, low half first
   static constexpr bool HALVES = true;
   static void both(const char* vector, int64_t at, Floats& even, Floats& odd) {
-    Bytes bytes = loaded<LANES, Bytes>(vector + at / 2);
-    Words packed = {ALL_OF(bytes)};
-    even = from_codes<4>(packed);
-    odd = from_codes<4>(packed >> 4u);
+    from_halves(loaded<LANES, Bytes>(vector + at / 2), even, odd);
   }
   template <int64_t Count>
   static Floats part(const char* vector, int64_t at) {
@@ -238,12 +235,7 @@ const float* scales(const Vectors& of, int64_t place, const Tile& tile, float* i
     for (int64_t first = 0; first < tile.width; first += LANES) {
       const char* from = of.scale + place * of.scale_place_stride + (tile.start[run] + first) * of.scale_entry_stride;
       const int64_t left = tile.count[run] - first < LANES ? tile.count[run] - first : LANES;
-      Shorts half = {};
-      if (left == LANES && of.scale_entry_stride == sizeof(uint16_t))
-        half = loaded<LANES, Shorts>((const uint16_t*)from);
-      else
-        for (int64_t n = 0; n < left; ++n) half[n] = *(const uint16_t*)(from + n * of.scale_entry_stride);
-      store(into + run * tile.width + first, from_float16(half));
+      store(into + run * tile.width + first, from_float16(spread<Shorts, uint16_t>(from, of.scale_entry_stride, left)));
     }
   return into;
 }
