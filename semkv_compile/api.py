@@ -16,12 +16,10 @@ from semkv.config import CompileConfig, check_budget
 from semkv.errors import ConfigError
 from semkv.kernel_builds import check_graphs
 from semkv.methods import find_method
+from semkv.methods.auto import AUTO, measured_best
 from semkv.pipeline import captured_program, on_latents
 from semkv.profiles.schema import Profile
 from semkv.program_cache import cached_program
-
-AUTO = "auto"
-"""As a method's name: the one that the profile measured to be best."""
 
 
 def compile(
@@ -57,8 +55,10 @@ def compile(
     check_budget(budget)
     settings = config or CompileConfig()
     target = None if device is None else usable(device)
-    if method in (None, AUTO):
-        method = _best(profile, budget, asked=method == AUTO)
+    if method == AUTO:
+        method = measured_best(profile, budget)
+    elif method is None:
+        method = _default_method(profile, budget)
     chosen = find_method(method, settings.method_options)
     fingerprint = model_fingerprint(model)
     if profile is not None:
@@ -82,19 +82,13 @@ def compile(
     )  # fmt: skip
 
 
-def _best(profile: Profile | None, budget: float | int | None, *, asked: bool) -> str:
-    """The method that the profile's table has as best; `asked`: for by name, so that there must be one."""
+def _default_method(profile: Profile | None, budget: float | int | None) -> str:
+    """`full` without a profile, with one the method that was measured to be best."""
     if profile is None:
-        if asked:
-            raise ConfigError("method 'auto' needs a profile whose methods were measured: make one with semkv-profile")
         return "full"
     if budget is None:
         raise ConfigError("a profile was given but no budget: pass budget=0.1 for example, or method='full'")
-    if asked and not profile.info.choices:
-        raise ConfigError(
-            "method 'auto' chooses by measurement and this profile holds none: run `semkv-profile MODEL --steps choice -o PROFILE`"
-        )
-    return profile.best_method(budget if isinstance(budget, float) else None)  # the table is of fractions
+    return profile.best_method(budget)
 
 
 def _refuse_budget(name: str, compresses: bool, budget: Any) -> None:

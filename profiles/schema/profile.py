@@ -122,8 +122,8 @@ class Profile:
                     "CompileConfig(latents=True), and without it for latents=False"
                 )
 
-    def best_method(self, budget: float | None = None) -> str:
-        """The method that was measured best for this model at `budget` (a fraction; None: over all budgets).
+    def best_method(self, budget: float | int | None = None) -> str:
+        """The method that was measured best for this model at `budget` (a fraction; tokens or None: over all budgets).
 
         Read from the cells of the measured budget nearest to `budget` in ratio; a method's score is the mean over
         lengths that every method was measured at. Of equal scores, the one that was asked more questions, then the one
@@ -132,7 +132,7 @@ class Profile:
         cells = self.info.choices
         if not cells:
             return "sekv"
-        if budget is not None:
+        if isinstance(budget, float):  # the table is of fractions
             nearest = min({cell.budget for cell in cells}, key=lambda b: max(b / budget, budget / b))
             cells = tuple(cell for cell in cells if cell.budget == nearest)
         measured: dict[str, dict[tuple[float, int], Choice]] = {}

@@ -50,19 +50,15 @@ def run_bench(request: BenchRequest) -> None:
     from semkv.errors import ConfigError
     from semkv.evaluation.bench import check_tokens, time_compiled
     from semkv.evaluation.environment import describe, now
-    from semkv.methods import find_method
     from semkv.planning.decoder import decoder_of
     from semkv.runtime.timeline import Timeline
 
-    methods = [find_method(name) for name in request.methods]
+    entries = entries_of(request)
     started = now()
     loaded = load_model(request.model, request.profile, device=request.device)
     ids = prompt_ids(loaded, request)
     full = compile_model(loaded.model, loaded.profile, method="full", config=request.config)
     check_tokens(loaded.model, full, ids)
-    entries = [
-        (method.name, budget) for method in methods for budget in (request.budgets if method.compresses else [None])
-    ]
     if request.timeline is not None and len(entries) != 1:
         raise ConfigError(
             f"--timeline shows one method at one budget, and {len(entries)} were asked for: name one of each"
@@ -88,6 +84,25 @@ def run_bench(request: BenchRequest) -> None:
         console.print(f"\nreport: {request.json}")
     if request.timeline is not None and timeline is not None:
         write_timeline(console, timeline, timings[0], request.timeline)
+
+
+def entries_of(request: BenchRequest) -> list[tuple[str, int | float | None]]:
+    """What is timed, each method at each budget, once; `auto` is what the profile measured to be best there.
+
+    Raises ConfigError: a method is unknown, or no profile can tell what `auto` is.
+    """
+    from semkv.cli.models import load_profile
+    from semkv.methods import find_method
+    from semkv.methods.auto import AUTO, measured_best
+
+    found: list[tuple[str, int | float | None]] = []
+    for name in request.methods:
+        if name == AUTO:
+            profile = load_profile(request.model, request.profile)
+            found += [(measured_best(profile, budget), budget) for budget in request.budgets]
+        else:
+            found += [(name, budget) for budget in (request.budgets if find_method(name).compresses else [None])]
+    return list(dict.fromkeys(found))
 
 
 def write_timeline(console: Console, timeline: Timeline, timing: Timing, path: Path) -> None:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import typer
 
 from semkv.cli.common import INTERRUPTED, output_console, progress_bar
-from semkv.cli.models import load_model
+from semkv.cli.models import load_model, load_profile
 from semkv.config import CompileConfig
 from semkv.errors import ConfigError
-from semkv.evaluation.settings import Grid, QuestionMode, build_variants
+from semkv.evaluation.settings import Grid, QuestionMode, build_variants, settle_auto
 
 if TYPE_CHECKING:
     from semkv.evaluation.tasks import Task
@@ -46,14 +46,18 @@ class EvalRequest:
 
 
 def grid_of(request: EvalRequest) -> Grid:
-    """The grid that a request asks for, after every check that needs no model. Raises ConfigError, BudgetError."""
+    """The grid that a request asks for, after every check that needs no model.
+
+    Raises ConfigError, BudgetError; ProfileError for a damaged profile that `auto` would read.
+    """
     from semkv.evaluation.samples import check_lengths, families
     from semkv.evaluation.tasks import task_names
     from semkv.methods import METHODS
+    from semkv.methods.auto import AUTO
 
     for method in request.methods:
-        if method not in METHODS:
-            raise ConfigError(f"unknown method {method!r}; there are: {', '.join(METHODS)}")
+        if method not in (*METHODS, AUTO):
+            raise ConfigError(f"unknown method {method!r}; there are: {', '.join((*METHODS, AUTO))}")
     for family in request.families:
         if family not in families():
             raise ConfigError(f"unknown family {family!r}; there are: {', '.join(families())}")
@@ -62,8 +66,11 @@ def grid_of(request: EvalRequest) -> Grid:
     if request.families:
         check_lengths(request.lengths, None)
     names = task_names(request.tasks) if request.tasks else ()
+    variants = build_variants(request.methods, request.budgets)
+    if AUTO in request.methods:
+        variants = settle_auto(variants, load_profile(request.model, request.profile))
     return Grid(
-        variants=build_variants(request.methods, request.budgets),
+        variants=variants,
         families=tuple(dict.fromkeys([*request.families, *names])),
         lengths=tuple(dict.fromkeys(request.lengths)),
         questions=QUESTIONS[request.question],
@@ -71,6 +78,14 @@ def grid_of(request: EvalRequest) -> Grid:
         questions_per_context=request.questions_per_context,
         seed=request.seed,
     )
+
+
+def notes_of(grid: Grid) -> list[str]:
+    """What stands behind `auto` in a grid."""
+    from semkv.methods.auto import AUTO
+
+    found = [f"{v.method} at {v.budget_text}" for v in grid.variants if v.label == AUTO]
+    return [f"{AUTO}, as the profile measured: {', '.join(found)}"] if found else []
 
 
 def source_places(given: list[str]) -> dict[str, str]:
@@ -145,6 +160,7 @@ def run_eval(request: EvalRequest) -> None:
             title=f"{'Tasks' if tasks else 'Retrieval'} with {loaded.name}",
             rows=rows_path(request.json),
             progress=progress,
+            notes=notes_of(grid),
             tasks=tasks,
             workers=request.workers,
         )

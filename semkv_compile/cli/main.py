@@ -22,6 +22,8 @@ app = typer.Typer(
 MODEL_HELP = "`bundled`, a local folder, or a Hugging Face name."
 PROFILE_HELP = "Folder that `semkv-profile` wrote. Default: the bundled model's own; none for others."
 FAMILIES = ("single", "multi", "confusable", "dense")
+METHODS_HELP = "Methods, separated by commas; `auto` is the one that the profile measured to be best at the budget."
+LATENTS_HELP = "Multi-head latent attention (DeepSeek): memory of latents, CompileConfig(latents=True)."
 KV_DTYPE_HELP = "dtype of exact keys and values: float32, float16, bfloat16. Default: the model's."
 
 
@@ -30,9 +32,9 @@ KV_DTYPE_HELP = "dtype of exact keys and values: float32, float16, bfloat16. Def
     epilog="""
     [bold]Examples[/bold]
 
-    Two methods on the bundled model, a minute:
+    Two methods on the bundled model, and what its profile takes for the best, a minute:
 
-    $ semkv eval --methods full,sekv --budgets 0.1 --lengths 1024 --samples 20
+    $ semkv eval --methods full,sekv,auto --budgets 0.1 --lengths 1024 --samples 20
 
     The whole grid with results and pictures; the same command goes on after an interruption:
 
@@ -53,7 +55,7 @@ KV_DTYPE_HELP = "dtype of exact keys and values: float32, float16, bfloat16. Def
 def eval_command(
     model: Annotated[str, typer.Option(help=MODEL_HELP)] = "bundled",
     profile: Annotated[Path | None, typer.Option(help=PROFILE_HELP)] = None,
-    methods: Annotated[str, typer.Option(help="Methods, separated by commas.")] = "full,streaming_llm,snapkv,sekv",
+    methods: Annotated[str, typer.Option(help=METHODS_HELP)] = "full,streaming_llm,snapkv,sekv",
     budgets: Annotated[
         str,
         typer.Option(help="With a point: fractions of the full KV in (0, 1]. Without: tokens per KV head and layer."),
@@ -91,6 +93,7 @@ def eval_command(
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Folder for pictures (PNG).")] = None,
     kv_dtype: Annotated[str | None, typer.Option(help=KV_DTYPE_HELP)] = None,
+    latents: Annotated[bool, typer.Option("--latents", help=LATENTS_HELP)] = False,
     residency: Annotated[
         str, typer.Option(help="shared: layers share a workspace of unfolded spans. elastic: each keeps its own.")
     ] = "shared",
@@ -138,7 +141,7 @@ def eval_command(
                 seed=seed,
                 json=json,
                 plot=plot,
-                config=CompileConfig.model_validate({"kv_dtype": kv_dtype, "residency": residency}),
+                config=CompileConfig.model_validate({"kv_dtype": kv_dtype, "latents": latents, "residency": residency}),
                 device=device,
                 tasks=[] if tasks is None else words(tasks, "--tasks"),
                 sources=source or [],
@@ -231,12 +234,7 @@ def plan_command(
     overlap: Annotated[
         float, typer.Option(help="elastic: of what a step unfolds, the share that the step before unfolded too.")
     ] = 0.95,
-    latents: Annotated[
-        bool,
-        typer.Option(
-            "--latents", help="Multi-head latent attention (DeepSeek): memory of latents, CompileConfig(latents=True)."
-        ),
-    ] = False,
+    latents: Annotated[bool, typer.Option("--latents", help=LATENTS_HELP)] = False,
     dtype: Annotated[str | None, typer.Option(help="Of weights and KV. Default: the configuration's.")] = None,
     weights: Annotated[str | None, typer.Option(help="Size of a quantised checkpoint, `40GB`.")] = None,
     working_memory: Annotated[
@@ -288,7 +286,7 @@ def plan_command(
 def bench_command(
     model: Annotated[str, typer.Option(help=MODEL_HELP)] = "bundled",
     profile: Annotated[Path | None, typer.Option(help=PROFILE_HELP)] = None,
-    methods: Annotated[str, typer.Option(help="Methods, separated by commas.")] = "full,quest,sekv",
+    methods: Annotated[str, typer.Option(help=METHODS_HELP)] = "full,quest,sekv",
     budgets: Annotated[
         str,
         typer.Option(help="With a point: fractions of the full KV in (0, 1]. Without: tokens per KV head and layer."),
@@ -304,6 +302,7 @@ def bench_command(
         ),
     ] = None,
     kv_dtype: Annotated[str | None, typer.Option(help=KV_DTYPE_HELP)] = None,
+    latents: Annotated[bool, typer.Option("--latents", help=LATENTS_HELP)] = False,
     residency: Annotated[
         str, typer.Option(help="shared: layers share a workspace of unfolded spans. elastic: each keeps its own.")
     ] = "shared",
@@ -344,7 +343,8 @@ def bench_command(
         if timeline is not None and timeline.suffix != ".json":
             refuse(f"--timeline {timeline}: expected a file that ends in .json; its picture ends in .png")
         settings = {
-            "kv_dtype": kv_dtype, "residency": residency, "host": host, "disk_folder": disk_folder, "prefetch": prefetch,
+            "kv_dtype": kv_dtype, "latents": latents, "residency": residency, "host": host, "disk_folder": disk_folder,
+            "prefetch": prefetch,
         }  # fmt: skip
         from semkv.cli.bench import BenchRequest, run_bench
         from semkv.config import CompileConfig

@@ -27,19 +27,10 @@ def load_model(
 ) -> Loaded:
     """The bundled model, a local folder or a Hugging Face name, in evaluation mode.
 
-    profile: folder of a profile; without one the bundled model brings its own, another model has none.
+    profile: as in `load_profile`.
     Raises ConfigError where the model or its tokenizer cannot be loaded, ProfileError for a damaged profile.
     """
-    from semkv.profiles.schema import Profile
-
-    if profile is not None and not profile.is_dir():
-        refuse(f"profile {profile}: no such folder; make one with `semkv-profile MODEL -o {profile}`")
-    loaded_profile = Profile.load(profile) if profile is not None else None
-    if name == BUNDLED:
-        from semkv import bundled
-
-        if loaded_profile is None and (bundled.folder() / "profile").is_dir():
-            loaded_profile = bundled.profile()
+    loaded_profile = load_profile(name, profile)
     model, tokenizer = load_weights(name)
     if dtype is not None:
         import torch
@@ -48,6 +39,23 @@ def load_model(
     if device is not None:
         model = model.to(device)
     return Loaded(model.eval(), tokenizer, loaded_profile, Path(name).name if Path(name).exists() else name)
+
+
+def load_profile(name: str, folder: Path | None = None) -> Any:
+    """The profile in `folder`; without one the bundled model brings its own, another model has None. Raises ProfileError for a
+    damaged one."""
+    from semkv.profiles.schema import Profile
+
+    if folder is not None:
+        if not folder.is_dir():
+            refuse(f"profile {folder}: no such folder; make one with `semkv-profile MODEL -o {folder}`")
+        return Profile.load(folder)
+    if name == BUNDLED:
+        from semkv import bundled
+
+        if (bundled.folder() / "profile").is_dir():
+            return bundled.profile()
+    return None
 
 
 def load_weights(name: str) -> tuple[Any, Any]:

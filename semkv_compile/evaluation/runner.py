@@ -146,9 +146,12 @@ def missing_work(grid: Grid, identity: str, store: RowStore, tasks: Mapping[str,
                     if index >= plan.contexts:
                         continue
                     asked = plan.asked(index)
-                    left = [(v, key) for v, key in keys[question, length, family] if not store.has(key, index, asked)]
+                    # Variants that differ by their label alone share a cell, and are measured once.
+                    left = {
+                        key: (v, key) for v, key in keys[question, length, family] if not store.has(key, index, asked)
+                    }
                     if left:
-                        work.append(Work(family, length, question, index, asked, tuple(left)))
+                        work.append(Work(family, length, question, index, asked, tuple(left.values())))
     return work
 
 

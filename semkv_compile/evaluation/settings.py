@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from semkv.config import check_budget
+from semkv.methods.auto import AUTO, measured_best
+from semkv.profiles.schema import Profile
 from semkv.settings import Settings
 
 QuestionMode = Literal["unseen", "seen"]
@@ -127,6 +130,19 @@ class Grid(Settings):
     def asked(self, index: int) -> int:
         """Questions asked of context `index`; the last context may have fewer than the others."""
         return self.plan().asked(index)
+
+
+def settle_auto(variants: Iterable[Variant], profile: Profile | None) -> tuple[Variant, ...]:
+    """`variants` with the method that the profile measured to be best in place of `auto`, under its label.
+
+    Raises ConfigError where there is no profile, or none with measured methods.
+    """
+    return tuple(
+        variant.model_copy(update={"method": measured_best(profile, variant.budget)})
+        if variant.method == AUTO
+        else variant
+        for variant in variants
+    )
 
 
 def build_variants(

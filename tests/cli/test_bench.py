@@ -6,10 +6,12 @@ import json
 
 import pytest
 import torch
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
 import semkv
 from semkv.errors import InputError, SemkvError
 from semkv.evaluation.bench import Timing, check_tokens, time_compiled
+from semkv.profiles.bundled.tokenizer import build_tokenizer
 
 SPECS = "memory=1GB,bandwidth=1GB/s,link=1MB/s"
 
@@ -136,3 +138,40 @@ def test_a_text_that_is_too_short(run, tiny_model, tmp_path):
     result = run("bench", "--model", tiny_model, "--context", 64, "--text", text)
     assert result.exit_code == 2
     assert "tokens, fewer than the 64 asked for" in result.output
+
+
+def test_auto_is_timed_once_as_what_it_stands_for(run, tmp_path):
+    out, best = tmp_path / "bench.json", semkv.bundled.profile().best_method(0.2)
+    result = run(
+        "bench", "--methods", f"{best},auto", "--budgets", "0.2", "--context", 256, "--steps", 2, "--warmup", 1, "--json", out,
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert [(row["method"], row["budget"]) for row in json.loads(out.read_text())["timings"]] == [(best, 0.2)]
+
+
+def test_auto_without_a_profile_is_refused_before_the_model_is_read(run):
+    result = run("bench", "--model", "./not/there", "--methods", "auto")
+    assert result.exit_code == 2
+    assert "method 'auto' needs a profile whose methods were measured" in result.stderr
+
+
+def test_latents_hold_less(run, tmp_path):
+    torch.manual_seed(0)
+    config = DeepseekV3Config(
+        vocab_size=96, hidden_size=32, intermediate_size=64, moe_intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16,
+        n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1, first_k_dense_replace=1, max_position_embeddings=256,
+    )  # fmt: skip
+    DeepseekV3ForCausalLM(config).save_pretrained(tmp_path / "model")
+    build_tokenizer().save_pretrained(tmp_path / "model")
+    full = []
+    for more in ((), ("--latents",)):
+        out = tmp_path / "bench.json"
+        result = run(
+            "bench", "--model", tmp_path / "model", "--methods", "full,streaming_llm", "--budgets", "0.5", "--context", 128,
+            "--steps", 2, "--warmup", 1, "--json", out, *more,
+        )  # fmt: skip
+        assert result.exit_code == 0, result.output
+        full.append(json.loads(out.read_text())["timings"][0]["full_bytes"])
+    heads, latents = full
+    assert latents < heads / 2

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+import semkv
 from semkv.evaluation import Report
 
 ARGUMENTS = (
@@ -159,3 +160,19 @@ def test_a_profile_of_another_model_is_refused(run, tiny_profile):
     assert result.exit_code == 2
     assert "this profile belongs to another model" in result.stderr
     assert result.stderr.splitlines()[-1].startswith("error: ")
+
+
+def test_auto_is_named_under_the_tables(run, tmp_path):
+    asked = ("--budgets", "0.2", "--lengths", "512", "--samples", "1", "--families", "single")
+    result = run("eval", "--methods", "full,auto", *asked, "--json", tmp_path / "out.json")
+    assert result.exit_code == 0, result.output
+    report = Report.model_validate_json((tmp_path / "out.json").read_text())
+    best = semkv.bundled.profile().best_method(0.2)
+    assert [(c.cell.variant.label, c.cell.variant.method) for c in report.cells] == [("full", "full"), ("auto", best)]
+    assert f"auto, as the profile measured: {best} at 20 %" in result.stdout
+
+
+def test_latents_are_for_models_that_have_them(run, tiny_model):
+    result = run("eval", "--model", tiny_model, *ARGUMENTS, "--latents")
+    assert result.exit_code == 2
+    assert "latent" in result.stderr

@@ -21,6 +21,7 @@ def refused(result, message):
     ("arguments", "message"),
     [
         (("--methods", "full,magic"), "unknown method 'magic'; there are: full, streaming_llm, snapkv, sekv"),
+        (("--model", "./not/there", "--methods", "auto"), "method 'auto' needs a profile whose methods were measured"),
         (("--methods", ","), "--methods ',': expected a list such as a,b,c"),
         (("--budgets", "0"), "budget 0: a whole number is tokens per KV head and layer, at least 1"),
         (("--budgets", "0.0"), "budget 0.0: a fraction of the full KV must lie in (0, 1]"),

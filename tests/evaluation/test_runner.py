@@ -1,14 +1,17 @@
 """Runs: what is shared, what resumes, what is refused, and that the numbers are those of the answers."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
+from semkv import bundled
 from semkv.errors import BudgetError, ConfigError
 from semkv.evaluation import Grid, Report, Variant, evaluate
 from semkv.evaluation.runner import cell_of, missing_work
-from semkv.evaluation.settings import build_variants
+from semkv.evaluation.settings import build_variants, settle_auto
 from semkv.evaluation.store import RowStore
+from semkv.profiles.schema.sections import Choice
 
 
 def accuracies(report, length=256):
@@ -249,3 +252,31 @@ def test_whole_number_budgets_stay_whole_through_json():
 def test_grids_have_at_least_one_sample():
     with pytest.raises(ValueError, match="samples"):
         Grid(variants=(Variant(method="full"),), families=("single",), lengths=(128,), samples=0)
+
+
+def test_variants_that_differ_by_label_alone_are_measured_once(lookup, tokenizer, grid):
+    twins = (Variant(method="tail", budget=0.5), Variant(method="tail", budget=0.5, label="twin"))
+    asked = grid.model_copy(update={"variants": twins, "families": ("single",), "lengths": (256,)})
+    report = evaluate(lookup, tokenizer, asked, identity="x")
+    assert lookup.log == {"prefill": 3, "compress": 3}
+    first, second = report.cells
+    assert (first.cell.variant.label, second.cell.variant.label) == ("tail", "twin")
+    assert first.accuracy == second.accuracy
+    assert report.complete
+
+
+def test_auto_is_what_the_profile_measured_at_the_budget():
+    table = [Choice(method=m, budget=b, length=256, score=s, samples=4) for m, b, s in (
+        ("sekv", 0.1, 0.9), ("quest", 0.1, 0.8), ("sekv", 0.2, 0.8), ("quest", 0.2, 1.0),
+    )]  # fmt: skip
+    profile = bundled.profile()
+    profile = replace(profile, info=profile.info.model_copy(update={"choices": tuple(table)}))
+    found = settle_auto(build_variants(["full", "auto", "sekv"], [0.1, 0.2, 64]), profile)
+    assert [(v.label, v.method, v.budget) for v in found] == [
+        ("full", "full", None), ("auto", "sekv", 0.1), ("auto", "quest", 0.2), ("auto", "quest", 64),
+        ("sekv", "sekv", 0.1), ("sekv", "sekv", 0.2), ("sekv", "sekv", 64),
+    ]  # fmt: skip
+    empty = replace(profile, info=profile.info.model_copy(update={"choices": ()}))
+    for lacking, message in ((None, "needs a profile"), (empty, "this profile holds none")):
+        with pytest.raises(ConfigError, match=message):
+            settle_auto(build_variants(["auto"], [0.1]), lacking)
