@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from grids import LENGTH, RESULTS, Bench, pack, parser, table, unpack, write_document
-from peers.setting import BUDGETS, FOLDER, THEIR_PYRAMIDKV, THEIR_SNAPKV, grid, label
+from peers.setting import BUDGETS, FOLDER, THEIR_PYRAMIDKV, THEIR_SNAPKV, grid, label, label_on_top, share_of
 
 from semkv.evaluation.environment import describe, now
 from semkv.evaluation.runner import cell_of
@@ -33,18 +33,21 @@ Place = tuple[str, int, int]
 OUR_CHUNKKV = label("chunkkv", {"chunk": 20, "reuse": 1, "window": 64})
 PAIRS = (
     ("streaming_llm", "streaming_llm"),
+    (label_on_top("streaming_llm", {}), "streaming_llm"),
     ("snapkv", "snapkv"),
     (label("snapkv", THEIR_SNAPKV), "snapkv"),
+    (label_on_top("snapkv", THEIR_SNAPKV), "snapkv"),
     ("snapkv", "snapkv (window 32, kernel 7)"),
     ("pyramidkv", "pyramidkv"),
     ("pyramidkv", "pyramidkv (window 8)"),
     (label("pyramidkv", THEIR_PYRAMIDKV), "pyramidkv (window 8)"),
+    (label_on_top("pyramidkv", THEIR_PYRAMIDKV), "pyramidkv (window 8)"),
     ("chunkkv", "chunkkv"),
     (OUR_CHUNKKV, "chunkkv"),
     ("chunkkv", "chunkkv (window 8, chunk 10)"),
     (label("chunkkv", {"reuse": 1}), "chunkkv (window 8, chunk 10)"),
 )
-"""(ours, theirs) of one method: as they come, and one with the other's parameters."""
+"""(ours, theirs) of one method: as they come, one with the other's parameters, and ours with what is written on top of its budget."""
 
 
 @dataclass
@@ -91,7 +94,7 @@ def our_rows(identity: str, store: RowStore) -> tuple[list[Measured], set[str]]:
     """What our grid's rows hold, and the commits they are of."""
     cells, found, commits = grid(), [], set()
     for variant in cells.variants:
-        one = Measured("semkv", variant.label, variant.budget)
+        one = Measured("semkv", variant.label, share_of(variant.budget))
         for family in cells.families:
             key = cell_of(cells, identity, variant, family, LENGTH, "unseen").key
             for row in store.rows(key, range(cells.contexts)):
