@@ -45,9 +45,11 @@ from semkv.evaluation.fitting import which_fit
 from semkv.evaluation.plots import accuracy_by_budget, draw_all
 from semkv.evaluation.runner import Refusal, Work, cell_of, missing_work
 from semkv.evaluation.schema import Interval, Row, Summary
+from semkv.evaluation.settings import build_variants, settle_auto
 from semkv.evaluation.store import RowStore
 from semkv.evaluation.subject import Subject
 from semkv.evaluation.tables import markdown, percent, size
+from semkv.methods.auto import AUTO
 
 SPARSE = ("single", "multi", "confusable")
 BUDGETS = (0.03, 0.05, 0.1, 0.2)
@@ -70,7 +72,6 @@ FORMS: dict[str, dict[str, dict[str, object]]] = {
 }
 """Beside the paper's form of a method, which drops tokens or needs much room, ours."""
 CEILING = "ceiling"
-AUTO = "auto"
 RIVALS = {
     "sekv": ("streaming_llm", "h2o", "snapkv", "pyramidkv", "chunkkv", "semanticache", "sentencekv"),
     "heterocache": ("cake", "quest", "shadowkv", "omnikv"),
@@ -197,11 +198,9 @@ class Measuring:
 
     def report(self, grid: Grid, title: str) -> Report:
         """What the rows hold of `grid`; `auto` has the rows of the method that the profile chooses at the budget."""
-        chosen = []
-        for budget in dict.fromkeys(v.budget for v in grid.variants if isinstance(v.budget, float)):
-            best = self.bench.profile.best_method(budget)
-            found = [v for v in grid.variants if v.budget == budget and v.method == best and not v.options]
-            chosen += [v.model_copy(update={"label": AUTO}) for v in found]
+        ran = {(v.method, v.budget) for v in grid.variants if not v.options}
+        asked = build_variants([AUTO], [v.budget for v in grid.variants if v.budget is not None])
+        chosen = [v for v in settle_auto(asked, self.bench.profile) if (v.method, v.budget) in ran]
         return self.bench.report(grid.model_copy(update={"variants": (*grid.variants, *chosen)}), title)
 
     def kept(self, part: Part, families: tuple[str, ...]) -> dict[tuple[str, float], Summary]:

@@ -343,6 +343,10 @@ def write_page(content: Mapping[str, Any]) -> Path:
     report, found = content["reports"]["selection"], content["masking"]
     costs = {int(n): at for n, at in content["costs"].items()}
     length = report.summaries[0].length
+    voted = []
+    if len(content["reports"]) > 1:
+        said = "One difference at a time; at 10 % with the question asked after compression, as in [the grid](grid.md), too:"
+        voted = [said, votes_table(content["reports"])]
     folder = DOCS / NAME
     accuracy_by_budget(compared(report), "seen", length, folder / "budgets.png")
     subtitle = f"{length} tokens, {100 * SWEPT:g} % of the KV, question seen"
@@ -375,8 +379,7 @@ def write_page(content: Mapping[str, Any]) -> Path:
         "differ from `snapkv` in an observation window of 8 queries in place of 32, the mean over 5 tokens in place of the maximum over "
         "7, and one choice for all heads of a layer.",
         claims_table(report, CLAIMS),
-        "One difference at a time; at 10 % with the question asked after compression, as in [the grid](grid.md), too:",
-        votes_table(content["reports"]),
+        *voted,
         f"![heads that choose]({NAME}/heads.png)",
         "## Budgets",
         f"![budgets]({NAME}/budgets.png)",

@@ -452,8 +452,8 @@ def write_page(content: Mapping[str, Any], bench: Bench) -> Path:
             "## Against ShadowKV",
             "Both find pages by the mean of their keys. What ShadowKV has and `strict` has not, taken away one by one: the chunks that "
             "their mean describes worst stay exact; two thirds of the budget, in place of half, go to what is not unfolded, index "
-            "included; layers unfold in one workspace in turn. `all three` takes them away together: what is then left of the distance to "
-            "`uniform allocation`, in which all heads have the same room as in ShadowKV, is of neither.",
+            "included; layers unfold in one workspace in turn. `all three` takes them away together, and stands beside "
+            "`uniform allocation`, in which all heads have the same room, as ShadowKV's have.",
             against_table(content["room_shadowkv"], reports["against_shadowkv"]),
         ]  # fmt: skip
     if "drift" in content:

@@ -19,12 +19,21 @@ CASES = [
     (5, 7, 2, 1, 2, 15, 17, torch.float32),
     (8, 3, 1, 4, 1, 64, 1, torch.float32),
 ]
+DRAWS = 8
 
 
 def made(
-    bits: int, rank: int, kv_heads: int, group: int, tokens: int, dim: int, units: int, dtype: torch.dtype
+    bits: int,
+    rank: int,
+    kv_heads: int,
+    group: int,
+    tokens: int,
+    dim: int,
+    units: int,
+    dtype: torch.dtype,
+    draw: int = 0,
 ) -> dict:
-    generator = torch.Generator().manual_seed(bits)
+    generator = torch.Generator().manual_seed(100 * draw + bits)
 
     def numbers(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator)
@@ -51,22 +60,29 @@ def test_the_reference_is_the_product_with_decoded_codes(case):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_kernel_equals_the_reference(on_device, case):
-    """The error against float64 is at most twice that of the reference in float32."""
+    """The largest error against float64 is at most twice that of the reference in float32, over draws: of one draw, with as few as
+    68 scores, the reference's differs threefold between processors and seeds."""
     pytest.importorskip("triton", reason='kernels need triton: pip install -e ".[triton]"')
     from semkv.kernels.sketch_scores.triton import sketch_scores_triton
 
-    x = made(*case)
-    options = {"bits": x["bits"], "scale": case[5] ** -0.5}
-    got = on_device(sketch_scores_triton, x["q"], x["query_map"], x["codes"], x["mean"], x["std"], **options, block=32)
-    exact, plain = (
-        sketch_scores_reference(
-            x["q"], x["query_map"].to(kind), x["codes"], x["mean"].to(kind), x["std"].to(kind), **options
+    ours, plain = [], []
+    for draw in range(DRAWS):
+        x = made(*case, draw)
+        options = {"bits": x["bits"], "scale": case[5] ** -0.5}
+        got = on_device(
+            sketch_scores_triton, x["q"], x["query_map"], x["codes"], x["mean"], x["std"], **options, block=32
         )
-        for kind in (torch.float64, torch.float32)
-    )  # fmt: skip
-    assert got.dtype == torch.float32
-    assert torch.isfinite(got).all()
-    assert (got - exact).abs().max() <= 2 * (plain - exact).abs().max()
+        exact, single = (
+            sketch_scores_reference(
+                x["q"], x["query_map"].to(kind), x["codes"], x["mean"].to(kind), x["std"].to(kind), **options
+            )
+            for kind in (torch.float64, torch.float32)
+        )  # fmt: skip
+        assert got.dtype == torch.float32
+        assert torch.isfinite(got).all()
+        ours.append((got - exact).abs().max())
+        plain.append((single - exact).abs().max())
+    assert max(ours) <= 2 * max(plain)
 
 
 def test_codes_of_another_width_are_refused():
