@@ -18,7 +18,7 @@ class SnapKV(Method):
     """SnapKV (Li et al., 2024): an observation window at the prompt's end votes for the tokens that each KV head keeps.
 
     The paper keeps every generated token; under a hard budget the oldest of them leave. window: observing queries, tokens
-    (the budget may shrink it to a quarter of what is kept). kernel, pool: 1-D pooling of the votes.
+    (the budget may shrink it to half of what is kept). kernel, pool: 1-D pooling of the votes.
     """
 
     window: Queries = 32
