@@ -43,7 +43,7 @@ from quality import points
 from semkv.evaluation import Grid, Report, Variant
 from semkv.evaluation.fitting import which_fit
 from semkv.evaluation.plots import accuracy_by_budget, draw_all
-from semkv.evaluation.runner import Refusal, Work, cell_of, missing_work
+from semkv.evaluation.runner import Refusal, Work, missing_work
 from semkv.evaluation.schema import Interval, Row, Summary
 from semkv.evaluation.settings import build_variants, settle_auto
 from semkv.evaluation.store import RowStore
@@ -90,8 +90,6 @@ SHOWN = (
 REFUSED = "grid_refused.json"
 NOTES = ROOT / "benchmarks" / "grid_notes.md"
 """Why a system is below what its paper compares it with, with the evidence: words by hand, figures in braces by `notes`."""
-KEPT = ("f12f82140fa5", "e6afabee300d+changes")
-"""The commits of the rows that `kept_rows` speaks of, the earlier first."""
 HOURS = "about 3 h with one process, 1 h 30 min with two on two cores"
 """From empty rows, on the machine of the recorded run."""
 ROW_SECONDS = 0.7
@@ -357,38 +355,6 @@ def spread(values: list[float]) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def kept_rows(measuring: Measuring, parts: Iterable[Part]) -> str:
-    """Why the rows are of two commits, and which are of the later one; nothing where they are of one."""
-    found: dict[str, dict[str, None]] = {}
-    by_commit: dict[str, set[str]] = defaultdict(set)
-    store = RowStore(measuring.bench.rows)
-    for part in parts:
-        grid = measuring.grid(part)
-        for variant in grid.variants:
-            of = set()
-            for family in grid.families:
-                key = cell_of(grid, measuring.bench.identity, variant, family, part.length, part.question).key
-                of |= {row.commit for row in store.rows(key, range(grid.contexts))}
-            said = "" if part.length == LENGTH and part.question == "unseen" else f" ({part.title})"
-            by_commit[place(variant) + said] |= of
-    commits = sorted(set().union(*by_commit.values()))
-    if commits != sorted(KEPT):
-        return ""
-    earlier, later = KEPT
-    for name, of in by_commit.items():
-        if later in of:
-            label, budget = name.split(" at ", 1)
-            found.setdefault("of both" if earlier in of else f"of {later} alone", {}).setdefault(
-                f"`{label}` at {budget}"
-            )
-    told = "; ".join(f"{which}: {', '.join(names)}" for which, names in found.items())
-    return (
-        f"Rows are of two commits, {earlier} and {later}. Between them the size of pages changed, which no longer grow with the room "
-        "(1e94bcd). Rows that were measured before were kept where that does not alter what a method does; "
-        f"the others were measured again. Rows {told} (a leader is asked more questions); all others are of {earlier}."
-    )
-
-
 def effort(rows: Path) -> str:
     """How long the whole takes, beside what the clocks of the rows in this file say."""
     found = [Row.model_validate_json(line) for line in rows.read_text(encoding="utf-8").splitlines()]
@@ -460,7 +426,6 @@ def main() -> None:
         *[markdown(reports[p.name]) if reports[p.name].cells else f"{p.title}: not measured yet." for p in settings],
         "## Provenance",
         provenance_of(methods, *reports.values()),
-        kept_rows(measuring, (first, leaders, *settings)),
         effort(measuring.bench.rows),
         ""
         if all(report.complete for report in reports.values())

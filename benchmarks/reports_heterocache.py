@@ -453,7 +453,12 @@ def write_page(content: Mapping[str, Any], bench: Bench) -> Path:
             "Both find pages by the mean of their keys. What ShadowKV has and `strict` has not, taken away one by one: the chunks that "
             "their mean describes worst stay exact; two thirds of the budget, in place of half, go to what is not unfolded, index "
             "included; layers unfold in one workspace in turn. `all three` takes them away together, and stands beside "
-            "`uniform allocation`, in which all heads have the same room, as ShadowKV's have.",
+            "`uniform allocation`, in which all heads have the same room, as ShadowKV's have. These two unfold as much and answer alike: "
+            "the three are what the distance is made of. What each weighs depends on the budget. Without the workspace a head has a "
+            "quarter of the room, which costs answers at every budget. With half of the budget fixed pages are twice as large at 3 %, "
+            "which costs about as much there, and no larger above. The exact chunks are worth nothing on this model; at 5 % they "
+            "take the place that the index of smaller pages needs. HeteroCache cannot use such a workspace, as what its heads unfold "
+            "stays until their satellites need it.",
             against_table(content["room_shadowkv"], reports["against_shadowkv"]),
         ]  # fmt: skip
     if "drift" in content:
