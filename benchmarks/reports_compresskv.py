@@ -64,7 +64,7 @@ VOTES: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("snapkv", "snapkv", {}),
     ("all heads, uniform, the last 8 stay", "compresskv", {"selection": "all", "allocation": "uniform", "recent": 0}),
 )
-"""From the method to `snapkv`, one difference at a time; and what the tokens behind the observing queries are worth."""
+"""From the method to `snapkv`, one difference at a time; and what the last tokens are worth."""
 VOTED: tuple[tuple[QuestionMode, float], ...] = (("seen", 0.03), ("unseen", 0.1))
 """Where: with the question in the prompt, and as in the grid."""
 NUMBERS = {
@@ -350,9 +350,9 @@ def write_page(content: Mapping[str, Any]) -> Path:
             "compression:",
             votes_table(content["reports"]),
             "With the question seen the observation window is the whole difference: its 8 queries are of the question, of 32 most are "
-            "of the filler before it. What stays behind them has to hold the question: where it is 8 tokens, hardly anything is answered. "
-            "With the question unseen both see filler, and more queries, a choice for each KV head and the maximum over 7 tokens in place "
-            "of the mean over 5 each keep a little more of the rest.",
+            "of the filler before it. The last tokens, which stay, have to hold the whole question: where only 8 do, hardly anything "
+            "is right. With the question unseen both see filler, and more queries, a choice for each KV head and the maximum over 7 "
+            "tokens in place of the mean over 5 each keep a little more of the rest.",
         ]
     folder = DOCS / NAME
     accuracy_by_budget(compared(report), "seen", length, folder / "budgets.png")
