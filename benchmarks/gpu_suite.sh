@@ -3,22 +3,30 @@
 # kernels, tune and measure them, measure decode steps, and print a short table last.
 #
 #   bash benchmarks/gpu_suite.sh              on a CUDA machine; needs a Python with torch and the packages of setup.cfg
+#   bash benchmarks/gpu_suite.sh --quick      the same tests, then both benchmarks with few layers and cells: that all runs, in five minutes
 #   bash benchmarks/gpu_suite.sh --dry-run    on a CPU: that every step runs, with tiny sizes, kernels in Triton's interpreter; no figures
 #
 # Nothing is fetched. The tree, and the wheels in the folder WHEELS where it is set, are installed into a folder of their own, so
-# that the tree may be read-only. Results go to $OUT, or to benchmarks/results/: gpu_suite.json (each step, its exit status and time) and
-# the benchmarks' own files. PYTHON names the interpreter; else it is that of .venv, or python3. Each
+# that the tree may be read-only. Results go to $OUT, or to benchmarks/results/ (not of a quick or a dry run): gpu_suite.json (each step,
+# its exit status and time) and the benchmarks' own files. PYTHON names the interpreter; else it is that of .venv, or python3. Each
 # step has a time limit; one that fails or exceeds it does not stop the others, and the exit status is 1 if any did.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-DRY=0
-[ "${1:-}" = "--dry-run" ] && DRY=1
+DRY=0 QUICK=0
+case "${1:-}" in
+    --dry-run) DRY=1 ;;
+    --quick) QUICK=1 ;;
+    "") ;;
+    *) echo "gpu_suite: $1: expected --quick, --dry-run or nothing" >&2 && exit 2 ;;
+esac
 PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
-RESULTS=${OUT:-benchmarks/results}
-mkdir -p "$RESULTS"
 WORK=$(mktemp -d)
 trap 'rm -rf "$WORK"' EXIT
+RESULTS=benchmarks/results
+[ "$DRY$QUICK" = 00 ] || RESULTS="$WORK/results"
+RESULTS=${OUT:-$RESULTS}
+mkdir -p "$RESULTS"
 LOG="$WORK/steps.jsonl"
 export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 SEMKV_CACHE="$WORK/cache"
 BEGAN=$(date +%s)
@@ -69,12 +77,16 @@ if [ "$DRY" = 1 ]; then
     step decode_step 150 "$PYTHON" benchmarks/decode_step.py --dry-run --kernels triton --out "$RESULTS/decode_step.json"
 else
     # Several processes compile kernels at once where pytest can have them.
-    "$PYTHON" -c 'import xdist' 2>/dev/null && TESTS+=(-n 6)
+    "$PYTHON" -c 'import xdist' 2>/dev/null && TESTS+=(-n $(($(nproc) < 12 ? $(nproc) : 12)))
     step tests 100 "${TESTS[@]}" -m gpu tests/gpu tests/kernels
-    step kernels 110 "${TESTS[@]}" -m "not slow" tests/kernels
-    step mixed_attention 90 "$PYTHON" benchmarks/mixed_attention.py --tune --out "$RESULTS/mixed_attention.json"
-    REST=$(left 525)
-    step decode_step "$REST" "$PYTHON" benchmarks/decode_step.py --deadline $((REST > 60 ? REST - 40 : 20)) --out "$RESULTS/decode_step.json"
+    # Those whose kernels run on the device; the others are of kernels in C++, which need no GPU.
+    mapfile -t ON_DEVICE < <(grep -lw on_device tests/kernels/test_*.py)
+    step kernels 110 "${TESTS[@]}" -m "not slow and not gpu" "${ON_DEVICE[@]}"
+    TUNE=(--tune) LENGTHS=() UNTIL=525
+    [ "$QUICK" = 1 ] && TUNE=(--repeats 5) LENGTHS=(--layers 4 --lengths 32768,131072 --steps 8) UNTIL=290
+    step mixed_attention 90 "$PYTHON" benchmarks/mixed_attention.py "${TUNE[@]}" --out "$RESULTS/mixed_attention.json"
+    REST=$(left "$UNTIL")
+    step decode_step "$REST" "$PYTHON" benchmarks/decode_step.py "${LENGTHS[@]}" --deadline $((REST > 60 ? REST - 40 : 20)) --out "$RESULTS/decode_step.json"
 fi
 
 "$PYTHON" benchmarks/gpu_table.py "$LOG" "$RESULTS" "$DRY"
