@@ -6,9 +6,10 @@
 
 Weights are random, and states are not prefilled but made of random keys and values of a length, one pair of tensors for all layers:
 what a step costs depends on neither. Every step reads the same token; with `95 % overlap` behind its name a method pays for its own
-choice and then takes one that overlaps so with the step before, as text does (`replay.py`). `fetched late` is without fetching ahead,
-and `CUDA graphs` launches what lies between two attentions as recorded graphs. Beside them are Hugging Face's DynamicCache with SDPA
-and with flex_attention, its offloaded form, and StaticCache, eager and compiled; the dry run leaves out what is compiled or recorded.
+choice and then takes one that overlaps so with the step before, as text does (`replay.py`). `fetched ahead` has a thread fetch what the
+next step is likely to lack; `no graphs` launches what lies between two attentions operator by operator. Beside them are Hugging
+Face's DynamicCache with SDPA and with flex_attention, its offloaded form, and StaticCache, eager and compiled; the dry run leaves out
+what is compiled.
 Before anything is timed, `full` must give the model's own logits on such a state. Cells come in order of importance; what the
 deadline leaves no time for is said to be missing, and so is what fails, with its reason. Contenders share a process, and the
 allocator's cache is emptied between them.
@@ -16,7 +17,7 @@ allocator's cache is emptied between them.
 Of a cell: step times (the device is awaited after each), the bytes that the cache has on the device, what waits on the host, what
 moves per step and how long a step stood still for it, the allocator's peak over the timed steps less the weights, and the floor: the
 larger of the bytes that a step must read over the measured device bandwidth and the bytes that it moves over the measured bandwidth
-of the link.
+of the link. `busy` is what the device computes and copies in a step: what is left of the step, it waits for the host.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from typing import Any
 import torch
 from replay import overlapping, watch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -65,10 +67,11 @@ THEIRS = (DYNAMIC, FLEX, OFFLOADED, STATIC, COMPILED)
 OVERLAP = 0.95
 TEXT = f", {OVERLAP:.0%} overlap".replace("%", " %")
 """Behind a method's name: with a choice that overlaps so."""
-LATE = ", fetched late"
-"""Behind a method's name: without fetching ahead."""
-GRAPHS = ", CUDA graphs"
-"""Behind a method's name: what lies between two attentions as recorded graphs."""
+AHEAD = ", fetched ahead"
+"""Behind a method's name: with fetching ahead."""
+PLAIN = ", no graphs"
+"""Behind a method's name: what lies between two attentions operator by operator."""
+PROFILED = 3
 LONG_RUN = 1000
 """Steps of the cell whose 99th percentile is asked for."""
 
@@ -86,13 +89,15 @@ class Cell:
 
 @dataclass(frozen=True)
 class Result:
-    """Times in milliseconds, sizes in bytes; None where it could not be measured here. missing: why there are no figures."""
+    """Times in milliseconds, sizes in bytes; None where it could not be measured here. busy_ms: of a step, what the device computes and
+    copies. missing: why there are no figures."""
 
     cell: Cell
     median_ms: float | None = None
     p95_ms: float | None = None
     p99_ms: float | None = None
     floor_ms: float | None = None
+    busy_ms: float | None = None
     device_bytes: int | None = None
     host_bytes: int | None = None
     moved_bytes: float | None = None
@@ -153,6 +158,17 @@ def timed(step: Callable[[], object], device: torch.device, warmup: int, steps: 
         wait(device)
         found.append(1000 * (time.perf_counter() - started))
     return sorted(found)
+
+
+def busy(step: Callable[[], object], device: torch.device) -> float | None:
+    """Milliseconds per step that kernels and copies take on a CUDA device, over `PROFILED` steps."""
+    if device.type != "cuda":
+        return None
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        for _ in range(PROFILED):
+            step()
+        wait(device)
+    return sum(event.self_device_time_total for event in found.key_averages()) / PROFILED / 1000
 
 
 def bandwidths(device: torch.device, nbytes: int) -> dict[str, float]:
@@ -217,7 +233,7 @@ class Bench:
             return self.theirs(cell, record, ids)
         method, _, kind = cell.name.partition(", ")
         text = f", {kind}" == TEXT
-        changed = {LATE: {"prefetch": False}, GRAPHS: {"cuda_graphs": True}}.get(f", {kind}", {})
+        changed = {AHEAD: {"prefetch": True}, PLAIN: {"cuda_graphs": False}}.get(f", {kind}", {})
         compiled = self.full
         if cell.budget is not None or changed:
             config = self.full.settings.model_copy(update=changed)
@@ -226,16 +242,21 @@ class Bench:
         if text:
             watch(state)
             overlapping(state, OVERLAP)
-        times = timed(lambda: compiled.extend(state, ids), self.device, self.warmup, cell.steps)
+
+        def step() -> None:
+            compiled.extend(state, ids)
+
+        times = timed(step, self.device, self.warmup, cell.steps)
         nbytes, stats = state.nbytes, state.stats
         found = self.result(cell, times, nbytes["device"], stats.moved_bytes_per_step * cell.rows)
+        found = replace(found, busy_ms=busy(step, self.device))
         return replace(
             found, host_bytes=nbytes["host"] + nbytes["disk"], overlap=stats.overlap, stall_ms=stats.stall_ms_per_step
         )
 
     def theirs(self, cell: Cell, record: RowRecord, ids: Tensor) -> Result:
         """Steps of the model itself on one of Hugging Face's caches."""
-        cache, at = self.cache(cell.name, record, cell.rows, self.warmup + cell.steps + 1), cell.tokens
+        cache, at = self.cache(cell.name, record, cell.rows, self.warmup + cell.steps + PROFILED + 1), cell.tokens
         forward = torch.compile(self.model.forward, mode="reduce-overhead") if cell.name == COMPILED else self.model
         held = sum(
             layer.keys.nbytes + layer.values.nbytes for layer in cache.layers if layer.keys.device == self.device
@@ -249,7 +270,8 @@ class Bench:
 
         self.model.set_attn_implementation("flex_attention" if cell.name == FLEX else "sdpa")
         try:
-            return self.result(cell, timed(step, self.device, self.warmup, cell.steps), held)
+            found = self.result(cell, timed(step, self.device, self.warmup, cell.steps), held)
+            return replace(found, busy_ms=busy(step, self.device))
         finally:
             self.model.set_attn_implementation("sdpa")
 
@@ -275,31 +297,31 @@ class Bench:
         floor = max((self.read + held) / self.bandwidth["device"], moved / self.bandwidth["link"])
         cuda = self.device.type == "cuda"
         return Result(
-            cell, statistics.median(times), percentile(0.95), percentile(0.99), 1000 * floor, held, 0, moved, None, None,
+            cell, statistics.median(times), percentile(0.95), percentile(0.99), 1000 * floor, None, held, 0, moved, None, None,
             torch.cuda.max_memory_allocated(self.device) - self.weights if cuda else None,
         )  # fmt: skip
 
 
 def cells(lengths: list[int], share: float, fixed: int, steps: int, long_run: int, rows: int) -> list[Cell]:
     """All lines, the most telling first. share: of the KV, a budget; fixed: tokens of one that does not grow."""
-    middle, ours = lengths[min(1, len(lengths) - 1)], ("sekv", "compresskv")
-    out = [Cell(name, middle, None, 1, steps) for name in (DYNAMIC, "full")]
-    out += [Cell(name + TEXT, middle, share, 1, steps) for name in ours]
-    out += [Cell(name + GRAPHS, middle, budget, 1, steps) for name, budget in (("full", None), ("sekv", share))]
-    out += [Cell("sekv", middle, share, 1, steps), Cell("sekv" + LATE, middle, share, 1, steps)]
-    out += [Cell("sekv", length, fixed, 1, steps) for length in lengths]
-    out += [Cell(STATIC, middle, None, 1, steps)]
+    middle = lengths[min(1, len(lengths) - 1)]
+    out = [Cell(name, middle, None, 1, steps) for name in (DYNAMIC, "full", STATIC)]
+    out += [Cell(name + TEXT, middle, share, 1, steps) for name in ("compresskv", "sekv")]
+    out += [Cell("full" + PLAIN, middle, None, 1, steps)]
+    out += [Cell("compresskv", length, fixed, 1, steps) for length in lengths]
+    out += [Cell(name, middle, None, 1, steps) for name in (COMPILED, FLEX)]
+    out += [Cell(name, middle, share, 1, steps) for name in ("sekv", "sekv" + AHEAD)]
     out += [Cell("first token, full cache", middle, None, 1, 1), Cell("first token, sekv", middle, share, 1, 1)]
-    out += [Cell(DYNAMIC, lengths[min(2, len(lengths) - 1)], None, 1, steps)]
+    out += [Cell("full", length, None, 1, steps) for length in lengths]
+    out += [Cell(DYNAMIC, length, None, 1, steps) for length in lengths]
     out += [Cell(name, lengths[0], budget, rows, steps) for name, budget in ((DYNAMIC, None), ("sekv", share))]
-    out += [Cell("sekv", lengths[0], share, 1, long_run)]
-    out += [Cell(name, middle, None, 1, steps) for name in (COMPILED, FLEX, OFFLOADED)]
-    out += [Cell(name, length, fixed, 1, steps) for name in ("compresskv", "sentencekv") for length in lengths]
+    out += [Cell(OFFLOADED, middle, None, 1, steps), Cell("sekv", lengths[0], share, 1, long_run)]
+    out += [Cell(name, length, fixed, 1, steps) for name in ("sekv", "sentencekv") for length in lengths]
     return list(dict.fromkeys(out))
 
 
 HEADER = (
-    f"{'':24}{'tokens':>8}{'rows':>5}{'budget':>8}{'step, ms':>10}{'p99':>9}{'floor':>9}{'KV, MiB':>10}{'moved':>9}{'there':>7}"
+    f"{'':24}{'tokens':>8}{'rows':>5}{'budget':>8}{'step, ms':>10}{'p99':>9}{'busy':>9}{'floor':>9}{'KV, MiB':>10}{'moved':>9}{'there':>7}"
     f"{'stall':>8}{'allocated':>10}"
 )
 
@@ -315,10 +337,11 @@ def show(result: Result) -> None:
         print(f"{start}{result.first_ms:>10.1f} ms to the first token", flush=True)
     else:
         allocated = "-" if result.allocated_bytes is None else f"{result.allocated_bytes / 2**20:.0f}"
+        working = "-" if result.busy_ms is None else f"{result.busy_ms:.2f}"
         overlap = "-" if result.overlap is None else f"{100 * result.overlap:.0f} %"
         stall = "-" if result.stall_ms is None else f"{result.stall_ms:.2f}"
         print(
-            f"{start}{result.median_ms:>10.2f}{result.p99_ms:>9.2f}{result.floor_ms:>9.2f}{result.device_bytes / 2**20:>10.1f}"
+            f"{start}{result.median_ms:>10.2f}{result.p99_ms:>9.2f}{working:>9}{result.floor_ms:>9.2f}{result.device_bytes / 2**20:>10.1f}"
             f"{result.moved_bytes / 2**20:>9.1f}{overlap:>7}{stall:>8}{allocated:>10}", flush=True,
         )  # fmt: skip
 
@@ -354,7 +377,7 @@ def main() -> None:
     print(HEADER, flush=True)
     found: list[Result] = []
     for cell in cells(lengths, share, fixed, steps, long_run, rows):
-        if given.dry_run and (cell.name in (COMPILED, FLEX) or cell.name.endswith(GRAPHS)):
+        if given.dry_run and cell.name in (COMPILED, FLEX):
             continue
         if time.monotonic() - begun > given.deadline:
             found.append(Result(cell, missing="the deadline had passed"))

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in one call of under nine minutes: install the tree, run the tests marked `gpu`, check the
-# kernels, tune and measure them, measure decode steps, and print a short table last.
+# Everything that needs a GPU, in one call of under nine minutes: install the tree, run the tests marked `gpu` and those of the kernels,
+# tune and measure these, measure decode steps (four layers of Llama-3.1-8B's shapes), and print a short table last.
 #
 #   bash benchmarks/gpu_suite.sh              on a CUDA machine; needs a Python with torch and the packages of setup.cfg
 #   bash benchmarks/gpu_suite.sh --quick      the same tests, then both benchmarks with few layers and cells: that all runs, in five minutes
@@ -9,7 +9,8 @@
 # Nothing is fetched. The tree, and the wheels in the folder WHEELS where it is set, are installed into a folder of their own, so
 # that the tree may be read-only. Results go to $OUT, or to benchmarks/results/ (not of a quick or a dry run): gpu_suite.json (each step,
 # its exit status and time) and the benchmarks' own files. PYTHON names the interpreter; else it is that of .venv, or python3. Each
-# step has a time limit; one that fails or exceeds it does not stop the others, and the exit status is 1 if any did.
+# step has a time limit; one that fails or exceeds it does not stop the others, and the exit status is 1 if any did. UNTIL: seconds after
+# which no cell of decode steps begins, 525.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -76,17 +77,16 @@ if [ "$DRY" = 1 ]; then
     step mixed_attention 60 "$PYTHON" benchmarks/mixed_attention.py --dry-run --tune --out "$RESULTS/mixed_attention.json"
     step decode_step 150 "$PYTHON" benchmarks/decode_step.py --dry-run --kernels triton --out "$RESULTS/decode_step.json"
 else
-    # Several processes compile kernels at once where pytest can have them.
-    "$PYTHON" -c 'import xdist' 2>/dev/null && TESTS+=(-n $(($(nproc) < 12 ? $(nproc) : 12)))
-    step tests 100 "${TESTS[@]}" -m gpu tests/gpu tests/kernels
-    # Those whose kernels run on the device; the others are of kernels in C++, which need no GPU.
+    # Several processes compile kernels at once where pytest can have them, each with one thread.
+    "$PYTHON" -c 'import xdist' 2>/dev/null && TESTS+=(-n $(($(nproc) < 14 ? $(nproc) : 14)))
+    # Of the kernels' tests those that run on the device; the others are of kernels in C++, which need no GPU.
     mapfile -t ON_DEVICE < <(grep -lw on_device tests/kernels/test_*.py)
-    step kernels 110 "${TESTS[@]}" -m "not slow and not gpu" "${ON_DEVICE[@]}"
-    TUNE=(--tune) LENGTHS=() UNTIL=525
-    [ "$QUICK" = 1 ] && TUNE=(--repeats 5) LENGTHS=(--layers 4 --lengths 32768,131072 --steps 8) UNTIL=290
+    step tests 130 env OMP_NUM_THREADS=1 "${TESTS[@]}" --durations=8 -m "not slow" tests/gpu "${ON_DEVICE[@]}"
+    TUNE=(--tune) SIZES=(--layers 4 --lengths 32768,131072,262144) UNTIL=${UNTIL:-525}
+    [ "$QUICK" = 1 ] && TUNE=(--repeats 5) SIZES=(--layers 2 --lengths 32768 --steps 8) UNTIL=290
     step mixed_attention 90 "$PYTHON" benchmarks/mixed_attention.py "${TUNE[@]}" --out "$RESULTS/mixed_attention.json"
     REST=$(left "$UNTIL")
-    step decode_step "$REST" "$PYTHON" benchmarks/decode_step.py "${LENGTHS[@]}" --deadline $((REST > 60 ? REST - 40 : 20)) --out "$RESULTS/decode_step.json"
+    step decode_step "$REST" "$PYTHON" benchmarks/decode_step.py "${SIZES[@]}" --deadline $((REST > 60 ? REST - 30 : 20)) --out "$RESULTS/decode_step.json"
 fi
 
 "$PYTHON" benchmarks/gpu_table.py "$LOG" "$RESULTS" "$DRY"

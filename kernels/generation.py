@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ ALIGNMENT = 16
 """Bytes that tensors of PyTorch's allocators are aligned to, at least; Triton vectorises loads for it."""
 
 
+@cache
 def padded(size: int) -> int:
     """The next power of two, and at least 16: the smallest side of a tensor core's tile."""
     return max(16, triton.next_power_of_2(size))
@@ -87,6 +89,21 @@ class Binary:
     resources: Resources
 
 
+_compiled: dict[tuple[Any, ...], Any] = {}
+"""What Triton compiled, by kernel, device, layout, the `_variant` of each argument and constants, in the order of the one place that
+launches the kernel."""
+
+
+def _variant(value: Tensor | float | None) -> Any:
+    """What of an argument Triton compiles a kernel anew for: a tensor's dtype and whether it is aligned, whether an integer is 1, a
+    multiple of 16, and long."""
+    if value is None:
+        return None
+    if isinstance(value, Tensor):
+        return value.dtype, value.data_ptr() % ALIGNMENT == 0
+    return float if isinstance(value, float) else (value == 1, value % ALIGNMENT == 0, value >> 31)
+
+
 @dataclass(frozen=True)
 class Launch:
     """One call of a kernel: arguments by name (tensors, integers, floats, None where absent) and constants.
@@ -104,11 +121,21 @@ class Launch:
     held: tuple[Tensor, ...] = ()
 
     def run(self) -> None:
-        """Enqueue it on the current stream of its tensors' device; Triton compiles it the first time."""
-        with torch.cuda.device_of(next(x for x in self.arguments.values() if isinstance(x, Tensor))):
-            self.kernel[self.grid](
-                **self.arguments, **self.constants, **options(self.warps, self.stages, self.registers)
-            )
+        """Enqueue it on the current stream of its tensors' device; Triton compiles it the first time.
+
+        From then on what Triton compiled is called as it is: finding it by a hundred arguments takes longer than launching it.
+        """
+        arguments = {**self.arguments, **self.constants}
+        where = next(x for x in self.arguments.values() if isinstance(x, Tensor))
+        layout = self.warps, self.stages, self.registers
+        key = (self.kernel, where.device, layout, *map(_variant, self.arguments.values()), *self.constants.values())
+        with torch.cuda.device_of(where):
+            if (made := _compiled.get(key)) is not None:
+                made[(*self.grid, 1, 1)[:3]](*[arguments[name] for name in self.kernel.arg_names])
+                return
+            made = self.kernel[self.grid](**arguments, **options(self.warps, self.stages, self.registers))
+        if made is not None:  # the interpreter compiles nothing
+            _compiled[key] = made
 
     @property
     def specialization(self) -> Specialization:

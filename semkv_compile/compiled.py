@@ -136,8 +136,8 @@ class CompiledModel(GenerationMixin, nn.Module):
             device=self.device,
             thresholds=limits,
             rows=settings.rows if limits else None,
-            prefetch=settings.prefetches(self.device),
-            guesses=settings.guesses(self.device),
+            prefetch=settings.prefetches,
+            guesses=settings.guesses,
             kernels=kernels == "triton",
         )
         self.eval()
@@ -154,7 +154,7 @@ class CompiledModel(GenerationMixin, nn.Module):
     @cached_property
     def _running(self) -> Program:
         """`program` with what only this process can run; made for the first step."""
-        return as_run(self.program, self.settings.kernels, self.device, cuda_graphs=self.settings.cuda_graphs)
+        return as_run(self.program, self.settings.kernels, self.device, cuda_graphs=self.settings.records(self.device))
 
     @property
     def dtype(self) -> torch.dtype:

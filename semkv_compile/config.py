@@ -60,11 +60,12 @@ class CompileConfig(Settings):
         (TRITON_INTERPRET=1, for tests). Calls that the others are not made for (many queries, float64, gradients) are PyTorch's
         always.
     cuda_graphs: CUDA only: decode steps launch what lies between two attentions as CUDA graphs, recorded at the first step of each
-        number of rows; what cannot be recorded is launched as before, with a warning. Not measured on a GPU yet, hence not the default.
+        number of rows; what cannot be recorded is launched as before, with a warning. Default: on a CUDA device, where steps are half as
+        long with them (docs/results/gpu.md).
     prefetch: `elastic` only: a thread fetches what layers will, or are likely to, unfold in their next step while others are computed,
-        into buffers beside the budget (`State.nbytes["prefetch"]`). Tokens are the same. Default: on a CUDA device; with host='disk'
-        for layers whose choice is known before their turn (a retrieval head, filter layers), as a guess there costs more than it
-        saves, and in memory of the same CPU nothing is gained (docs/results/fetch_stall.md).
+        into buffers beside the budget (`State.nbytes["prefetch"]`). Tokens are the same. Default: with host='disk', for layers whose
+        choice is known before their turn (a retrieval head, filter layers). A guess costs more than it saves, and so does fetching
+        ahead from memory, on a CPU (docs/results/fetch_stall.md) and on a GPU (docs/results/gpu.md).
     latents: models with multi-head latent attention (DeepSeek-V2 and later): memory holds the latent of a token, which all heads
         share, in place of the keys and values that each head makes of it: `semkv.passes.absorb_latents`. The full KV, the budget's
         denominator, is that of the latents then, a small part of that of the heads; a method chooses tokens for all heads at once;
@@ -86,7 +87,7 @@ class CompileConfig(Settings):
     host_memory: int | None = Field(default=None, ge=1)
     rows: int = Field(default=1, ge=1)
     kernels: Literal["auto", "torch", "cpp", "triton"] = "auto"
-    cuda_graphs: bool = False
+    cuda_graphs: bool | None = None
     prefetch: bool | None = None
     latents: bool = False
     cache: bool = False
@@ -127,15 +128,19 @@ class CompileConfig(Settings):
             raise ValueError(f"{name} is for offload='progressive'; with 'budget' the budget is all there is")
         return self
 
-    def prefetches(self, device: torch.device) -> bool:
-        """Whether steps on `device` fetch ahead."""
-        if self.prefetch is None:
-            return self.residency == "elastic" and (self.host == "disk" or device.type == "cuda")
-        return self.prefetch
+    def records(self, device: torch.device) -> bool:
+        """Whether steps on `device` launch CUDA graphs."""
+        return device.type == "cuda" if self.cuda_graphs is None else self.cuda_graphs
 
-    def guesses(self, device: torch.device) -> bool:
+    @property
+    def prefetches(self) -> bool:
+        """Whether steps fetch ahead."""
+        return self.residency == "elastic" and self.host == "disk" if self.prefetch is None else self.prefetch
+
+    @property
+    def guesses(self) -> bool:
         """Whether what is merely likely is fetched ahead, too."""
-        return device.type == "cuda" if self.prefetch is None else self.prefetch
+        return bool(self.prefetch)
 
     def torch_kv_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
         """The dtype of exact entries for a model whose own dtype is `model_dtype`."""

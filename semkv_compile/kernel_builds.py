@@ -48,7 +48,7 @@ def start_builds(program: Program, kernels: str, device: torch.device, *, routes
             gather_library().start()
 
 
-def check_graphs(cuda_graphs: bool, device: torch.device) -> None:
+def check_graphs(cuda_graphs: bool | None, device: torch.device) -> None:
     """Raise `ConfigError` where CUDA graphs are asked for and `device` has none."""
     if cuda_graphs and device.type != "cuda":
         raise ConfigError(
@@ -57,16 +57,21 @@ def check_graphs(cuda_graphs: bool, device: torch.device) -> None:
 
 
 def as_run(program: Program, kernels: str, device: torch.device, *, cuda_graphs: bool = False) -> Program:
-    """`program` as its steps run on `device`: on a CPU with a compiler, what lies between two attentions of `decode` is one call, and
-    attention is called without PyTorch's dispatcher; with `cuda_graphs`, what lies between is a CUDA graph."""
+    """`program` as its steps run on `device`: on a CPU with a compiler, what lies between two attentions of `decode` is one call; with
+    `cuda_graphs`, it is a CUDA graph. In both, attention is called without PyTorch's dispatcher."""
     if cuda_graphs:
-        return program.evolve(decode=record_runs(program.decode, partial(CudaRecorder, device)))
-    native = form_of(kernels, device)[0] == "cpp" and program.dtype == torch.float32
-    if not native or segments_library().failure() is not None:
+        decode = record_runs(program.decode, partial(CudaRecorder, device))
+    elif _fuses(program, kernels, device):
+        decode = fuse(program.decode)
+    else:
         return program
-    decode = fuse(program.decode)
     for node in decode.graph.nodes:
         if node.target == ops.mixed_attention:
             node.target = mixed_attention
     decode.recompile()
     return program.evolve(decode=decode)
+
+
+def _fuses(program: Program, kernels: str, device: torch.device) -> bool:
+    native = form_of(kernels, device)[0] == "cpp" and program.dtype == torch.float32
+    return native and segments_library().failure() is None

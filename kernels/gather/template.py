@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def copy_rows(
     p_tokens, p_waiting, p_scale, p_into, capacity, count,
     DIM: tl.constexpr, QUANTISED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_DIM: tl.constexpr,

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from semkv.kernels.codes import code_bits, rebuilt
-from semkv.kernels.mixed_attention.blocks import Block, segments
+from semkv.kernels.codes import rebuilt
+from semkv.kernels.mixed_attention.blocks import Block, Kind, segments
 
 PLACE_FIELDS = 3
 """Of a place: its first segment, one more than its last, and their tiles."""
@@ -21,15 +20,6 @@ MAX_KINDS = 2
 """Kinds of blocks that one launch reads."""
 ALIGNMENT = 16
 """Numbers that offsets of keys and values are a multiple of where the compiler may read them in vectors."""
-
-
-class Kind(NamedTuple):
-    """How a block's keys and values are stored: their dtypes, and the bits of codes, 0 where they are plain numbers."""
-
-    k: torch.dtype
-    v: torch.dtype
-    k_bits: int
-    v_bits: int
 
 
 @dataclass(frozen=True)
@@ -63,15 +53,14 @@ def block_table(
     Blocks are read as they are, of `MAX_KINDS` kinds at most: where there are more, all but those of the first block's become plain
     numbers in the queries' `dtype`. Copied is also a block whose entries are not dense.
     """
-    kind_of = partial(_kind, dims=dims)
     own = [_readable(block) for block in blocks]
-    kinds = list(dict.fromkeys(kind_of(block) for block in own if block.k.shape[1]))
+    kinds = list(dict.fromkeys(block.kind for block in own if block.k.shape[1]))
     if len(kinds) > MAX_KINDS:
-        own = [block if kind_of(block) == kinds[0] else _plain(block, kind_of(block), dims, dtype) for block in own]
-        kinds = list(dict.fromkeys(kind_of(block) for block in own if block.k.shape[1]))
+        own = [block if block.kind == kinds[0] else _plain(block, dims, dtype) for block in own]
+        kinds = list(dict.fromkeys(block.kind for block in own if block.k.shape[1]))
     runs = segments(own, places)
     full = [block for block in own if block.k.shape[1]]
-    bases = {kind: next(block for block in full if kind_of(block) == kind) for kind in kinds}
+    bases = {kind: next(block for block in full if block.kind == kind) for kind in kinds}
     origin = _Origin(
         _first(block.positions for block in full), _first(block.bias for block in full),
         _first(x for block in full for x in (block.k_scale, block.v_scale)),
@@ -84,7 +73,7 @@ def block_table(
     for kind in kinds:
         before = len(rows)
         for number, (begin, end, of_run) in enumerate(runs):
-            mine = [block for block in of_run if kind_of(block) == kind and block.k.shape[1]]
+            mine = [block for block in of_run if block.k.shape[1] and block.kind == kind]
             count = sum(-(-block.k.shape[1] // tile) for block in mine)
             heads += [[len(rows), len(rows) + len(mine), count]] * (end - begin)
             rows += [_fields(block, bases[kind], origin, group, tokens) for block in mine]
@@ -114,28 +103,21 @@ def _first(given: Iterable[Tensor | None]) -> Tensor | None:
     return next((x for x in given if x is not None), None)
 
 
-def _kind(block: Block, dims: tuple[int, int]) -> Kind:
-    k_bits, v_bits = (
-        0 if scale is None else code_bits(x, dim)
-        for x, scale, dim in ((block.k, block.k_scale, dims[0]), (block.v, block.v_scale, dims[1]))
-    )
-    return Kind(block.k.dtype, block.v.dtype, k_bits, v_bits)
-
-
-def _plain(block: Block, kind: Kind, dims: tuple[int, int], dtype: torch.dtype) -> Block:
+def _plain(block: Block, dims: tuple[int, int], dtype: torch.dtype) -> Block:
     """The block in plain numbers of `dtype`."""
-    k = rebuilt(block.k, block.k_scale, kind.k_bits, dims[0]) if block.k_scale is not None else block.k
-    v = rebuilt(block.v, block.v_scale, kind.v_bits, dims[1]) if block.v_scale is not None else block.v
-    return replace(block, k=_dense(k.to(dtype)), v=_dense(v.to(dtype)), k_scale=None, v_scale=None)
+    k = rebuilt(block.k, block.k_scale, block.k_bits, dims[0]) if block.k_scale is not None else block.k
+    v = rebuilt(block.v, block.v_scale, block.v_bits, dims[1]) if block.v_scale is not None else block.v
+    return Block(block.first, _dense(k.to(dtype)), _dense(v.to(dtype)), block.positions, block.bias)
 
 
 def _readable(block: Block) -> Block:
-    bias = None if block.bias is None else _last_dense(block.bias.float())
-    k_scale, v_scale = (None if x is None else _dense(x.half()) for x in (block.k_scale, block.v_scale))
-    return replace(
-        block, k=_dense(block.k), v=_dense(block.v), positions=_last_dense(block.positions.to(torch.int32)), bias=bias,
-        k_scale=k_scale, v_scale=v_scale,
-    )  # fmt: skip
+    """The block with what the kernel counts on: dense entries, positions int32, bias float32, scales float16."""
+    made = {"k": _dense(block.k), "v": _dense(block.v), "positions": _last_dense(block.positions.to(torch.int32))}
+    made |= {} if block.bias is None else {"bias": _last_dense(block.bias.float())}
+    made |= {} if block.k_scale is None else {"k_scale": _dense(block.k_scale.half())}
+    made |= {} if block.v_scale is None else {"v_scale": _dense(block.v_scale.half())}
+    changed: dict[str, Any] = {name: x for name, x in made.items() if x is not getattr(block, name)}
+    return replace(block, **changed) if changed else block
 
 
 def _dense(x: Tensor) -> Tensor:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from semkv.errors import InputError
@@ -16,12 +19,21 @@ PerBlock = Sequence[Tensor | None] | None
 """Of each block a tensor or None; None for all of them."""
 
 
+class Kind(NamedTuple):
+    """How a block's keys and values are stored: their dtypes, and the bits of codes, 0 where they are plain numbers."""
+
+    k: torch.dtype
+    v: torch.dtype
+    k_bits: int
+    v_bits: int
+
+
 @dataclass(frozen=True)
 class Block:
     """One block with its rows and KV heads in one dimension, h of them from place `first`: place = row * Hkv + KV head.
 
     k [h, N, D], v [h, N, Dv], positions [h|1, N]; bias [h|1, G|1, T|1, N] or None. k_scale, v_scale: float16 [h, N, 1] where keys or
-    values are packed codes uint8 [h, N, width] (`semkv.kernels.codes`), else None.
+    values are packed codes uint8 [h, N, width] (`semkv.kernels.codes`) of k_bits or v_bits, else None, and 0 bits.
     """
 
     first: int
@@ -31,6 +43,12 @@ class Block:
     bias: Tensor | None = None
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
+    k_bits: int = 0
+    v_bits: int = 0
+
+    @cached_property
+    def kind(self) -> Kind:
+        return Kind(self.k.dtype, self.v.dtype, self.k_bits, self.v_bits)
 
     @property
     def last(self) -> int:
@@ -43,13 +61,21 @@ class Block:
         own = slice(first - self.first, last - self.first)
         positions, bias = (x if x is None or x.shape[0] == 1 else x[own] for x in (self.positions, self.bias))
         k_scale, v_scale = (None if x is None else x[own] for x in (self.k_scale, self.v_scale))
-        return Block(first, self.k[own], self.v[own], positions, bias, k_scale, v_scale)
+        return Block(first, self.k[own], self.v[own], positions, bias, k_scale, v_scale, self.k_bits, self.v_bits)
 
     def entries(self, own: slice) -> Block:
         """The entries `own` of it."""
         bias = None if self.bias is None else self.bias[..., own]
         k_scale, v_scale = (None if x is None else x[:, own] for x in (self.k_scale, self.v_scale))
-        return Block(self.first, self.k[:, own], self.v[:, own], self.positions[:, own], bias, k_scale, v_scale)
+        return replace(
+            self,
+            k=self.k[:, own],
+            v=self.v[:, own],
+            positions=self.positions[:, own],
+            bias=bias,
+            k_scale=k_scale,
+            v_scale=v_scale,
+        )
 
 
 def first_places(block_k: Sequence[Tensor], block_heads: Sequence[int] | None) -> list[int]:
@@ -87,12 +113,11 @@ def flat_blocks(entries: Entries, group: int, dim: int, value_dim: int) -> list[
         first_places(entries.block_k, entries.block_heads), entries.block_k, entries.block_v, entries.block_positions,
         *(each(x, count) for x in (entries.block_bias, entries.block_k_scale, entries.block_v_scale)),
     ):  # fmt: skip
-        _check(k, k_scale, dim)
-        _check(v, v_scale, value_dim)
+        k_bits, v_bits = _bits(k, k_scale, dim), _bits(v, v_scale, value_dim)
         heads = k.shape[1]
-        scales = (None if scale is None else scale.flatten(0, 1) for scale in (k_scale, v_scale))
+        k_scale, v_scale = (None if scale is None else scale.flatten(0, 1) for scale in (k_scale, v_scale))
         where, own = flat_rows(positions, heads), flat_bias(bias, heads, group)
-        made.append(Block(first, k.flatten(0, 1), v.flatten(0, 1), where, own, *scales))
+        made.append(Block(first, k.flatten(0, 1), v.flatten(0, 1), where, own, k_scale, v_scale, k_bits, v_bits))
     return made
 
 
@@ -101,14 +126,16 @@ def each(given: PerBlock, count: int) -> Sequence[Tensor | None]:
     return [None] * count if given is None else given
 
 
-def _check(x: Tensor, scale: Tensor | None, dim: int) -> None:
+def _bits(x: Tensor, scale: Tensor | None, dim: int) -> int:
+    """Bits of the codes of a block's keys or values, 0 where they are plain numbers; `dim` numbers each."""
     if scale is not None:
-        code_bits(x, dim)
-    elif not x.is_floating_point() or x.shape[-1] != dim:
+        return code_bits(x, dim)
+    if not x.is_floating_point() or x.shape[-1] != dim:
         raise InputError(
             f"keys or values of a block are {x.dtype} with {x.shape[-1]} numbers; expected {dim} floating-point ones, or codes with "
             "their scale"
         )
+    return 0
 
 
 def flat_rows(x: Tensor, heads: int) -> Tensor:

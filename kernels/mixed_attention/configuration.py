@@ -9,9 +9,9 @@ from dataclasses import dataclass
 class Configuration:
     """The layout of a launch; the result depends on it through rounding alone.
 
-    block: entries per tile; 0: 64, or 32 beside factored entries and codes, whose products need the registers. warps, stages: per
-    program, stages of the load pipeline. splits: programs that share the entries of one KV head; 0: as many as fill the GPU twice.
-    registers: per thread at most; 0: 128, or 168 where blocks have a bias, whose addresses need them.
+    block: entries per tile; 0: what `block_for` says. warps, stages: per program, stages of the load pipeline. splits: programs that
+    share the entries of one KV head; 0: as many as make eight per multiprocessor. registers: per thread at most; 0: 255, or 168 beside
+    factored entries and codes. The defaults were the fastest, or close to it, on an H200 (docs/kernels.md).
     """
 
     block: int = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,13 +19,25 @@ from semkv.kernels.mixed_attention.dispatch import DTYPES, MAX_ROWS
 from semkv.kernels.mixed_attention.paged import PagedTokens
 from semkv.kernels.mixed_attention.template import decode_partials, merge_partials
 
-MAX_SPLITS = 64
+MAX_SPLITS = 128
+PER_PROCESSOR = 8
+"""Programs for each multiprocessor: four of them are there at once, and loads of many hide what each waits for."""
+TILE_NBYTES = 1 << 16
+"""Bytes of the keys and values of a tile, at most: shared memory of every GPU since sm_80 has room for them."""
 
 
 def splits_for(programs: int, tiles: int, processors: int) -> int:
-    """A power of two of splits that makes `programs` about twice the multiprocessors, with a tile for each split."""
-    wanted = min(-(-2 * processors // programs), tiles, MAX_SPLITS)
+    """A power of two of splits that makes of `programs` about `PER_PROCESSOR` for each multiprocessor, with a tile for each split."""
+    wanted = min(-(-PER_PROCESSOR * processors // programs), tiles, MAX_SPLITS)
     return 1 << max(0, wanted.bit_length() - 1)
+
+
+def block_for(dims: tuple[int, int], dtype: torch.dtype, *, plain: bool) -> int:
+    """Entries per tile, `dims` numbers of a key and of a value: 128 where they take at most `TILE_NBYTES`, else 64 or 32; where not all
+    are `plain` numbers in `dtype`, 32, as products of codes and of factors need the registers."""
+    if not plain:
+        return 32
+    return next((size for size in (128, 64) if size * sum(map(padded, dims)) * dtype.itemsize <= TILE_NBYTES), 32)
 
 
 LAYOUT = ("paged", "paged_bias", "configuration")
@@ -55,8 +68,7 @@ def launches(
         )
     configuration = configuration or Configuration()
     batch, q_heads, tokens, dim = q.shape
-    coded = any(x is not None for x in (own.block_k_scale, own.block_v_scale))
-    block = configuration.block or (64 if own.key_u is None and not coded else 32)
+    plain = own.key_u is None and own.block_k_scale is None and own.block_v_scale is None
     if not own.block_k and paged is None:
         raise InputError("neither blocks nor `paged` tokens are given; expected at least one of them")
     heads = {call.kv_heads} if own.block_k else set()
@@ -68,6 +80,7 @@ def launches(
         )
     group = q_heads // kv_heads
     size = call.value_dim if paged is None else paged.v.shape[-1]
+    block = configuration.block or block_for((dim, size), q.dtype, plain=plain)
     table = None
     if own.block_k:
         blocks = flat_blocks(own, group, dim, size)
@@ -129,7 +142,7 @@ def launches(
         "BLOCK_KEY_RANK": padded(key_rank), "BLOCK_VALUE_RANK": padded(value_rank),
     }  # fmt: skip
     grid = (batch * kv_heads, -(-group * tokens // rows), splits)
-    registers = configuration.registers or (168 if constants["BIAS"] else 128)
+    registers = configuration.registers or (255 if plain else 168)
     held = () if table is None else table.held
     made = [
         Launch(
@@ -186,5 +199,6 @@ def _rows_of(bias: Tensor | None) -> int:
     return 0 if bias is None else 1 + 2 * (bias.shape[1] > 1) + 4 * (bias.shape[2] > 1)
 
 
+@cache
 def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -13,9 +13,9 @@ from semkv.kernels.tuning import Problem
 
 CANDIDATES = (
     Configuration(),
-    *(Configuration(block=block, stages=stages) for block, stages in ((32, 3), (64, 3), (64, 4), (128, 2))),
-    *(Configuration(block=block, warps=8, stages=stages) for block, stages in ((64, 3), (128, 2), (128, 3))),
-    *(Configuration(block=32, warps=2, stages=stages, registers=255) for stages in (2, 4)),
+    *(Configuration(block=block, stages=stages) for block, stages in ((32, 3), (64, 2), (64, 3), (128, 3))),
+    *(Configuration(block=block, warps=8, stages=stages, registers=128) for block, stages in ((64, 3), (128, 2))),
+    *(Configuration(block=32, warps=warps, registers=168) for warps in (2, 4)),
 )
 """The defaults first: they stay where nothing is faster."""
 

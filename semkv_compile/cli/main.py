@@ -313,7 +313,7 @@ def bench_command(
     prefetch: Annotated[
         bool | None,
         typer.Option(
-            help="elastic: fetch what layers unfold next while others are computed. Default: on CUDA, and on disk what is known."
+            help="elastic: fetch what layers unfold next while others are computed. Default: on disk, what is known."
         ),
     ] = None,
     gpu: Annotated[

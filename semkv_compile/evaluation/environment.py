@@ -31,8 +31,17 @@ def processor() -> str:
     return platform.processor() or platform.machine()
 
 
+COMMIT = "SEMKV_COMMIT"
+"""Environment variable that says the commit where the package is a copy outside of its checkout."""
+
+
 def commit() -> str:
-    """The checkout's commit, with `+changes` where tracked files differ; `unknown` outside a checkout."""
+    """The checkout's commit, with `+changes` where tracked files differ; outside a checkout what `COMMIT` says, else `unknown`."""
+    found = _of_checkout()
+    return os.environ.get(COMMIT, found) if found == "unknown" else found
+
+
+def _of_checkout() -> str:
     folder = Path(__file__).resolve().parent
     try:
         head = subprocess.run(

@@ -34,10 +34,12 @@ class Zoom:
             return self.own.flatten(0, 1)
         return self.chosen.repeat_interleave(self.group_size, 0)[:, None].expand(-1, self.tokens, -1)
 
-    @property
-    def seen(self) -> Tensor:
-        """`heads`, or bool [Hq, 1, M] where all tokens read the same."""
-        return self.heads if self.own is not None else self.heads[:, :1]
+    def seen(self, device: torch.device) -> Tensor:
+        """`heads` on `device`, or bool [Hq, 1, M] where all tokens read the same."""
+        if self.own is not None:
+            return self.heads.to(device)
+        chosen = self.chosen.to(device)  # before it is repeated, which is little to send
+        return chosen[:, None].expand(-1, self.group_size, -1).flatten(0, 1)[:, None]
 
     def counts(self) -> tuple[Tensor, int]:
         """(units read, summed over tokens, int64 [Hq], decisions that each query head took)."""

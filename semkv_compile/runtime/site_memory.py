@@ -67,8 +67,8 @@ class SiteMemory:
     """Tensors of the KV heads that `site` has, without a batch dimension.
 
     kept: exact tokens that stay; recent: the newest ones; spans: what is folded, None where the method folds nothing;
-    recent_ids int64, recent_surprisal float32 in nats: one for each recent token; unit_state: where units stand before those, see
-    `semkv.runtime.components.Continuing`.
+    recent_ids int64, recent_surprisal float32 in nats: one for each recent token, none where nothing will be folded; unit_state: where
+    units stand before those, see `semkv.runtime.components.Continuing`.
 
     ahead: tokens that are fetched before the layer's turn at most, 0 where nothing is; guesses: whether the next turn's are guessed from
     this one's; supply: what is under way; likely: what the next turn may lack; supplied: what the last one took.
@@ -80,7 +80,9 @@ class SiteMemory:
     ) -> None:  # fmt: skip
         self.site, self.components, self.device, self.elastic = site, components, device, elastic
         self.kept, self.recent, self.spans = kept, recent, spans
-        self.recent_ids, self.recent_surprisal = recent_ids, recent_surprisal
+        self.recent_ids, self.recent_surprisal = (
+            x if spans is not None else x.new_empty(0) for x in (recent_ids, recent_surprisal)
+        )
         self.unit_state = unit_state
         self.workspace: Workspace | None = None
         self.workspace_nbytes = 0
@@ -177,8 +179,9 @@ class SiteMemory:
         if allowance != float("inf"):
             self._make_room(k.shape[1], allowance, span_limit)
         self.recent.append(k.to(self.recent.k.dtype), v.to(self.recent.v.dtype), positions[None].to(torch.int32))
-        self.recent_ids = torch.cat([self.recent_ids, ids.cpu()])
-        self.recent_surprisal = torch.cat([self.recent_surprisal, surprisal])
+        if self.spans is not None:
+            self.recent_ids = torch.cat([self.recent_ids, ids.cpu()])
+            self.recent_surprisal = torch.cat([self.recent_surprisal, surprisal])
 
     def _make_room(self, tokens: int, allowance: float, span_limit: float) -> None:
         page = self.recent.page_size
@@ -295,7 +298,7 @@ class SiteMemory:
             entries = self._with_factors(entries, site, workspace.factors)
         if components.summary is not None and components.summary.attend:
             there = spans.on(self.device)
-            bias = there.log_sizes(site).masked_fill(self.zoom.seen.to(self.device), NEG_INF)
+            bias = there.log_sizes(site).masked_fill(self.zoom.seen(self.device), NEG_INF)
             entries = _with_block(entries, there.mean_k, there.mean_v, there.positions, bias)
         return entries
 

@@ -31,10 +31,10 @@ def row_to_tensors(row: RowMemory) -> tuple[dict[str, Any], dict[str, Tensor]]:
         for number, memory in enumerate(parts):
             own = {f"kept.{name}": x for name, x in memory.kept.to_tensors().items()}
             own |= {f"recent.{name}": x for name, x in memory.recent.to_tensors().items()}
-            own |= {"recent_ids": memory.recent_ids, "recent_surprisal": memory.recent_surprisal}
             own |= {"unit_state": torch.tensor([memory.unit_state])} if memory.unit_state else {}
             if memory.spans is not None:
                 facts["folded"].append([store, number])
+                own |= {"recent_ids": memory.recent_ids, "recent_surprisal": memory.recent_surprisal}
                 own |= _span_tensors(memory.spans)
                 if memory.workspace is not None:  # sums go on in the same order
                     own |= {"workspace.tokens": memory.workspace.tokens, "workspace.segment": memory.workspace.segment}
@@ -129,12 +129,13 @@ def _memory(
             k.to(device), v.to(device), positions.to(device), placement.page_size,
             reserve=uncapped and name == "recent", scores=None if scores is None else scores.to(device),
         )  # fmt: skip
-    count = (exact["recent"].length,)
-    ids = _expect(own["recent_ids"], "recent_ids", count, torch.int64).clone()
-    surprisal = _expect(own["recent_surprisal"], "recent_surprisal", count, torch.float32).clone()
+    ids, surprisal = torch.zeros(0, dtype=torch.int64), torch.zeros(0)
     state = _expect(own.get("unit_state", torch.zeros(1, dtype=torch.int64)), "unit_state", (1,), torch.int64)
     spans = None
     if folded:
+        count = (exact["recent"].length,)
+        ids = _expect(own["recent_ids"], "recent_ids", count, torch.int64).clone()
+        surprisal = _expect(own["recent_surprisal"], "recent_surprisal", count, torch.float32).clone()
         spans = FoldedSpans(site, part.components, dtype, tier=placement.tier, device=placement.where(site, tokens))
         _fill_spans(spans, own, tokens)
     memory = SiteMemory(

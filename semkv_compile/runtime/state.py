@@ -202,7 +202,7 @@ class State:
     def begin_step(self, ids: Tensor) -> None:
         """Note the tokens `ids` [B, T] about to run and their surprisal: the first follows from `logits`, the rest come later."""
         self.check_room([ids.shape[1]] * len(self.rows))
-        self._ids = ids
+        self._ids = ids.cpu()  # once: each layer notes them
         if self.timeline is not None:
             self.timeline.begin_step()
         for index, row in enumerate(self.rows):

@@ -43,13 +43,15 @@ class Workspace:
 
     On the device: k [Hkv, slots, D], v [Hkv, slots, Dv], positions int32 [Hkv, slots], `EMPTY` where a slot holds nothing; what
     stands there is finite. On the host, what is where: tokens int64 [Hkv, slots], places in the host tier, and segment int64
-    [Hkv, slots], both -1 where empty; held bool [Hkv, S], the segments that are there, whole (of later ones, none).
+    [Hkv, slots], both -1 where empty; held bool [Hkv, S], the segments that are there, whole (of later ones, none); and where the
+    device is another, the positions again: they are kept there and sent over as a whole.
     """
 
     def __init__(self, heads: int, key_dim: int, value_dim: int, dtype: torch.dtype, device: torch.device) -> None:
         self.k = torch.zeros(heads, 0, key_dim, dtype=dtype, device=device)
         self.v = torch.zeros(heads, 0, value_dim, dtype=dtype, device=device)
         self.positions = torch.zeros(heads, 0, dtype=torch.int32, device=device)
+        self._positions = self.positions if device.type == "cpu" else self.positions.cpu()
         self.tokens = torch.zeros(heads, 0, dtype=torch.int64)
         self.segment = torch.zeros(heads, 0, dtype=torch.int64)
         self.held = torch.zeros(heads, 0, dtype=torch.bool)
@@ -83,7 +85,7 @@ class Workspace:
         slots: per KV head, which the wanted segments of any head fit into; None: as many as they need. `wanted` is kept, and must not be
         written to. Returns the tokens that were fetched and those that were there, over all heads.
         """
-        kept, lacking = release_slots(wanted, self.held, segments, self.segment, self.tokens, self.positions)
+        kept, lacking = release_slots(wanted, self.held, segments, self.segment, self.tokens, self._positions)
         self._resize(int((kept + lacking).max()) if slots is None else slots)
         if bool((kept + lacking > self.slots).any()):
             raise RuntimeError(
@@ -108,14 +110,25 @@ class Workspace:
     def _fetch(self, at: Tensor, heads: Tensor, places: Tensor, positions: Tensor, host: Source) -> None:
         """Fill the places `at` int64 [n] of the slots of all heads, which are of `heads`, with the tokens that wait at `places`."""
         host.fill(self.k.flatten(0, 1), self.v.flatten(0, 1), at, places, heads)
-        device = self.positions.device
-        self.positions.flatten(0, 1).index_copy_(0, at.to(device), positions.to(device, torch.int32))
+        self._positions.flatten(0, 1).index_copy_(0, at, positions.to(torch.int32))
+        self._send()
+
+    def _send(self) -> None:
+        """Have the device's positions be the host's."""
+        if self.positions is self._positions:
+            return
+        pinned = self.positions.is_cuda and torch.cuda.is_available()
+        here = (
+            self._positions.pin_memory() if pinned else self._positions
+        )  # a copy, which nothing writes to while it is sent
+        self.positions.copy_(here, non_blocking=pinned)
 
     def renumber(self, gone: int) -> None:
         """The first `gone` segments are no more, and the others' numbers are smaller by as many."""
         wanted = torch.cat([torch.zeros_like(self.held[:, :gone]), self.held[:, gone:]], 1)
         none = torch.zeros(self.held.shape[1], dtype=torch.int64)  # nothing is missing
-        release_slots(wanted, self.held, Segments(none, none, none), self.segment, self.tokens, self.positions)
+        release_slots(wanted, self.held, Segments(none, none, none), self.segment, self.tokens, self._positions)
+        self._send()
         self.segment = torch.where(self.segment >= 0, self.segment - gone, -1)
         self.held = self.held[:, gone:].clone()
 
@@ -124,23 +137,30 @@ class Workspace:
         more = slots - self.slots
         if more > 0:
             self.tokens, self.segment = (pad(x, (0, more), value=-1) for x in (self.tokens, self.segment))
-            self.positions = pad(self.positions, (0, more), value=EMPTY)
+            self._move_positions(pad(self._positions, (0, more), value=EMPTY))
             self.k = pad(self.k, (0, 0, 0, more))  # one after the other: one of them is twice there meanwhile, not both
             self.v = pad(self.v, (0, 0, 0, more))
         elif more < 0:
             order = (self.segment < 0).to(torch.uint8).argsort(dim=1, stable=True)[:, :slots]
             self.tokens, self.segment = (x.gather(1, order) for x in (self.tokens, self.segment))
+            self._move_positions(self._positions.gather(1, order))
             order = order.to(self.k.device)
-            self.positions = self.positions.gather(1, order)
             self.k = self.k.gather(1, order[..., None].expand(-1, -1, self.k.shape[2]))
             self.v = self.v.gather(1, order[..., None].expand(-1, -1, self.v.shape[2]))
+
+    def _move_positions(self, positions: Tensor) -> None:
+        """Have `positions` of the host in the place of those that were there."""
+        device, self._positions = self.positions.device, positions
+        self.positions = positions if device.type == "cpu" else positions.to(device)
 
     def clone(self) -> Workspace:
         """An independent copy."""
         copy = object.__new__(Workspace)
         copy.factors = self.factors  # replaced, never written in place
-        for name in ("k", "v", "positions", "tokens", "segment", "held"):
+        for name in ("k", "v", "tokens", "segment", "held"):
             setattr(copy, name, getattr(self, name).clone())
+        copy.positions = self.positions  # for its device
+        copy._move_positions(self._positions.clone())
         return copy
 
 

@@ -22,7 +22,7 @@ def coded(first: int, heads: int, count: int, k_bits: int, v_bits: int) -> Block
     """A block of dim 16 in codes."""
     k, v = (quantize(torch.randn(heads, count, 16), bits) for bits in (k_bits, v_bits))
     positions = torch.arange(count, dtype=torch.int32)[None]
-    return Block(first, k.codes, v.codes, positions, k_scale=k.scale, v_scale=v.scale)
+    return Block(first, k.codes, v.codes, positions, None, k.scale, v.scale, k_bits, v_bits)
 
 
 def read(x: torch.Tensor, base: torch.Tensor, offset: int, count: int) -> torch.Tensor:

@@ -205,6 +205,9 @@ def test_a_model_on_a_cpu_has_none(llama, tmp_path):
         ConfigError, match="cuda_graphs=True needs a CUDA device, and the model is on cpu: pass device='cuda'"
     ):
         semkv.compile(llama, config=semkv.CompileConfig(cuda_graphs=True))
+    assert not semkv.CompileConfig().records(torch.device("cpu"))
+    assert semkv.CompileConfig().records(torch.device("cuda"))
+    assert not semkv.CompileConfig(cuda_graphs=False).records(torch.device("cuda"))
     compiled = semkv.compile(llama)
     compiled.settings = compiled.settings.model_copy(update={"cuda_graphs": True})  # as it is on a GPU
     compiled.save(tmp_path / "artifact")

@@ -50,6 +50,46 @@ def test_machine_code_is_kept_by_identity(tmp_path, monkeypatch):
     assert path.read_bytes() == made.code
 
 
+class Compiled:
+    """Stands for what Triton compiles, and for the kernel that it compiles."""
+
+    arg_names = ("p_x", "p_none", "count", "scale", "SIZE")
+
+    def __init__(self, *, kernel: bool):
+        self.kernel, self.calls, self.made = kernel, [], []
+
+    def __getitem__(self, grid):
+        def launch(*args, **named):
+            self.calls.append((grid, args, named))
+            if self.kernel:
+                self.made.append(Compiled(kernel=False))
+                return self.made[-1]
+
+        return launch
+
+
+def test_what_was_compiled_is_launched_as_it_is():
+    """Found by all that it was compiled for, with its own arguments in the kernel's order."""
+    kernel = Compiled(kernel=True)
+
+    def run(x, count, size=4, grid=(3, 2)):
+        Launch(kernel, grid, {"scale": 0.5, "count": count, "p_x": x, "p_none": None}, {"SIZE": size}, 4, 1).run()
+
+    x = torch.zeros(64)
+    run(x, 30)
+    assert kernel.calls[0][2].items() >= {"p_x": x, "count": 30, "SIZE": 4, "num_warps": 4}.items()
+    run(x, 31, grid=(5,))
+    other = torch.ones(64)
+    run(other, 35)
+    assert len(kernel.calls) == 1
+    assert [grid for grid, *_ in kernel.made[0].calls] == [(5, 1, 1), (3, 2, 1)]
+    assert kernel.made[0].calls[0][1] == (x, None, 31, 0.5, 4)
+    assert kernel.made[0].calls[1][1][0] is other
+    for changed in ((x[1:], 30), (x, 32), (x, 1), (x, 1 << 40), (x.half(), 30), (x, 30, 8)):
+        run(*changed)
+    assert len(kernel.calls) == 7
+
+
 def test_spills_are_seen_in_the_binary():
     """The same kernel held to 24 registers and many partials spills, and the binary says so."""
     wide = merge(64, warps=1)

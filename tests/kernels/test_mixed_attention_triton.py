@@ -13,7 +13,7 @@ from semkv.kernels.mixed_attention.paged import PagedTokens
 
 pytest.importorskip("triton", reason='kernels need triton: pip install -e ".[triton]"')
 
-from semkv.kernels.mixed_attention.triton import mixed_attention_launches, mixed_attention_triton, splits_for
+from semkv.kernels.mixed_attention.triton import block_for, mixed_attention_launches, mixed_attention_triton, splits_for
 
 SCALE = 0.3
 BLOCKS = ("block_k", "block_v", "block_positions", "block_bias", "block_k_scale", "block_v_scale")
@@ -35,6 +35,7 @@ SHAPES = {
 TERMS = {
     "plain": (), "sinks, soft-cap, slopes, table": ("sinks", "softcap", "slopes", "table"), "window": ("sinks", "window"),
 }  # fmt: skip
+DRAWS = 5
 HALF_ONLY = "group 5, dim 128"
 """In float32 the interpreter's product sums 128 terms in sequence, as a GPU does, and MKL in parts: 2.8 times its error."""
 
@@ -103,31 +104,46 @@ def root_mean_square(error: torch.Tensor) -> torch.Tensor:
     return error.square().mean().sqrt()
 
 
-def check(got, q, where, own, options, dtype, norm=largest) -> None:
-    """The error against float64 is at most twice that of plain PyTorch in the same dtype.
+def errors(got, q, where, own, options, dtype, on_device=None) -> tuple[torch.Tensor, ...]:
+    """What is wrong with the kernel's result, and with those of plain PyTorch in the same dtype (by `on_device` where it is given): flat
+    differences from float64.
 
-    Plain PyTorch is the worse of reference and blocked: products of one row and of many are summed in different orders.
+    Plain PyTorch is the reference and the blocked form: products of one row and of many are summed in different orders.
     """
 
-    def run(function, kind):
+    def run(function, kind, on_device=None):
         named = dict(zip(options, cast(options.values(), kind)))
-        return function(q.to(kind), where, *cast(own, kind), **named).double()
+        arguments = q.to(kind), where, *cast(own, kind)
+        return (
+            function(*arguments, **named) if on_device is None else on_device(function, *arguments, **named)
+        ).double()
 
     exact = run(mixed_attention_reference, torch.float64)
-    plain = max(norm(run(form, dtype) - exact) for form in (mixed_attention_reference, mixed_attention_blocked))
     assert got.dtype == dtype
     assert got.shape == exact.shape
     assert torch.isfinite(got).all()
-    assert norm(got - exact) <= 2 * plain
+    forms = (mixed_attention_reference, mixed_attention_blocked)
+    return tuple((x - exact).flatten() for x in (got, *(run(form, dtype, on_device) for form in forms)))
+
+
+def check(got, q, where, own, options, dtype) -> None:
+    """The largest error is at most twice that of the worse of plain PyTorch's."""
+    ours, *plain = map(largest, errors(got, q, where, own, options, dtype))
+    assert ours <= 2 * max(plain)
 
 
 def run_case(on_device, entries, case, norm) -> None:
+    """Of draws together, as the error of plain PyTorch in one differs severalfold; and that of where the kernel runs: a GPU's exponential
+    and sums are not a CPU's."""
     name, terms, splits, dtype = case
-    q, where, own = entries(**SHAPES[name], dtype=dtype)
-    options = extras(q.shape[1], q.shape[3], TERMS[terms])
-    configuration = Configuration(block=16, splits=splits)
-    got = on_device(mixed_attention_triton, q, where, *own, **options, configuration=configuration)
-    check(got, q, where, own, options, dtype, norm)
+    configuration, found = Configuration(block=16, splits=splits), []
+    for seed in range(DRAWS):
+        q, where, own = entries(**SHAPES[name], dtype=dtype, seed=seed)
+        options = extras(q.shape[1], q.shape[3], TERMS[terms])
+        got = on_device(mixed_attention_triton, q, where, *own, **options, configuration=configuration)
+        found.append(errors(got, q, where, own, options, dtype, on_device))
+    ours, *plain = (norm(torch.cat(parts)) for parts in zip(*found))
+    assert ours <= 2 * max(plain)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -262,7 +278,18 @@ def test_what_cannot_be_launched_is_refused(entries):
 
 @pytest.mark.parametrize(
     ("programs", "tiles", "processors", "splits"),
-    [(8, 100, 132, 32), (264, 100, 132, 1), (8, 3, 132, 2), (1, 999, 132, 64)],
+    [(8, 200, 132, 128), (264, 100, 132, 4), (1056, 100, 132, 1), (8, 3, 132, 2), (1, 999, 132, 128)],
 )
-def test_splits_fill_the_gpu_twice_and_have_a_tile_each(programs, tiles, processors, splits):
+def test_splits_make_eight_programs_per_processor_and_have_a_tile_each(programs, tiles, processors, splits):
     assert splits_for(programs, tiles, processors) == splits
+
+
+@pytest.mark.parametrize(
+    ("dims", "dtype", "plain", "block"),
+    [
+        ((128, 128), torch.bfloat16, True, 128), ((128, 128), torch.float32, True, 64), ((192, 128), torch.bfloat16, True, 64),
+        ((256, 256), torch.float32, True, 32), ((60, 60), torch.float32, True, 128), ((128, 128), torch.bfloat16, False, 32),
+    ],
+)  # fmt: skip
+def test_a_tile_fits_into_shared_memory(dims, dtype, plain, block):
+    assert block_for(dims, dtype, plain=plain) == block

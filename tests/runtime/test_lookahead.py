@@ -285,17 +285,14 @@ def test_a_caller_in_inference_mode(both, prompt):
 
 
 def test_where_it_is_on():
-    cpu, cuda = torch.device("cpu"), torch.device("cuda")
     elastic = CompileConfig(residency="elastic")
-    assert not elastic.prefetches(cpu)
-    assert elastic.prefetches(cuda)
-    assert CompileConfig(residency="elastic", host="disk").prefetches(cpu)
-    assert CompileConfig(residency="elastic", prefetch=True).prefetches(cpu)
-    assert not CompileConfig(residency="elastic", host="disk", prefetch=False).prefetches(cuda)
-    assert not CompileConfig(host="disk").prefetches(cpu)
-    assert elastic.guesses(cuda)
-    assert not elastic.guesses(cpu)
-    assert CompileConfig(residency="elastic", prefetch=True).guesses(cpu)
+    assert not elastic.prefetches
+    assert CompileConfig(residency="elastic", host="disk").prefetches
+    assert CompileConfig(residency="elastic", prefetch=True).prefetches
+    assert not CompileConfig(residency="elastic", host="disk", prefetch=False).prefetches
+    assert not CompileConfig(host="disk").prefetches
+    assert not CompileConfig(residency="elastic", host="disk").guesses
+    assert CompileConfig(residency="elastic", prefetch=True).guesses
     with pytest.raises(
         ValueError,
         match="prefetch=True is for residency='elastic', where a step lacks few tokens; residency is 'shared'",
