@@ -376,19 +376,25 @@ def main() -> None:
     print(f"attention of a step by {bench.full.kernels}; ready after {prepared:.0f} s", flush=True)
     print(HEADER, flush=True)
     found: list[Result] = []
+    lost: str | None = None
     for cell in cells(lengths, share, fixed, steps, long_run, rows):
         if given.dry_run and cell.name in (COMPILED, FLEX):
             continue
-        if time.monotonic() - begun > given.deadline:
+        if lost is not None:
+            found.append(Result(cell, missing=f"the device was lost in `{lost}`"))
+        elif time.monotonic() - begun > given.deadline:
             found.append(Result(cell, missing="the deadline had passed"))
         else:
             try:
                 found.append(bench.measure(cell))
             except Exception as error:  # one contender that fails must not lose the others
                 found.append(Result(cell, missing=f"{type(error).__name__}: {error}"))
+                lost = (
+                    cell.name if type(error).__name__ == "AcceleratorError" else None
+                )  # nothing runs in its context any more
         show(found[-1])
         gc.collect()
-        if device.type == "cuda":
+        if device.type == "cuda" and lost is None:
             torch.cuda.empty_cache()
         write(given.out, model, bench, found, started, given.dry_run, prepared)
 

@@ -13,18 +13,9 @@ from gpu_table import LARGE, read
 from grids import measured_on, table, write_document
 
 RESULTS = ROOT / "benchmarks" / "results"
+LAYOUT = ("block", "warps", "stages", "registers")
 SHARE, RATIO = 0.8, 1.25
 """Of the copy bandwidth that a large call is to reach; times the best other's time that a small one may take."""
-
-
-def kernel_rows(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """Of each call of ours on exact entries its line, with `best`: the time of the fastest other that reads the same bytes."""
-    others = [x for x in report["lines"] if not x["reader"].startswith("semkv")]
-    return [
-        x | {"best": min(y["us"] for y in others if (y["entries"], y["rows"]) == (x["entries"], x["rows"]))}
-        for x in report["lines"]
-        if x["reader"] == "semkv"
-    ]
 
 
 def verdict(met: Iterable[bool]) -> str:
@@ -32,19 +23,60 @@ def verdict(met: Iterable[bool]) -> str:
     return "met" if all(met) else f"met in {sum(met)} of {len(met)}" if any(met) else "missed"
 
 
+def layouts_part(report: dict[str, Any], bandwidth: float) -> list[str]:
+    """The fastest layout of each shape beside SDPA. bandwidth: of a copy, bytes per second."""
+    heads, kv_heads, dim = report["shape"]
+    fastest: dict[tuple[int, int, int], dict[str, dict[str, Any]]] = {}
+    for row in report["rows"]:
+        own = fastest.setdefault((row["entries"], row["rows"], row["coarse"]), {})
+        if row["reader"] not in own or row["us"] < own[row["reader"]]["us"]:
+            own[row["reader"]] = row
+    tried = {
+        tuple(row[name] for name in LAYOUT) for row in report["rows"] if row["reader"] == "semkv" and not row["coarse"]
+    }
+    lines = []
+    for (entries, rows, coarse), best in fastest.items():
+        own, sdpa = best["semkv"], best["SDPA"]
+        read_bytes = 2 * rows * kv_heads * (entries * dim * 2 + coarse * (dim // 2 + 2))
+        lines.append([
+            f"{entries:,}", str(rows), f"{coarse:,}" if coarse else "-", f"{own['us']:.1f}", f"{sdpa['us']:.1f}",
+            f"{own['us'] / sdpa['us']:.2f}", f"{100 * read_bytes / (own['us'] / 1e6) / bandwidth:.0f}",
+            f"{own['block']} entries, {own['warps']} warps, {own['stages']} stages, {own['registers']} registers, {own['splits']} splits",
+        ])  # fmt: skip
+    return [
+        "## Layouts of the kernel",
+        f"What the device takes for one query token of {heads} query heads and {kv_heads} KV heads of {dim} in {report['dtype']}, with the "
+        f"fastest of {len(tried)} layouts, each with several numbers of splits; the defaults are made after them. SDPA reads the exact "
+        "entries in one piece, and no coarse ones. A copy "
+        f"on the device moves {bandwidth / 1e9:,.0f} GB/s, bytes read and written counted.",
+        table(["entries", "rows", "coarse", "us", "SDPA, us", "times SDPA's", "of a copy, %", "fastest layout"], lines),
+    ]
+
+
 def kernels_part(report: dict[str, Any]) -> list[str]:
     """Reading resident entries."""
-    own = kernel_rows(report)
+    exact = {(x["entries"], x["rows"], x["reader"]): x for x in report["lines"] if "coarse" not in x["reader"]}
+    own = [
+        x | {"best": min(y["us"] for (*at, name), y in exact.items() if at == [entries, rows] and name != "semkv")}
+        for (entries, rows, reader), x in exact.items()
+        if reader == "semkv"
+    ]
     large, small = [x for x in own if x["nbytes"] >= LARGE], [x for x in own if x["nbytes"] < LARGE]
     lines = [
         [
             f"{x['entries']:,}", str(x["rows"]), f"{x['nbytes'] / 2**20:.0f}", f"{x['us']:.0f}", f"{x['rate'] / 1e9:.0f}",
-            f"{100 * x['share']:.0f}", f"{x['best']:.0f}", f"{x['us'] / x['best']:.2f}",
+            f"{100 * x['share']:.0f}", f"{x['best']:.0f}", f"{x['us'] / x['best']:.2f}", f"{x['call_us']:.0f}",
         ]
         for x in own
     ]  # fmt: skip
     mixed = [
-        [f"{x['entries']:,}", f"{x['nbytes'] / 2**20:.0f}", f"{x['us']:.0f}", f"{100 * x['share']:.0f}"]
+        [
+            f"{x['entries']:,}",
+            f"{x['nbytes'] / 2**20:.0f}",
+            f"{x['us']:.0f}",
+            f"{100 * x['share']:.0f}",
+            f"{x['call_us']:.0f}",
+        ]
         for x in report["lines"]
         if x["reader"] == "semkv, exact and coarse"
     ]
@@ -53,18 +85,15 @@ def kernels_part(report: dict[str, Any]) -> list[str]:
         "## Reading resident entries",
         f"One query token, {heads} query heads, {kv_heads} KV heads of {dim}, {report['dtype']}; keys and values in three blocks, as the "
         f"runtime has them. A copy on the device moves {report['copy_bandwidth'] / 1e9:,.0f} GB/s, bytes read and written counted. Beside "
-        "it is PyTorch's SDPA on the same numbers in one piece (FlashInfer where it is installed), the faster of them. Times are of calls "
-        "from Python, one after the other: a small call takes what the host takes to make it.",
+        "it is PyTorch's SDPA on the same numbers in one piece (FlashInfer where it is installed), the faster of them. Times are the "
+        "device's; `call` is that of a call from Python.",
         f"At least {100 * SHARE:.0f} % of the copy's bandwidth from {LARGE >> 20} MiB on: "
         f"**{verdict(x['share'] >= SHARE for x in large)}**. Below, at most {RATIO} times the best other's time: "
         f"**{verdict(x['us'] <= RATIO * x['best'] for x in small)}**.",
-        table(
-            ["entries", "rows", "MiB", "us", "GB/s", "of a copy, %", "SDPA, us", "times SDPA's"],
-            lines,
-        ),
+        table(["entries", "rows", "MiB", "us", "GB/s", "of a copy, %", "SDPA, us", "times SDPA's", "call, us"], lines),
         "With a quarter as many coarse entries in 4 bits, each with a bias:",
-        table(["entries", "MiB", "us", "of a copy, %"], mixed),
-    ]  # fmt: skip
+        table(["entries", "MiB", "us", "of a copy, %", "call, us"], mixed),
+    ]
 
 
 def steps_part(report: dict[str, Any]) -> list[str]:
@@ -105,11 +134,10 @@ def steps_part(report: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    suite, kernels, steps = (read(RESULTS / f"{name}.json") for name in ("gpu_suite", "mixed_attention", "decode_step"))
-    if not (suite and kernels and steps):
-        raise SystemExit(
-            "benchmarks/results lacks gpu_suite.json, mixed_attention.json or decode_step.json: run gpu_suite.sh"
-        )
+    names = ("gpu_suite", "decode_step", "layout_sweep", "mixed_attention")
+    suite, steps, layouts, kernels = (read(RESULTS / f"{name}.json") for name in names)
+    if not (suite and steps):
+        raise SystemExit("benchmarks/results lacks gpu_suite.json or decode_step.json: run gpu_suite.sh")
     notes = (ROOT / "benchmarks" / "gpu_notes.md").read_text(encoding="utf-8")
     ran = [
         [x["step"], "passed" if x["status"] == 0 else f"exit {x['status']}", str(x["seconds"])] for x in suite["steps"]
@@ -117,15 +145,16 @@ def main() -> None:
     path = write_document(
         "gpu",
         "# On a GPU",
-        f"Made by `benchmarks/gpu_suite.sh` and `benchmarks/gpu_page.py`: one {suite['environment']['accelerator']}.",
+        f"Made by `benchmarks/gpu_suite.sh`, `benchmarks/layout_sweep.py` and `benchmarks/gpu_page.py`, on one "
+        f"{suite['environment']['accelerator']}.",
         notes,
-        *kernels_part(kernels),
         *steps_part(steps),
+        *(kernels_part(kernels) if kernels else []),
+        *(layouts_part(layouts, steps["bandwidth"]["device"]) if layouts else []),
         "## What ran",
         table(["step", "", "seconds"], ran),
         "## Provenance",
-        measured_on(kernels["environment"]),
-        measured_on(steps["environment"]),
+        *(measured_on(one["environment"]) for one in (steps, kernels, layouts) if one),
     )
     print(f"wrote {path}")
 

@@ -6,8 +6,9 @@
 
 One query token per row over exact entries in bfloat16, in three blocks as the runtime has them (kept, recent, unfolded), whose buffers
 are longer than what is read; `coarse` adds a quarter as many means in 4 bits, with biases. Rows fill up to 512 MiB, so that large
-calls leave the GPU's cache. Before it is timed a call must give the reference's result within the precision. Medians of CUDA
-events. The bandwidth is a device-to-device copy's, bytes read and written counted.
+calls leave the GPU's cache. Before it is timed a call must give the reference's result within the precision. Times are the device's,
+without what the host takes to launch (`semkv.kernels.timing`); beside them those of calls from Python, one after the other, by CUDA
+events. Medians. The bandwidth is a device-to-device copy's, bytes read and written counted.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from semkv.evaluation.environment import describe, now
 from semkv.kernel_layouts import tuning_file
 from semkv.kernels.mixed_attention import mixed_attention_blocked
 from semkv.kernels.mixed_attention.configuration import Configuration
-from semkv.kernels.mixed_attention.triton import mixed_attention_triton
+from semkv.kernels.mixed_attention.triton import mixed_attention_launches, mixed_attention_triton
+from semkv.kernels.timing import device_us
 from semkv.kernels.tuning import Tuning, problem_name
 from semkv.runtime.quantization import Quantized, quantize
 
@@ -43,8 +45,9 @@ AHEAD = 40
 
 @dataclass(frozen=True)
 class Line:
-    """One call: microseconds (median), bytes of keys and values that it reads, their rate in bytes per second, and its share of the
-    copy bandwidth. reader: which kernel. error: its largest difference from PyTorch in float32, over the largest result."""
+    """One call: microseconds of the device, bytes of keys and values that it reads, their rate in bytes per second, and its share of the
+    copy bandwidth. reader: which kernel. call_us: microseconds of a call from Python. error: its largest difference from PyTorch in
+    float32, over the largest result."""
 
     reader: str
     entries: int
@@ -53,6 +56,7 @@ class Line:
     nbytes: int
     rate: float
     share: float
+    call_us: float
     error: float | None = None
 
 
@@ -120,8 +124,8 @@ def make(
     return Call(draw(rows, q_heads, 1, dim), where, blocks, means, k, v)
 
 
-def median_us(run: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Median microseconds of `repeats` calls, after three."""
+def call_us(run: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Median microseconds of `repeats` calls from Python, after three."""
     if device.type != "cuda":
         begun = time.perf_counter()
         run()
@@ -140,7 +144,7 @@ def median_us(run: Callable[[], object], device: torch.device, repeats: int) -> 
 def copy_bandwidth(device: torch.device, nbytes: int) -> float:
     """Bytes read and written per second."""
     here, there = (torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
-    return 2 * nbytes / (median_us(lambda: there.copy_(here), device, 20) / 1e6)
+    return 2 * nbytes / (device_us(lambda: there.copy_(here), device) / 1e6)
 
 
 def flashinfer_reader(call: Call) -> Callable[[], Tensor] | None:
@@ -152,6 +156,12 @@ def flashinfer_reader(call: Call) -> Callable[[], Tensor] | None:
     return partial(
         flashinfer.single_decode_with_kv_cache, call.q[0, :, 0], call.k[0], call.v[0], kv_layout="HND"
     )  # fmt: skip
+
+
+def launched(call: Call, layout: Configuration, scale: float) -> Callable[[], object]:
+    """Our call as the device has it: what follows from the arguments is there."""
+    _, made = mixed_attention_launches(*call.arguments, scale=scale, configuration=layout)
+    return lambda: [launch.run() for launch in made]
 
 
 def readers(call: Call, layout: Configuration, scale: float) -> dict[str, Callable[[], Tensor]]:
@@ -178,10 +188,23 @@ def lines(call: Call, layout: Configuration, bandwidth: float, repeats: int) -> 
             raise SystemExit(
                 f"correctness check failed: {name} is off by {error:.3g} of the largest; nothing is reported"
             )
-        us = median_us(run, call.q.device, repeats)
+        device = call.q.device
+        us = device_us(launched(call, layout, scale) if name.startswith("semkv") else run, device, repeats)
         rate = call.nbytes / (us / 1e6)
         entries = call.k.shape[2] + (0 if call.means is None else call.means[0].codes.shape[2])
-        found.append(Line(name, entries, call.q.shape[0], us, call.nbytes, rate, rate / bandwidth, error))
+        found.append(
+            Line(
+                name,
+                entries,
+                call.q.shape[0],
+                us,
+                call.nbytes,
+                rate,
+                rate / bandwidth,
+                call_us(run, device, repeats),
+                error,
+            )
+        )
     return found
 
 
@@ -216,7 +239,7 @@ def main() -> None:
         layout = Configuration(*Tuning.load(tuning_file()).layout(device, problem))
     found_lines: list[Line] = []
     print(
-        f"copy: {bandwidth / 1e9:.0f} GB/s\n{'':26}{'entries':>8}{'rows':>6}{'MiB':>8}{'us':>10}{'GB/s':>8}{'of copy':>9}",
+        f"copy: {bandwidth / 1e9:.0f} GB/s\n{'':26}{'entries':>8}{'rows':>6}{'MiB':>8}{'us':>10}{'GB/s':>8}{'of copy':>9}{'call, us':>10}",
         flush=True,
     )
     for count in entries:
@@ -226,7 +249,7 @@ def main() -> None:
                 found_lines.append(line)
                 print(
                     f"{line.reader:26}{line.entries:>8}{line.rows:>6}{line.nbytes / 2**20:>8.0f}{line.us:>10.1f}{line.rate / 1e9:>8.0f}"
-                    f"{line.share:>9.0%}", flush=True,
+                    f"{line.share:>9.0%}{line.call_us:>10.1f}", flush=True,
                 )  # fmt: skip
     report = {
         "dry_run": given.dry_run, "shape": shape, "dtype": str(dtype).removeprefix("torch."), "copy_bandwidth": bandwidth,

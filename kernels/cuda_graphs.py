@@ -68,11 +68,11 @@ class CudaRecorder:
                 # no stream of this priority is made elsewhere.
                 self._stream = torch.cuda.Stream(priority=-1)
             current, aside = torch.cuda.current_stream(), self._stream
-            aside.wait_stream(current)
-            with torch.cuda.stream(aside):
-                for _ in range(WARM_UP):
-                    function()
-            current.wait_stream(aside)
+            # Not on the recording stream: its workspace of cuBLAS, which graphs hold by address, is to be made while recording, in memory
+            # that is the graphs'. Any other is let go of when someone clears them all, as `torch.compile` does, or drops another graph
+            # (https://github.com/pytorch/pytorch/issues/193402).
+            for _ in range(WARM_UP):
+                function()
             graph = torch.cuda.CUDAGraph()
             # Other threads go on meanwhile: what they do to the device is no part of this, and no fault.
             try:

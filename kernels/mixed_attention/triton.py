@@ -21,15 +21,16 @@ from semkv.kernels.mixed_attention.template import decode_partials, merge_partia
 
 MAX_SPLITS = 128
 PER_PROCESSOR = 8
-"""Programs for each multiprocessor: four of them are there at once, and loads of many hide what each waits for."""
+"""Programs for each multiprocessor: two to four of them are there at once, and loads of many hide what each waits for."""
 TILE_NBYTES = 1 << 16
 """Bytes of the keys and values of a tile, at most: shared memory of every GPU since sm_80 has room for them."""
 
 
 def splits_for(programs: int, tiles: int, processors: int) -> int:
-    """A power of two of splits that makes of `programs` about `PER_PROCESSOR` for each multiprocessor, with a tile for each split."""
-    wanted = min(-(-PER_PROCESSOR * processors // programs), tiles, MAX_SPLITS)
-    return 1 << max(0, wanted.bit_length() - 1)
+    """A power of two of splits that makes of `programs` about `PER_PROCESSOR` for each multiprocessor, of which at most half have no
+    tile."""
+    wanted = min(-(-PER_PROCESSOR * processors // programs), MAX_SPLITS)
+    return min(1 << (wanted.bit_length() - 1), triton.next_power_of_2(max(1, tiles)))
 
 
 def block_for(dims: tuple[int, int], dtype: torch.dtype, *, plain: bool) -> int:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from semkv.kernels.mixed_attention.configuration import Configuration
-from semkv.kernels.mixed_attention.triton import mixed_attention_triton
+from semkv.kernels.mixed_attention.triton import mixed_attention_launches
+from semkv.kernels.timing import device_us
 from semkv.kernels.tuning import Problem
 
 CANDIDATES = (
@@ -43,32 +43,13 @@ def tune(
     where = torch.full((1, 1), entries, device=device)
     found: dict[Configuration, float] = {}
     for candidate in candidates:
-
-        def run(candidate: Configuration = candidate) -> None:
-            mixed_attention_triton(q, where, [k], [v], [positions], scale=dim**-0.5, configuration=candidate)
-
+        _, made = mixed_attention_launches(q, where, [k], [v], [positions], scale=dim**-0.5, configuration=candidate)
         try:
-            run()  # compiles
+            for launch in made:
+                launch.run()  # compiles
         except Exception as error:
             if type(error).__name__ != "OutOfResources":
                 raise
             continue
-        found[candidate] = _median_us(run, device, repeats)
+        found[candidate] = device_us(lambda made=made: [launch.run() for launch in made], device, repeats)
     return min(found, key=lambda candidate: found[candidate]), found
-
-
-def _median_us(run: Callable[[], None], device: torch.device, repeats: int) -> float:
-    times = []
-    for _ in range(repeats):
-        if device.type == "cuda":
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            run()
-            end.record()
-            end.synchronize()
-            times.append(1000 * begin.elapsed_time(end))
-        else:
-            begun = time.perf_counter()
-            run()
-            times.append(1e6 * (time.perf_counter() - begun))
-    return sorted(times)[len(times) // 2]

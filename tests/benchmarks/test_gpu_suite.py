@@ -72,7 +72,7 @@ def test_cells_cover_the_claims_once_and_the_most_telling_come_first(load):
 
 def test_the_page_says_where_the_bars_are_met(load):
     page = load("gpu_page")
-    one = {"entries": 65536, "rows": 2, "nbytes": 512 << 20, "rate": 3.5e12, "error": 0.0}
+    one = {"entries": 65536, "rows": 2, "nbytes": 512 << 20, "rate": 3.5e12, "error": 0.0, "call_us": 400.0}
     small = one | {"entries": 4096, "rows": 1, "nbytes": 16 << 20}
     lines = [
         one | {"reader": "semkv", "us": 150.0, "share": 0.85}, one | {"reader": "SDPA", "us": 130.0, "share": 0.98},
@@ -83,7 +83,20 @@ def test_the_page_says_where_the_bars_are_met(load):
     text = "\n".join(page.kernels_part(report))
     assert "from 256 MiB on: **met**" in text
     assert "times the best other's time: **missed**" in text
-    assert "| 65,536 | 2 | 512 | 150 | 3500 | 85 | 130 | 1.15 |" in text
+    assert "| 65,536 | 2 | 512 | 150 | 3500 | 85 | 130 | 1.15 | 400 |" in text
+
+
+def test_the_page_shows_the_fastest_layout_of_a_shape(load):
+    page = load("gpu_page")
+    shape = {"entries": 65536, "rows": 2, "coarse": 0}
+    layout = {"block": 64, "warps": 4, "stages": 3, "registers": 255, "splits": 32}
+    rows = [shape | {"reader": "SDPA", "us": 125.0}]
+    rows += [
+        shape | {"reader": "semkv", "us": us} | layout | {"block": block} for us, block in ((200.0, 64), (150.0, 128))
+    ]
+    text = "\n".join(page.layouts_part({"shape": [32, 8, 128], "dtype": "bfloat16", "rows": rows}, 4e12))
+    assert "| 65,536 | 2 | - | 150.0 | 125.0 | 1.20 | 89 | 128 entries, 4 warps" in text
+    assert "200.0" not in text
 
 
 def test_the_page_sets_steps_beside_the_models_own(load):

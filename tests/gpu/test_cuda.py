@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -147,6 +148,25 @@ def test_steps_of_recorded_graphs_are_those_of_plain_ones(
                 state = compiled.prefill(prompts[:rows].cuda())
                 logits[graphs] = [compiled.extend(state, prompts[:rows, n : n + 1].cuda()) for n in range(8)]
         torch.testing.assert_close(logits[True], logits[False], rtol=1e-4, atol=1e-5)
+
+
+def test_recorded_graphs_outlive_what_others_let_go_of() -> None:
+    """`torch.compile` clears the workspaces of cuBLAS, and dropping another model's graphs those of their stream."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=2048, intermediate_size=4096, num_hidden_layers=2, num_attention_heads=16,
+        num_key_value_heads=4, max_position_embeddings=1024, pad_token_id=0,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval().to("cuda", torch.bfloat16)
+    ids = torch.randint(1, VOCAB, (1, 64), generator=torch.Generator().manual_seed(1)).cuda()
+    compiled, other = semkv.compile(model), semkv.compile(model)
+    wanted = [one.generate(ids, max_new_tokens=8, do_sample=False).tolist() for one in (compiled, other)]
+    assert wanted[0] == wanted[1]
+    del other
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    assert compiled.generate(ids, max_new_tokens=8, do_sample=False).tolist() == wanted[0]
 
 
 def test_threads_step_at_once_with_graphs_of_their_own(single: Any, prompts: torch.Tensor) -> None:

@@ -278,9 +278,9 @@ def test_what_cannot_be_launched_is_refused(entries):
 
 @pytest.mark.parametrize(
     ("programs", "tiles", "processors", "splits"),
-    [(8, 200, 132, 128), (264, 100, 132, 4), (1056, 100, 132, 1), (8, 3, 132, 2), (1, 999, 132, 128)],
+    [(8, 200, 132, 128), (264, 100, 132, 4), (2000, 100, 132, 1), (8, 3, 132, 4), (8, 53, 132, 64), (1, 0, 132, 1)],
 )
-def test_splits_make_eight_programs_per_processor_and_have_a_tile_each(programs, tiles, processors, splits):
+def test_splits_make_eight_programs_per_processor_and_most_have_a_tile(programs, tiles, processors, splits):
     assert splits_for(programs, tiles, processors) == splits
 
 
