@@ -10,7 +10,7 @@
 # that the tree may be read-only. Results go to $OUT, or to benchmarks/results/ (not of a quick or a dry run): gpu_suite.json (each step,
 # its exit status and time) and the benchmarks' own files. PYTHON names the interpreter; else it is that of .venv, or python3. Each
 # step has a time limit; one that fails or exceeds it does not stop the others, and the exit status is 1 if any did. UNTIL: seconds after
-# which no cell of decode steps begins, 525.
+# which no cell of decode steps begins, 525. SEMKV_COMMIT: what the results are to say where the tree is no checkout.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from semkv.kernels.generation import Launch
 from semkv.kernels.mixed_attention.configuration import Configuration
 from semkv.kernels.mixed_attention.triton import mixed_attention_launches
 from semkv.kernels.timing import device_us
@@ -44,12 +45,16 @@ def tune(
     found: dict[Configuration, float] = {}
     for candidate in candidates:
         _, made = mixed_attention_launches(q, where, [k], [v], [positions], scale=dim**-0.5, configuration=candidate)
-        try:
+
+        def run(made: Sequence[Launch] = made) -> None:
             for launch in made:
-                launch.run()  # compiles
+                launch.run()
+
+        try:
+            run()  # compiles
         except Exception as error:
             if type(error).__name__ != "OutOfResources":
                 raise
             continue
-        found[candidate] = device_us(lambda made=made: [launch.run() for launch in made], device, repeats)
+        found[candidate] = device_us(run, device, repeats)
     return min(found, key=lambda candidate: found[candidate]), found

@@ -62,8 +62,10 @@ def _of_checkout() -> str:
 
 
 def command() -> str:
-    """The command line, its program by name."""
-    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    """The command line, its program and what it was given an absolute path of by name: folders of one machine tell nothing."""
+    return shlex.join(
+        [Path(given).name if place == 0 or os.path.isabs(given) else given for place, given in enumerate(sys.argv)]
+    )
 
 
 def describe(started: str, device: str = "cpu") -> Environment:

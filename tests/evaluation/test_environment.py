@@ -1,0 +1,23 @@
+"""What results say of where they come from."""
+
+from __future__ import annotations
+
+import sys
+
+from semkv.evaluation import environment
+
+
+def test_a_command_names_no_folder_of_one_machine(monkeypatch, tmp_path):
+    monkeypatch.setattr(
+        sys, "argv", [str(tmp_path / "grid.py"), "--methods", "full,sekv", "--out", str(tmp_path / "a b.json")]
+    )
+    assert environment.command() == "grid.py --methods full,sekv --out 'a b.json'"
+
+
+def test_a_copy_outside_of_a_checkout_is_told_its_commit(monkeypatch):
+    monkeypatch.setattr(environment, "_of_checkout", lambda: "unknown")
+    assert environment.commit() == "unknown"
+    monkeypatch.setenv(environment.COMMIT, "1234abc")
+    assert environment.commit() == "1234abc"
+    monkeypatch.setattr(environment, "_of_checkout", lambda: "5678def+changes")
+    assert environment.commit() == "5678def+changes"
