@@ -60,8 +60,8 @@ class CompileConfig(Settings):
         (TRITON_INTERPRET=1, for tests). Calls that the others are not made for (many queries, float64, gradients) are PyTorch's
         always.
     cuda_graphs: CUDA only: decode steps launch what lies between two attentions as CUDA graphs, recorded at the first step of each
-        number of rows; what cannot be recorded is launched as before, with a warning. Default: on a CUDA device, where steps are half as
-        long with them (docs/results/gpu.md).
+        number of rows; what cannot be recorded is launched as before, with a warning. Default: on a CUDA device, where steps are
+        shorter with them (docs/results/gpu.md).
     prefetch: `elastic` only: a thread fetches what layers will, or are likely to, unfold in their next step while others are computed,
         into buffers beside the budget (`State.nbytes["prefetch"]`). Tokens are the same. Default: with host='disk', for layers whose
         choice is known before their turn (a retrieval head, filter layers). A guess costs more than it saves, and so does fetching

@@ -11,7 +11,7 @@ class Configuration:
 
     block: entries per tile; 0: what `block_for` says. warps, stages: per program, stages of the load pipeline. splits: programs that
     share the entries of one KV head; 0: as many as make eight per multiprocessor. registers: per thread at most; 0: 255, or 168 beside
-    factored entries and codes. The defaults were the fastest, or close to it, on an H200 (docs/kernels.md).
+    factored entries and codes. Of the layouts that were timed on an H200 the defaults were the fastest (docs/results/gpu.md).
     """
 
     block: int = 0
