@@ -8,14 +8,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from decode_step import AHEAD, DYNAMIC, PLAIN, ROOT, TEXT
+from decode_step import AHEAD, DYNAMIC, PLAIN, ROOT, TEXT, THEIRS
 from gpu_table import LARGE, read
 from grids import measured_on, table, write_document
 
 RESULTS = ROOT / "benchmarks" / "results"
+MIDDLE = 131_072
+"""Tokens of the steps that the page speaks of first."""
 LAYOUT = ("block", "warps", "stages", "registers")
-SHARE, RATIO = 0.8, 1.25
-"""Of the copy bandwidth that a large call is to reach; times the best other's time that a small one may take."""
+SHARED = 0.1
+"""Of the KV, the budget of `decode_step.py`."""
+SHARE, RATIO, FLOORS, FIRST = 0.8, 1.25, 1.5, 1.1
+"""Of the copy bandwidth that a large call is to reach; times the best other's time that a small one may take, its floor that a step may,
+the median that its 99th percentile may, and the full cache's time that a first token may."""
 
 
 def verdict(met: Iterable[bool]) -> str:
@@ -48,7 +53,8 @@ def layouts_part(report: dict[str, Any], bandwidth: float) -> list[str]:
         f"What the device takes for one query token of {heads} query heads and {kv_heads} KV heads of {dim} in {report['dtype']}, with the "
         f"fastest of {len(tried)} layouts, each with several numbers of splits; the defaults are made after them. SDPA reads the exact "
         "entries in one piece, and no coarse ones. A copy "
-        f"on the device moves {bandwidth / 1e9:,.0f} GB/s, bytes read and written counted.",
+        f"on the device moves {bandwidth / 1e9:,.0f} GB/s, bytes read and written counted; the aims are {100 * SHARE:.0f} % of it from "
+        f"{LARGE >> 20} MiB on, and below {RATIO} times SDPA's time.",
         table(["entries", "rows", "coarse", "us", "SDPA, us", "times SDPA's", "of a copy, %", "fastest layout"], lines),
     ]
 
@@ -94,6 +100,33 @@ def kernels_part(report: dict[str, Any]) -> list[str]:
         "With a quarter as many coarse entries in 4 bits, each with a bias:",
         table(["entries", "MiB", "us", "of a copy, %", "call, us"], mixed),
     ]
+
+
+def summary(report: dict[str, Any], tokens: int) -> str:
+    """What the steps at `tokens` tokens say, in words."""
+    at = {(x["cell"]["name"], x["cell"]["budget"]): x for x in report["results"] if x["cell"]["tokens"] == tokens}
+    time = {key: x["median_ms"] for key, x in at.items() if x["median_ms"] is not None}
+    theirs = ", ".join(f"{name} {ms:.1f}" for (name, _), ms in time.items() if name in THEIRS)
+    said = [
+        f"- At {tokens:,} tokens a step of `full`, which keeps everything, takes {time['full', None]:.1f} ms; {theirs}."
+    ]
+    for (name, budget), x in at.items():
+        if name.endswith(TEXT):
+            said.append(
+                f"- `{name.removesuffix(TEXT)}` with {100 * budget:g} % of the KV takes {x['median_ms']:.1f} ms, of which the device works "
+                f"{x['busy_ms']:.1f}: {x['median_ms'] / x['floor_ms']:.1f} times its floor (aim {FLOORS}), with a 99th percentile of "
+                f"{x['p99_ms'] / x['median_ms']:.1f} medians (aim {FLOORS})."
+            )
+    for name, kind, budget in (("full", PLAIN, None), ("sekv", AHEAD, SHARED)):
+        if (name + kind, budget) in time:
+            said.append(
+                f"- `{name}`{kind}: {time[name + kind, budget] / time[name, budget]:.1f} times as long. It is not the default."
+            )
+    first = [at.get((f"first token, {kind}", budget)) for kind, budget in (("full cache", None), ("sekv", SHARED))]
+    if all(first):
+        ratio = first[1]["first_ms"] / first[0]["first_ms"]
+        said.append(f"- A prompt takes {ratio:.1f} times as long to its first token with `sekv` (aim {FIRST}).")
+    return "\n".join(said)
 
 
 def steps_part(report: dict[str, Any]) -> list[str]:
@@ -147,6 +180,7 @@ def main() -> None:
         "# On a GPU",
         f"Made by `benchmarks/gpu_suite.sh`, `benchmarks/layout_sweep.py` and `benchmarks/gpu_page.py`, on one "
         f"{suite['environment']['accelerator']}.",
+        summary(steps, MIDDLE),
         notes,
         *steps_part(steps),
         *(kernels_part(kernels) if kernels else []),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
+from transformers import LlamaConfig, LlamaForCausalLM
 
 CUDA = torch.device("cuda:0")
 CPU = torch.device("cpu")
@@ -125,6 +126,21 @@ def move(module: nn.Module) -> nn.Module:
     for tensor in (*module.parameters(), *module.buffers()):
         mark(tensor)
     return module
+
+
+@pytest.fixture(scope="session")
+def llama() -> Callable[[int, int, int], LlamaForCausalLM]:
+    """`llama(vocab, hidden, heads)`: two layers with random weights, half as many KV heads as heads."""
+
+    def make(vocab: int, hidden: int, heads: int) -> LlamaForCausalLM:
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=vocab, hidden_size=hidden, intermediate_size=3 * hidden // 2, num_hidden_layers=2, num_attention_heads=heads,
+            num_key_value_heads=heads // 2, max_position_embeddings=1024, pad_token_id=0,
+        )  # fmt: skip
+        return LlamaForCausalLM(config).eval()
+
+    return make
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 import semkv
 from semkv.ir.ops import mixed_attention
@@ -26,13 +26,8 @@ METHODS = [("full", None, {}), ("streaming_llm", 0.4, {}), ("snapkv", 0.4, {}), 
 
 
 @pytest.fixture(scope="module")
-def model() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=1024, pad_token_id=0,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).eval().double()
+def model(llama: Any) -> LlamaForCausalLM:
+    return llama(VOCAB, 64, 4).double()
 
 
 @pytest.fixture(scope="module")
@@ -150,14 +145,9 @@ def test_steps_of_recorded_graphs_are_those_of_plain_ones(
         torch.testing.assert_close(logits[True], logits[False], rtol=1e-4, atol=1e-5)
 
 
-def test_recorded_graphs_outlive_what_others_let_go_of() -> None:
+def test_recorded_graphs_outlive_what_others_let_go_of(llama: Any) -> None:
     """`torch.compile` clears the workspaces of cuBLAS, and dropping another model's graphs those of their stream."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=2048, intermediate_size=4096, num_hidden_layers=2, num_attention_heads=16,
-        num_key_value_heads=4, max_position_embeddings=1024, pad_token_id=0,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config).eval().to("cuda", torch.bfloat16)
+    model = llama(VOCAB, 2048, 16).to("cuda", torch.bfloat16)
     ids = torch.randint(1, VOCAB, (1, 64), generator=torch.Generator().manual_seed(1)).cuda()
     compiled, other = semkv.compile(model), semkv.compile(model)
     wanted = [one.generate(ids, max_new_tokens=8, do_sample=False).tolist() for one in (compiled, other)]

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import semkv
 from semkv.capture.device import moved
@@ -22,13 +21,8 @@ REAL: dict[str, Any] = {"prefetch": False, "kernels": "torch", "cuda_graphs": Fa
 
 
 @pytest.fixture(scope="module")
-def base() -> Any:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=512, pad_token_id=0,
-    )  # fmt: skip
-    return semkv.compile(LlamaForCausalLM(config).eval())
+def base(llama: Any) -> Any:
+    return semkv.compile(llama(VOCAB, 32, 4))
 
 
 def _moved(base: Any, mode: Any, method: str, budget: float | None, settings: semkv.CompileConfig) -> Any:
