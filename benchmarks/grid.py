@@ -1,6 +1,6 @@
 """Every method on the bundled model: which keeps the answers, at which budget, length, and with the question seen or not.
 
-    python benchmarks/grid.py                     # about 3 hours of one core; stops and goes on anywhere
+    python benchmarks/grid.py                     # about 2 hours of one core; stops and goes on anywhere
     python benchmarks/grid.py --families dense    # one family, as one of several processes that share the rows
     python benchmarks/grid.py --report-only       # what the rows hold so far
     python benchmarks/grid.py --page              # the page alone, from the results and the rows that are there
@@ -90,7 +90,7 @@ SHOWN = (
 REFUSED = "grid_refused.json"
 NOTES = ROOT / "benchmarks" / "grid_notes.md"
 """Why a system is below what its paper compares it with, with the evidence: words by hand, figures in braces by `notes`."""
-HOURS = "about 3 h with one process, 1 h 30 min with two on two cores"
+HOURS = "about 2 h with one process, 1 h with two on two cores"
 """From empty rows, on the machine of the recorded run."""
 ROW_SECONDS = 0.7
 """By those, of a row at `LENGTH` tokens."""
