@@ -92,7 +92,7 @@ NOTES = ROOT / "benchmarks" / "grid_notes.md"
 """Why a system is below what its paper compares it with, with the evidence: words by hand, figures in braces by `notes`."""
 HOURS = "about 2 h with one process, 1 h with two on two cores"
 """From empty rows, on the machine of the recorded run."""
-ROW_SECONDS = 0.7
+ROW_SECONDS = 0.5
 """By those, of a row at `LENGTH` tokens."""
 
 
