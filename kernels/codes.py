@@ -64,7 +64,7 @@ def code_norms(codes: Tensor, bits: int, scale: Tensor) -> Tensor:
     """Lengths of the vectors that codes [H, M, width] with a scale [H, M, 1] stand for, float32 [H, M]."""
     if answers(codes, scale):
         return code_norms_cpp(codes, bits, scale)
-    out = torch.empty(codes.shape[:2], device=codes.device)
+    out = torch.empty(codes.shape[:2], dtype=torch.float32, device=codes.device)
     for start, tile in code_tiles(codes, bits):
         torch.linalg.vector_norm(tile, dim=-1, out=out[:, start : start + tile.shape[1]])
     return out.mul_(scale[..., 0].float())

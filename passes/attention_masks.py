@@ -88,7 +88,7 @@ def _take(score: ScoreFunction, length: int, points: Tensor | None) -> _Sample:
         raise Rejected("its mask differs between the rows of a batch")
     if torch.isnan(base).any():
         raise Rejected("its mask gives NaN")
-    places = torch.arange(length) if points is None else points
+    places = torch.arange(length, dtype=torch.int64, device="cpu") if points is None else points
     return _Sample(length, points, base[0], places[:, None] - places[None, :])
 
 
@@ -98,7 +98,7 @@ def _far_samples(score: ScoreFunction, constants: list[int], limit: int | None) 
     for constant in constants:
         places |= {*range(constant - 2, constant + 4), *range(2 * constant - 1, 2 * constant + 3), constant + 11}
     highest = limit or max(places) + 1
-    chosen = torch.tensor(sorted(p for p in places if 0 <= p < highest))
+    chosen = torch.tensor(sorted(p for p in places if 0 <= p < highest), dtype=torch.int64, device="cpu")
     try:
         return [_take(score, len(chosen), chosen)]
     except (Rejected, RuntimeError, IndexError) as error:
@@ -249,12 +249,14 @@ def _table(score: ScoreFunction, sample: _Sample, window: int, limit: int | None
             raise Rejected(f"its bias by distance cannot be evaluated beyond {length} tokens")
     else:
         # Differences between one dense and one strided set of positions cover every distance below width squared.
-        places = torch.tensor(sorted({*range(width), *range(width - 1, reach + width, width), reach - 1}))
+        places = torch.tensor(
+            sorted({*range(width), *range(width - 1, reach + width, width), reach - 1}), dtype=torch.int64, device="cpu"
+        )
         places = places[places < (limit or reach + width)]
         sparse = _take(score, len(places), places)
         values = _relative(sparse, rows_shift)
         table = values.new_zeros(values.shape[0], reach)
-        filled = torch.zeros(reach, dtype=torch.bool)
+        filled = torch.zeros(reach, dtype=torch.bool, device="cpu")
         inside = sparse.visible[0] & (sparse.distance < reach)
         table[:, sparse.distance[inside]] = values[:, inside]
         filled[sparse.distance[inside]] = True

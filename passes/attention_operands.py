@@ -80,7 +80,7 @@ class Layout:
 
     def _own_labels(self, node: Node) -> Tensor:
         shape = self.evaluator.sizes.shape(node, self.evaluator.rows, PROBE_LENGTH)
-        return torch.arange(torch.Size(shape).numel()).reshape(shape)
+        return torch.arange(torch.Size(shape).numel(), dtype=torch.int64, device="cpu").reshape(shape)
 
     def _labels(self, operand: Operand, source: Node) -> Tensor:
         """[B, Hq, T, D] int64: which number of `source` stands where."""

@@ -218,7 +218,9 @@ class Evaluator:
         if node.target in SHAPE_ONLY and node.args[0] in self.tainted and node.args[0] not in values:
             like = node.args[0].meta["val"]
             values = values | {
-                node.args[0]: torch.empty(self.sizes.shape(node.args[0], self.rows, length), dtype=like.dtype)
+                node.args[0]: torch.empty(
+                    self.sizes.shape(node.args[0], self.rows, length), dtype=like.dtype, device="cpu"
+                )
             }
         if node in exact and node.target == aten.to.dtype:
             return values[node.args[0]]
@@ -233,7 +235,7 @@ class Evaluator:
         return node.target(*args, **kwargs)
 
     def _position_rows(self, length: int, points: Tensor | None) -> Tensor:
-        row = torch.arange(length) if points is None else points
+        row = torch.arange(length, dtype=torch.int64, device="cpu") if points is None else points
         return row.expand(self.rows, length).contiguous()
 
     def _translate(self, node: Node, values: dict[Node, Any], length: int, points: Tensor) -> Tensor | None:
@@ -243,7 +245,7 @@ class Evaluator:
         if target in (aten.arange.default, aten.arange.start, aten.arange.start_step):
             return self._arange(node, read, points)
         if target == aten.diff.default and self._counts_tokens(node.args[0]):
-            return torch.ones(self.sizes.shape(node, self.rows, length), dtype=read[0].dtype)
+            return torch.ones(self.sizes.shape(node, self.rows, length), dtype=read[0].dtype, device="cpu")
         if target == aten.cumsum.default:
             return self._cumsum(node, read, points)
         if target in (aten.tril.default, aten.triu.default):

@@ -214,12 +214,14 @@ class _Rewriter:
 
     def _fused_function(self, mask: Node | None, causal: bool, scale: float, heads: _Heads) -> ScoreFunction:
         def score(length: int, points: Tensor | None, raw: float) -> Tensor:
-            value = torch.full((heads.rows, heads.count, length, length), raw * scale, dtype=torch.float64)
+            value = torch.full(
+                (heads.rows, heads.count, length, length), raw * scale, dtype=torch.float64, device="cpu"
+            )
             if mask is not None:
                 given = heads.four(self.evaluator.run(mask, length, points=points))
                 value = value.masked_fill(~given, -math.inf) if given.dtype == torch.bool else value + given
             if causal:
-                value = value.masked_fill(torch.ones(length, length, dtype=torch.bool).triu(1), -math.inf)
+                value = value.masked_fill(torch.ones(length, length, dtype=torch.bool, device="cpu").triu(1), -math.inf)
             return value
 
         return score
@@ -227,7 +229,11 @@ class _Rewriter:
     def _score_function(self, match: Match, heads: _Heads) -> ScoreFunction:
         def score(length: int, points: Tensor | None, raw: float | Tensor) -> Tensor:
             shape = self.evaluator.sizes.shape(match.score, self.evaluator.rows, length)
-            given = raw.reshape(shape) if isinstance(raw, Tensor) else torch.full(shape, raw, dtype=torch.float64)
+            given = (
+                raw.reshape(shape)
+                if isinstance(raw, Tensor)
+                else torch.full(shape, raw, dtype=torch.float64, device="cpu")
+            )
             value = self.evaluator.run(
                 match.logits, length, known={match.score: given}, points=points, exact=match.region
             )
@@ -239,7 +245,7 @@ class _Rewriter:
         """Which axis of the product is the query's: each score gets a number that is looked for at the softmax."""
         score: Callable = self._score_function(match, heads)
         length = PROBE_LENGTH
-        labels = torch.arange(heads.rows * heads.count * length * length, dtype=torch.float64)
+        labels = torch.arange(heads.rows * heads.count * length * length, dtype=torch.float64, device="cpu")
         unit = 1e-6
         base, marked = score(length, None, 0.0), score(length, None, labels * unit)
         visible = base > -9000.0
@@ -255,8 +261,10 @@ class _Rewriter:
         """What stands between the softmax and the values must change no visible weight."""
         length = PROBE_LENGTH
         shape = list(self.evaluator.sizes.shape(match.weights, self.evaluator.rows, length))
-        keep = torch.ones(length, length, dtype=torch.bool).tril()
-        weights = torch.rand(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        keep = torch.ones(length, length, dtype=torch.bool, device="cpu").tril()
+        weights = torch.rand(
+            shape, dtype=torch.float64, generator=torch.Generator(device="cpu").manual_seed(0), device="cpu"
+        )
         given = weights.reshape(heads.rows, heads.count, length, -1)
         if match.sinks is not None and not match.sinks_per_row:
             given = self._without_sink(match, given, length)

@@ -146,14 +146,16 @@ def _constant(body: GraphModule, values: tuple[int, ...]) -> Node:
     device = next((tensor.device for tensor in body.state_dict().values()), torch.device("cpu"))
     name = "head_order_" + "_".join(map(str, values))
     if not hasattr(body, name):
-        body.register_buffer(name, torch.tensor(values, device=device))
+        body.register_buffer(name, torch.tensor(values, dtype=torch.int64, device=device))
     return body.graph.get_attr(name)
 
 
 def _permute_linear(body: GraphModule, producer: Producer, order: tuple[int, ...], *, rows: bool) -> None:
     """Give the linear a weight whose head blocks (output rows, or input columns) are reordered; its bias alike."""
     node = producer.linear
-    index = torch.tensor([head * producer.width + i for head in order for i in range(producer.width)])
+    index = torch.tensor(
+        [head * producer.width + i for head in order for i in range(producer.width)], dtype=torch.int64, device="cpu"
+    )
     for place in (1, 2) if rows else (1,):
         operand = node.args[place] if len(node.args) > place else None
         if operand is None:

@@ -91,9 +91,9 @@ def _static_values(body: GraphModule, static: set[Node], length: int) -> dict[No
 def example_inputs(body: GraphModule, rows: int, length: int) -> tuple[Tensor, Tensor]:
     """Ids (small ones, which every vocabulary has) and positions from 0."""
     device = next((tensor.device for tensor in body.state_dict().values()), torch.device("cpu"))
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, 16, (rows, length), generator=generator).to(device)
-    return ids, torch.arange(length, device=device).expand(rows, length).contiguous()
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    ids = torch.randint(0, 16, (rows, length), generator=generator, dtype=torch.int64, device="cpu").to(device)
+    return ids, torch.arange(length, dtype=torch.int64, device=device).expand(rows, length).contiguous()
 
 
 def find_sources(body: GraphModule, observed: Observed) -> list[Source]:
@@ -192,7 +192,7 @@ def _position_source(node: Node, observed: Observed) -> Source | None:
         return None
     offset = short.flatten()[0].item()
     for value, length in zip((short, long), LENGTHS):
-        expected = torch.arange(length, device=value.device).to(value.dtype) + offset
+        expected = torch.arange(length, dtype=torch.int64, device=value.device).to(value.dtype) + offset
         if not torch.equal(value.flatten(), expected):
             return None
     if offset != int(offset):

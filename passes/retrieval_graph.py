@@ -69,7 +69,9 @@ def head_graph(head: RetrievalHead, embedding: Tensor, embedding_name: str) -> G
     weights[FREQUENCIES] = rotary_frequencies(section)[0].to(embedding.device)
     names = [EMBEDDING, *weights]
     given = [torch.zeros(2, 3, dtype=torch.int64, device=embedding.device) for _ in INPUTS]
-    given += [torch.zeros(2, 3, section.features, device=embedding.device)] if section.features else []
+    given += (
+        [torch.zeros(2, 3, section.features, dtype=torch.float32, device=embedding.device)] if section.features else []
+    )
     inputs = [*INPUTS, *([FEATURES] if section.features else [])]
 
     def whole(*tensors: Tensor) -> tuple[Tensor, Tensor]:

@@ -67,7 +67,7 @@ def semkv(
         body, weights = variant(arguments)
         ids = arguments[ids_at]
         if positions_at is None:
-            positions = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
+            positions = torch.arange(ids.shape[1], dtype=torch.int64, device=ids.device).expand(ids.shape)
         else:
             positions = arguments[positions_at].expand(ids.shape)
         return (body(ids, positions, *(arguments[place] for place in weights)),)

@@ -101,7 +101,7 @@ def load_state(compiled: CompiledModel, path: str | os.PathLike[str]) -> State:
     """A state that `compiled`, or a compiled model equal to it, saved; `ArtifactError` for any other."""
     placement = compiled.placement
     meta, tensors = load_tensors(path, "state", program_fingerprint(compiled.program))
-    blank = State(placement, [], torch.zeros(0))
+    blank = State(placement, [], torch.zeros(0, dtype=torch.float32, device="cpu"))
     if meta.get("compiled") != _identity(blank):
         raise ArtifactError(
             f"{path}: a state of {meta.get('compiled')}, expected one of {_identity(blank)}; compile with the same settings and profile"

@@ -58,7 +58,7 @@ def code_products_cpp(q: Tensor, codes: Tensor, bits: int, scale: Tensor | None 
 
 def code_norms_cpp(codes: Tensor, bits: int, scale: Tensor) -> Tensor:
     """Lengths of the vectors that codes uint8 [H, M, width] with a scale float16 or float32 [H, M, 1] stand for: float32 [H, M]."""
-    out = torch.empty(codes.shape[0], 1, codes.shape[1])
+    out = torch.empty(codes.shape[0], 1, codes.shape[1], dtype=torch.float32, device="cpu")
     _call("code_norms", None, codes if codes.stride(2) == 1 else codes.contiguous(), bits, scale, out)
     return out[:, 0]
 

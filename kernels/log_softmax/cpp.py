@@ -38,7 +38,7 @@ def log_softmax_cpp(x: Tensor) -> Tensor:
     if not x.numel():
         return x
     rows = x.numel() // size
-    partial = torch.empty(rows, -(-size // PART), 2)
+    partial = torch.empty(rows, -(-size // PART), 2, dtype=torch.float32, device="cpu")
     call = _Call(x.data_ptr(), partial.data_ptr(), rows, size, PART, torch.get_num_threads(), team())
     log_softmax_library().function("log_softmax")(ctypes.byref(call))
     return x

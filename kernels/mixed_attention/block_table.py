@@ -81,7 +81,7 @@ def block_table(
         alignment.append(_alignment(rows[before:]))
     numbers = [x for row in (*heads, *rows) for x in row]
     device = blocks[0].k.device
-    table = torch.tensor(numbers, dtype=torch.int64)
+    table = torch.tensor(numbers, dtype=torch.int64, device="cpu")
     return BlockTable(
         table=table.to(device, non_blocking=True) if device.type != "meta" else table.to(device),
         kinds=tuple(kinds), k=tuple(bases[kind].k for kind in kinds), v=tuple(bases[kind].v for kind in kinds),

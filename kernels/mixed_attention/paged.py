@@ -46,12 +46,12 @@ class PagedTokens:
         N is `capacity`; what a row does not have is zero, at position 0, with bias -inf. bias: [B, Hq|1, T|1, N].
         """
         batch, kv_heads = len(self.counts), self.k.shape[0]
-        entry = torch.arange(self.capacity, device=self.k.device)
+        entry = torch.arange(self.capacity, dtype=torch.int64, device=self.k.device)
         there = entry < self.counts[:, None]  # [B, N]
         slot = self.pages.long()[..., entry // self.page_size] * self.page_size + entry % self.page_size
         slot = slot.masked_fill(~there[:, None], 0)  # [B, Hkv|1, N]
         by_head = slot.expand(batch, kv_heads, -1)
-        head = torch.arange(kv_heads, device=self.k.device)[:, None]
+        head = torch.arange(kv_heads, dtype=torch.int64, device=self.k.device)[:, None]
         k, v = (x[head, by_head].masked_fill(~there[:, None, :, None], 0.0) for x in (self.k, self.v))
         if self.positions.shape[0] > 1:
             places = self.positions[head, by_head]

@@ -95,7 +95,7 @@ def _tiles(x: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
         return
     heads, count, dim = x.shape
     size = min(count, max(64, TILE_NUMBERS // (heads * dim)))
-    buffer = torch.empty(heads, size, dim, dtype=dtype)
+    buffer = torch.empty(heads, size, dim, dtype=dtype, device="cpu")
     for start in range(0, count, size):
         tile = buffer[:, : min(size, count - start)]
         yield tile.copy_(x[:, start : start + size])
@@ -111,10 +111,10 @@ def _bags(weights: Tensor, v: Tensor, bag: int) -> Tensor:
         step, width = v.stride(0), v.stride(1)
     length = (heads - 1) * (step // width) + count
     table = v.as_strided((length, v.shape[2]), (width, 1))
-    first = torch.arange(0, heads * (step // width), max(1, step // width), dtype=torch.int32)[:heads]
-    index = first[:, None] + torch.arange(count, dtype=torch.int32)
+    first = torch.arange(0, heads * (step // width), max(1, step // width), dtype=torch.int32, device="cpu")[:heads]
+    index = first[:, None] + torch.arange(count, dtype=torch.int32, device="cpu")
     index = index.view(heads, -1, 1, bag).expand(-1, -1, rows, -1).reshape(-1)
     own = weights.unflatten(2, (-1, bag)).transpose(1, 2).reshape(-1)
-    offsets = torch.arange(0, len(index), bag, dtype=torch.int32)
+    offsets = torch.arange(0, len(index), bag, dtype=torch.int32, device="cpu")
     sums = torch.embedding_bag(table, index, offsets, False, 0, False, own)[0]
     return sums.view(heads, -1, rows, v.shape[2]).sum(1)

@@ -35,13 +35,13 @@ def tune(
     A layout that the device cannot launch (too much shared memory) is left out.
     """
     dtype, dim, value_dim, group = problem
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device="cpu").manual_seed(0)
     q, k, v = (
-        torch.randn(1, heads, count, size, generator=generator).to(device, dtype)
+        torch.randn(1, heads, count, size, generator=generator, dtype=torch.float32, device="cpu").to(device, dtype)
         for heads, count, size in ((kv_heads * group, 1, dim), (kv_heads, entries, dim), (kv_heads, entries, value_dim))
     )
     positions = torch.arange(entries, dtype=torch.int32, device=device)[None, None]
-    where = torch.full((1, 1), entries, device=device)
+    where = torch.full((1, 1), entries, dtype=torch.int64, device=device)
     found: dict[Configuration, float] = {}
     for candidate in candidates:
         _, made = mixed_attention_launches(q, where, [k], [v], [positions], scale=dim**-0.5, configuration=candidate)

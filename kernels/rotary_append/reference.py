@@ -18,7 +18,7 @@ def rotary_append_reference(
     dtype of cos.
     """
     half = cos.shape[-1]
-    first = torch.arange(half, device=q.device) * (2 if interleaved else 1)
+    first = torch.arange(half, dtype=torch.int64, device=q.device) * (2 if interleaved else 1)
     second = first + (1 if interleaved else half)
 
     def turned(x: Tensor) -> Tensor:

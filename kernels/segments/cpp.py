@@ -105,7 +105,7 @@ class Tape:
         self._weights = made.weights
         self._kinds = [(x.dtype, x.stride(), "cpu") for x in made.weights]
         self._shapes = made.outputs
-        self._constants = torch.tensor(made.constants or [0.0])
+        self._constants = torch.tensor(made.constants or [0.0], dtype=torch.float32, device="cpu")
         offsets, self._scratch = scratch_offsets(made, renamed)
         first = {"input": 0, "weight": len(self._inputs)}
         first["output"] = first["weight"] + len(self._weights)
@@ -173,7 +173,7 @@ class Tape:
             else:
                 if x.layout.dtype != torch.float32:
                     raise UnsupportedNode(f"an output of {x.layout.dtype}")
-                made.copy(x, Value(out, torch.empty(x.shape, device="meta")))
+                made.copy(x, Value(out, torch.empty(x.shape, dtype=torch.float32, device="meta")))
             made.outputs.append(x.shape)
         return renamed
 
@@ -192,8 +192,8 @@ class Tape:
     def run(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         """What the module returns; only for inputs that it `takes`."""
         given = [inputs[place].contiguous() for place, _ in self._inputs]
-        outputs = [torch.empty(shape) for shape in self._shapes]
-        scratch = torch.empty(self._scratch)
+        outputs = [torch.empty(shape, dtype=torch.float32, device="cpu") for shape in self._shapes]
+        scratch = torch.empty(self._scratch, dtype=torch.float32, device="cpu")
         addresses = [x.data_ptr() for x in (*given, *self._weights, *outputs, scratch, self._constants)]
         table = array("q", addresses)
         call = _Call(table.buffer_info()[0], len(self._steps), torch.get_num_threads(), team())

@@ -110,7 +110,7 @@ class Instructions:
 
     def fresh(self, shape: Sequence[int]) -> Value:
         """A dense value in a buffer of its own."""
-        layout = torch.empty(tuple(shape), device="meta")
+        layout = torch.empty(tuple(shape), dtype=torch.float32, device="meta")
         self.scratch.append(layout.numel())
         return Value(Base("scratch", len(self.scratch) - 1), layout)
 
@@ -118,7 +118,7 @@ class Instructions:
         """One number, which broadcasts."""
         if number not in self.constants:
             self.constants.append(number)
-        layout = torch.empty((), device="meta")
+        layout = torch.empty((), dtype=torch.float32, device="meta")
         return Value(Base("constant", self.constants.index(number)), layout)
 
     def dense(self, x: Value) -> Value:

@@ -59,9 +59,10 @@ def select_cpp(score: Tensor, threshold: Tensor, cost: Tensor | None, allowance:
     units, threshold = score.shape[2], threshold.contiguous()
     grouped = grouped if units < 2 or grouped.stride(3) == 1 else grouped.contiguous()
     cost = None if cost is None else cost.contiguous()
-    keys, places = torch.empty(2, kv_heads, units + LANES, dtype=torch.int32)
-    chosen = torch.empty(kv_heads, units, dtype=torch.bool)
-    differ, taken = torch.empty(kv_heads, dtype=torch.bool), torch.empty(kv_heads, dtype=torch.int64)
+    keys, places = torch.empty(2, kv_heads, units + LANES, dtype=torch.int32, device="cpu")
+    chosen = torch.empty(kv_heads, units, dtype=torch.bool, device="cpu")
+    differ = torch.empty(kv_heads, dtype=torch.bool, device="cpu")
+    taken = torch.empty(kv_heads, dtype=torch.int64, device="cpu")
     tensors = (grouped, threshold, cost, keys, places, chosen, differ, taken)
     call = _Call(
         *(None if x is None else x.data_ptr() for x in tensors), *grouped.shape, allowance, *grouped.stride()[:3],

@@ -40,7 +40,7 @@ def release_slots_cpp(
     wanted: Tensor, held: Tensor, segments: Segments, segment: Tensor, tokens: Tensor, positions: Tensor
 ) -> tuple[Tensor, Tensor]:
     """As `release_slots_reference`, with all tensors on the CPU and the slots' own contiguous."""
-    kept, missing = torch.empty(2, len(wanted), dtype=torch.int64)
+    kept, missing = torch.empty(2, len(wanted), dtype=torch.int64, device="cpu")
     slots = {"segment": segment, "tokens": tokens, "positions": positions}
     _run("release", segments, wanted=wanted.contiguous(), held=held.contiguous(), **slots, kept=kept, missing=missing)
     return kept, missing
@@ -50,8 +50,8 @@ def assign_slots_cpp(
     wanted: Tensor, held: Tensor, segments: Segments, segment: Tensor, tokens: Tensor, missing: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As `assign_slots_reference`."""
-    at, owner, place = torch.empty(3, int(missing.sum()), dtype=torch.int64)
-    made = {"at": at, "owner": owner, "place": place, "where": torch.empty(len(at), dtype=torch.int32)}
+    at, owner, place = torch.empty(3, int(missing.sum()), dtype=torch.int64, device="cpu")
+    made = {"at": at, "owner": owner, "place": place, "where": torch.empty(len(at), dtype=torch.int32, device="cpu")}
     slots = {"segment": segment, "tokens": tokens, "missing": missing}
     _run("assign", segments, wanted=wanted.contiguous(), held=held.contiguous(), **slots, **made)
     return at, owner, place, made["where"]
@@ -59,7 +59,7 @@ def assign_slots_cpp(
 
 def extent_cpp(segment: Tensor) -> int:
     """As `extent_reference`."""
-    last = torch.empty((), dtype=torch.int64)
+    last = torch.empty((), dtype=torch.int64, device="cpu")
     _run("extent", None, segment=segment, kept=last)
     return int(last)
 

@@ -36,7 +36,7 @@ class Segments:
         if not len(self.length):
             return None
         found = Even(int(self.length[0]), int(self.position[0]), int(self.start[0]))
-        steps = found.length * torch.arange(len(self.length))
+        steps = found.length * torch.arange(len(self.length), dtype=torch.int64, device="cpu")
         lengths = bool((self.length == found.length).all()) and found.length > 0
         follow = torch.equal(self.position - found.position, steps) and torch.equal(self.start - found.start, steps)
         return found if lengths and follow else None
@@ -75,11 +75,16 @@ def assign_slots_reference(
     heads, lacking = torch.nonzero(wanted & ~_with_all(held, wanted), as_tuple=True)
     lengths = segments.length[lacking]
     ends = lengths.cumsum(0)
-    inside = torch.arange(int(missing.sum())) - (ends - lengths).repeat_interleave(lengths)
+    inside = torch.arange(int(missing.sum()), dtype=torch.int64, device="cpu") - (ends - lengths).repeat_interleave(
+        lengths
+    )
     heads, lacking = heads.repeat_interleave(lengths), lacking.repeat_interleave(lengths)
     free = segment < 0
     room = free.sum(1)
-    nth = torch.arange(len(heads)) + (room.cumsum(0) - room - missing.cumsum(0) + missing)[heads]
+    nth = (
+        torch.arange(len(heads), dtype=torch.int64, device="cpu")
+        + (room.cumsum(0) - room - missing.cumsum(0) + missing)[heads]
+    )
     at = free.flatten().nonzero()[:, 0][nth]
     places = segments.start[lacking] + inside
     tokens.view(-1)[at] = places

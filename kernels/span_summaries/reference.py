@@ -18,9 +18,7 @@ def span_summaries_reference(
     means, lows, highs = [], [], []
     for start, length in zip(starts.tolist(), lengths.tolist()):
         tokens = x[:, start : start + length]
-        weights = (
-            torch.ones(length, dtype=x.dtype) if surprisal is None else surprisal[start : start + length].to(x.dtype)
-        )
+        weights = x.new_ones(length) if surprisal is None else surprisal[start : start + length].to(x.dtype)
         weights = weights if weights.sum() > 0 else torch.ones_like(weights)
         means.append((tokens * (weights / weights.sum())[:, None]).sum(1))
         lows.append(tokens.amin(1))

@@ -123,7 +123,7 @@ def _positions(rng: random.Random, length: int, starts: list[int]) -> list[int]:
 def training_batch(rng: random.Random, length: int, tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Inputs, positions, targets and target weights, each [tokens / length, length]."""
     rows = [training_sequence(rng, length) for _ in range(max(1, tokens // length))]
-    ids = torch.tensor([row[0] for row in rows])
-    positions = torch.tensor([row[1] for row in rows])
-    weights = torch.tensor([row[2] for row in rows])
+    ids = torch.tensor([row[0] for row in rows], dtype=torch.int64, device="cpu")
+    positions = torch.tensor([row[1] for row in rows], dtype=torch.int64, device="cpu")
+    weights = torch.tensor([row[2] for row in rows], dtype=torch.float32, device="cpu")
     return ids[:, :-1], positions, ids[:, 1:], weights[:, 1:]

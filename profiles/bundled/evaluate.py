@@ -47,8 +47,8 @@ def evidence_tokens(offsets: list[tuple[int, int]], question: Question) -> list[
 
 def extend_mask(n_context: int, n_new: int, hidden: list[int]) -> Tensor:
     """Additive mask [1, 1, n_new, n_context + n_new]: causal, with the context's tokens in ``hidden`` out of sight."""
-    mask = torch.zeros(1, 1, n_new, n_context + n_new)
-    mask[..., n_context:].masked_fill_(torch.ones(n_new, n_new, dtype=torch.bool).triu(1), float("-inf"))
+    mask = torch.zeros(1, 1, n_new, n_context + n_new, dtype=torch.float32, device="cpu")
+    mask[..., n_context:].masked_fill_(torch.ones(n_new, n_new, dtype=torch.bool, device="cpu").triu(1), float("-inf"))
     mask[..., hidden] = float("-inf")
     return mask
 
@@ -67,11 +67,11 @@ def exact_answers(
     for question in haystack.questions:
         asked = tokenizer(question.text, add_special_tokens=False)["input_ids"]
         answer = tokenizer(question.answer, add_special_tokens=False)["input_ids"]
-        new = torch.tensor([asked + answer[:-1]])
+        new = torch.tensor([asked + answer[:-1]], dtype=torch.int64, device="cpu")
         pair = []
         for hidden in ([], evidence_tokens(offsets, question)):
             mask = extend_mask(n, new.shape[1], hidden).to(model.dtype)
-            positions = torch.arange(n, n + new.shape[1])[None]
+            positions = torch.arange(n, n + new.shape[1], dtype=torch.int64, device="cpu")[None]
             logits = model(new, attention_mask=mask, position_ids=positions, **{CACHE: cache}).logits[0]
             cache.crop(-new.shape[1])
             pair.append(logits[len(asked) - 1 :].argmax(-1).tolist() == answer)

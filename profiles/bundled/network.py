@@ -38,26 +38,26 @@ Params = dict[str, Tensor]
 
 def random_init(shape: Shape, seed: int) -> Params:
     """Normal weights (std 0.02, less for what writes to the residual stream), norms of one."""
-    rng = torch.Generator().manual_seed(seed)
+    rng = torch.Generator(device="cpu").manual_seed(seed)
 
     def normal(rows: int, columns: int, std: float = 0.02) -> Tensor:
-        return torch.randn(rows, columns, generator=rng) * std
+        return torch.randn(rows, columns, generator=rng, dtype=torch.float32, device="cpu") * std
 
     d, q, kv = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     out = 0.02 / math.sqrt(2 * shape.layers)
     params = {"model.embed_tokens.weight": normal(shape.vocab, d)}
     for i in range(shape.layers):
         p = f"model.layers.{i}."
-        params[p + "input_layernorm.weight"] = torch.ones(d)
+        params[p + "input_layernorm.weight"] = torch.ones(d, dtype=torch.float32, device="cpu")
         params[p + "self_attn.q_proj.weight"] = normal(q, d)
         params[p + "self_attn.k_proj.weight"] = normal(kv, d)
         params[p + "self_attn.v_proj.weight"] = normal(kv, d)
         params[p + "self_attn.o_proj.weight"] = normal(d, q, out)
-        params[p + "post_attention_layernorm.weight"] = torch.ones(d)
+        params[p + "post_attention_layernorm.weight"] = torch.ones(d, dtype=torch.float32, device="cpu")
         params[p + "mlp.gate_proj.weight"] = normal(shape.mlp, d, 0.05)
         params[p + "mlp.up_proj.weight"] = normal(shape.mlp, d, 0.05)
         params[p + "mlp.down_proj.weight"] = normal(d, shape.mlp, out)
-    params["model.norm.weight"] = torch.ones(d)
+    params["model.norm.weight"] = torch.ones(d, dtype=torch.float32, device="cpu")
     params["lm_head.weight"] = normal(shape.vocab, d)
     return params
 
@@ -83,18 +83,18 @@ def structured_init(shape: Shape, seed: int) -> Params:
     and write the matched token's output direction. The last layer starts at random.
     """
     params = random_init(shape, seed)
-    rng = torch.Generator().manual_seed(seed + 1)
+    rng = torch.Generator(device="cpu").manual_seed(seed + 1)
     d, hd, group = shape.hidden, shape.head_dim, shape.heads // shape.kv_heads
     half, content, scale = hd // 2, d - OFFSETS * CODE, 0.3
 
     def orthonormal(rows: int, columns: int) -> Tensor:
         long, short = max(rows, columns), min(rows, columns)
-        basis = torch.linalg.qr(torch.randn(long, short, generator=rng)).Q
+        basis = torch.linalg.qr(torch.randn(long, short, generator=rng, dtype=torch.float32, device="cpu")).Q
         return basis if rows >= columns else basis.T
 
     token = slice(1, content)
-    embed = torch.randn(shape.vocab, d, generator=rng) * 0.01
-    embed[:, token] = torch.randn(shape.vocab, content - 1, generator=rng) * scale
+    embed = torch.randn(shape.vocab, d, generator=rng, dtype=torch.float32, device="cpu") * 0.01
+    embed[:, token] = torch.randn(shape.vocab, content - 1, generator=rng, dtype=torch.float32, device="cpu") * scale
     embed[:, 0] = 2 * scale
     params["model.embed_tokens.weight"] = embed
     rms = embed.pow(2).mean().sqrt().item()
@@ -102,7 +102,7 @@ def structured_init(shape: Shape, seed: int) -> Params:
     def code_dims(offset: int) -> slice:
         return slice(content + (offset - 1) * CODE, content + offset * CODE)
 
-    frequency = 1.0 / shape.theta ** (torch.arange(half) / half)
+    frequency = 1.0 / shape.theta ** (torch.arange(half, dtype=torch.int64, device="cpu") / half)
     code = orthonormal(CODE, content - 1)
     first = "model.layers.0.self_attn."
     q, k, v, o = (params[f"{first}{name}_proj.weight"] for name in "qkvo")
@@ -114,15 +114,22 @@ def structured_init(shape: Shape, seed: int) -> Params:
         turn = (h + 1) * frequency[:fast]
         q[h * hd : h * hd + fast, 0] = 8 / constant * turn.cos()
         q[h * hd + half : h * hd + half + fast, 0] = -8 / constant * turn.sin()
-        o[code_dims(h + 1), h * hd : h * hd + CODE] = rms * torch.eye(CODE)
+        o[code_dims(h + 1), h * hd : h * hd + CODE] = rms * torch.eye(CODE, dtype=torch.float32, device="cpu")
 
-    slow = torch.cat([torch.arange(half * 17 // 32, half), torch.arange(half + half * 17 // 32, hd)])
+    slow = torch.cat(
+        [
+            torch.arange(half * 17 // 32, half, dtype=torch.int64, device="cpu"),
+            torch.arange(half + half * 17 // 32, hd, dtype=torch.int64, device="cpu"),
+        ]
+    )
     to_output = orthonormal(d, content - 1)
     params["lm_head.weight"] += 0.1 * embed[:, token] / scale @ to_output.T
     for i in (1, 2):
         q, k, v, o = (params[f"model.layers.{i}.self_attn.{name}_proj.weight"] for name in "qkvo")
         for g in range(shape.kv_heads):
-            mix = torch.randn(OFFSETS + 1, len(slow), CODE, generator=rng) * (1.4 / math.sqrt(len(slow)))
+            mix = torch.randn(OFFSETS + 1, len(slow), CODE, generator=rng, dtype=torch.float32, device="cpu") * (
+                1.4 / math.sqrt(len(slow))
+            )
             for offset in range(1, OFFSETS):
                 k[g * hd + slow, code_dims(offset)] += mix[offset]
             values = orthonormal(min(hd, content - 1), content - 1)
@@ -142,7 +149,7 @@ def structured_init(shape: Shape, seed: int) -> Params:
 def rope_tables(positions: Tensor, shape: Shape, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """cos and sin of shape [B, T, 1, head_dim / 2] for ``positions`` [B, T]."""
     half = shape.head_dim // 2
-    frequency = 1.0 / shape.theta ** (torch.arange(half, device=positions.device, dtype=torch.float32) / half)
+    frequency = 1.0 / shape.theta ** (torch.arange(half, dtype=torch.float32, device=positions.device) / half)
     angle = positions[:, :, None, None].float() * frequency
     return angle.cos().to(dtype), angle.sin().to(dtype)
 

@@ -148,7 +148,7 @@ def run(rank: int, preset: Preset, out: Path, seed: int, resume: bool, rendezvou
         loss, accuracy = answer_loss(forward(flat.params, preset.shape, ids, positions), targets, weights)
         loss.backward()
         if preset.processes > 1:
-            clock = torch.tensor([time.monotonic() - began])
+            clock = torch.tensor([time.monotonic() - began], dtype=torch.float64, device="cpu")
             dist.broadcast(clock, 0)
             elapsed = clock.item()
             dist.all_reduce(flat.grads)

@@ -107,7 +107,7 @@ def read_context(
     """
     device = ids.device
     n = len(ids) - settings.queries
-    positions = torch.arange(len(ids), device=device)
+    positions = torch.arange(len(ids), dtype=torch.int64, device=device)
     calls: dict[int, SiteCall] = {}
 
     def collect(call: SiteCall) -> Tensor:
@@ -137,10 +137,12 @@ def _fold(
 ) -> SiteContext:
     """Fold one site: keys and values [Hkv, n + queries, ...] at positions `where`, queries those behind the context."""
     device = call.k.device
-    kept = torch.cat([segmentation.kept, torch.arange(segmentation.recent, n)]).to(device)
+    kept = torch.cat([segmentation.kept, torch.arange(segmentation.recent, n, dtype=torch.int64, device="cpu")]).to(
+        device
+    )
     starts, lengths = segmentation.starts.to(device), segmentation.lengths.to(device)
     longest = int(lengths.max())
-    offsets = torch.arange(longest, device=device)
+    offsets = torch.arange(longest, dtype=torch.int64, device=device)
     real = offsets < lengths[:, None]
     places = (starts[:, None] + offsets).clamp(max=n - 1)  # [S, L]
     k = call.k[:, places].float() * real[..., None]

@@ -100,8 +100,8 @@ def text_data(paths: Sequence[str | Path], tokenizer: Any, settings: Calibration
             "--length"
         )
     held = min(settings.held_out, max(1, len(stream) // 10 // full))
-    ids = torch.tensor(stream, dtype=torch.int64)
-    prefix = torch.tensor(bos, dtype=torch.int64)
+    ids = torch.tensor(stream, dtype=torch.int64, device="cpu")
+    prefix = torch.tensor(bos, dtype=torch.int64, device="cpu")
     body, tail = ids[: len(ids) - held * full], ids[len(ids) - held * full :]
     training = {}
     for length in settings.lengths:
@@ -123,11 +123,11 @@ def bundled_data(tokenizer: Any, settings: CalibrationSettings, *, with_tasks: b
     """
     from semkv.profiles.bundled.tasks import FAMILIES, make_haystack, make_text
 
-    bos = torch.tensor([tokenizer.bos_token_id])
+    bos = torch.tensor([tokenizer.bos_token_id], dtype=torch.int64, device="cpu")
 
     def filler(length: int, seed: int) -> Tensor:
         text = make_text(length + settings.queries + 64, seed)
-        return torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])
+        return torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=torch.int64, device="cpu")
 
     def tasks(length: int, seed: int) -> Tensor:
         family = FAMILIES[seed % len(FAMILIES)]
@@ -139,7 +139,7 @@ def bundled_data(tokenizer: Any, settings: CalibrationSettings, *, with_tasks: b
         # Prose in front fills what the haystack and its questions leave free.
         short = length - 1 + settings.queries - len(context) - len(questions)
         prose = tokenizer(make_text(short + 64, seed), add_special_tokens=False)["input_ids"][:short] if short else []
-        return torch.tensor(prose + context + questions)
+        return torch.tensor(prose + context + questions, dtype=torch.int64, device="cpu")
 
     make: Callable[[int, int], Tensor] = tasks if with_tasks else filler
 

@@ -42,8 +42,8 @@ class CachedReader:
         start, stop = self.length, self.length + len(ids)
         if stop > self.capacity:
             raise ValueError(f"{stop} tokens do not fit into a cache of {self.capacity}")
-        positions = torch.arange(start, stop, device=self.device)
-        seen = torch.arange(stop, device=self.device)
+        positions = torch.arange(start, stop, dtype=torch.int64, device=self.device)
+        seen = torch.arange(stop, dtype=torch.int64, device=self.device)
 
         def attend(call: SiteCall) -> Tensor:
             cache = self._store(call, start, stop)

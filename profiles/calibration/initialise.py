@@ -35,7 +35,10 @@ def initialise(parameters: SekvParameters, contexts: Sequence[Context], settings
 
 def second_moment(samples: Sequence[Tensor]) -> Tensor:
     """Mean outer product over samples [H, n, D] of each head, with a trace of D and a little ridge: [H, D, D]."""
-    total = sum((x.double().transpose(-1, -2) @ x.double() for x in samples), start=torch.zeros(()))
+    total = sum(
+        (x.double().transpose(-1, -2) @ x.double() for x in samples),
+        start=torch.zeros((), dtype=torch.float32, device="cpu"),
+    )
     dim = total.shape[-1]
     total = total / total.diagonal(dim1=-2, dim2=-1).mean(-1).clamp(min=1e-20)[:, None, None]
     return (total + 1e-3 * torch.eye(dim, dtype=torch.float64, device=total.device)).float()
@@ -52,7 +55,7 @@ def shared_projection(queries: Tensor, keys: Tensor, rank: int, steps: int = 300
     weight = torch.linalg.eigh(both).eigenvectors[..., -rank:].transpose(-1, -2).contiguous()
     weight = weight.detach().clone().requires_grad_(True)
     optimiser = torch.optim.Adam([weight], lr=0.02)
-    eye = torch.eye(dim, device=queries.device)
+    eye = torch.eye(dim, dtype=torch.float32, device=queries.device)
     scale = (queries * keys).sum((-1, -2)).clamp(min=1e-20)
     with torch.enable_grad():
         for step in range(steps):
@@ -68,7 +71,7 @@ def shared_projection(queries: Tensor, keys: Tensor, rank: int, steps: int = 300
 
 def explained(weight: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
     """Share of the variance of q.k that Wq.Wk keeps, per head; all [H, ...]."""
-    error = torch.eye(queries.shape[-1], device=queries.device) - weight.transpose(-1, -2) @ weight
+    error = torch.eye(queries.shape[-1], dtype=torch.float32, device=queries.device) - weight.transpose(-1, -2) @ weight
     lost = (queries @ error * (error @ keys)).sum((-1, -2))
     return 1 - lost / (queries * keys).sum((-1, -2))
 
@@ -90,7 +93,7 @@ def _fit_scale_and_offset(
     sizes = torch.cat([example[1] for example in examples])
     heads = parameters.offset[key].shape[0]
     mined_any = torch.stack([example[3].any(-1) for example in examples]).any(0)
-    log_scale = torch.zeros(heads, device=sizes.device, requires_grad=True)
+    log_scale = torch.zeros(heads, device=sizes.device, requires_grad=True, dtype=torch.float32)
     offset = torch.full_like(log_scale, float(sizes.mean()) + CLOSED).requires_grad_(True)
     optimiser = torch.optim.Adam([log_scale, offset], lr=0.05)
     with torch.enable_grad():
@@ -103,7 +106,7 @@ def _fit_scale_and_offset(
                     )
                     for score, size, targets, mined in examples
                 ),
-                start=torch.zeros(()),
+                start=torch.zeros((), dtype=torch.float32, device="cpu"),
             )  # fmt: skip
             if not loss.requires_grad:
                 break

@@ -23,14 +23,14 @@ def select_tokens(weights: Tensor, keep: int, pool: int, heads: list[int]) -> Te
     window, tokens = weights.shape[1:]
     votes = smoothed(weights[heads].sum(1), pool).mean(0)[: tokens - window]
     best = votes.topk(min(keep - window, len(votes))).indices
-    recent = torch.arange(tokens - window, tokens, device=weights.device)
+    recent = torch.arange(tokens - window, tokens, dtype=torch.int64, device=weights.device)
     return torch.cat([best.sort().values, recent])
 
 
 def compressed_attention(call: SiteCall, context: int, kept: Tensor, block: int) -> Tensor:
     """Attention of the decode steps [Hq, steps, Dv] on the kept places of the context and on the steps before them."""
     tokens = call.q.shape[1]
-    places = torch.cat([kept, torch.arange(context, tokens, device=kept.device)])
+    places = torch.cat([kept, torch.arange(context, tokens, dtype=torch.int64, device=kept.device)])
     k, v, where = call.k[:, places], call.v[:, places].float(), call.positions[places]
     parts = []
     for start in range(context, tokens, block):
@@ -95,13 +95,19 @@ class CompressionErrors(Measure):
         def compare(site: int, full: Tensor, other: Tensor) -> None:
             """Squared norms of each step; a projection in several parts counts as one output."""
             full, other = full[context:].float(), other[context:].float()
-            lost, whole = squares.get(site, (torch.zeros(len(full)), torch.zeros(len(full))))
+            lost, whole = squares.get(
+                site,
+                (
+                    torch.zeros(len(full), dtype=torch.float32, device="cpu"),
+                    torch.zeros(len(full), dtype=torch.float32, device="cpu"),
+                ),
+            )
             squares[site] = (lost + (other - full).square().sum(-1).cpu(), whole + full.square().sum(-1).cpu())
 
         shadow = ShadowInterpreter(program.body, self.regions, attend, compare)
         ids = ids.to(self.subject.device)
         with torch.no_grad():
-            shadow.run(ids[None], torch.arange(len(ids), device=ids.device)[None])
+            shadow.run(ids[None], torch.arange(len(ids), dtype=torch.int64, device=ids.device)[None])
         for site, (lost, whole) in squares.items():
             sums.add(f"error.{name}.{stores[site]}", relative_errors(lost, whole, self.settings.epsilon).sum())
             sums.add(f"sites.{name}.{stores[site]}", 1.0)

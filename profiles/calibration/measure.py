@@ -48,7 +48,7 @@ class Subject:
         """One pass over ids [T] without gradients; what it returns is not needed."""
         ids = ids.to(self.device)
         with torch.no_grad():
-            run_body(self.program.body, ids, torch.arange(len(ids), device=self.device), handler)
+            run_body(self.program.body, ids, torch.arange(len(ids), dtype=torch.int64, device=self.device), handler)
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Sums:
 
     def add(self, name: str, value: Tensor | float) -> None:
         """Add a tensor or a number under a name, whose shape is that of the first value."""
-        value = torch.as_tensor(value).detach().to("cpu", torch.float64)
+        value = torch.as_tensor(value, dtype=torch.float64, device="cpu").detach()
         self.tensors[name] = self.tensors[name] + value if name in self.tensors else value.clone()
 
     def __getitem__(self, name: str) -> Tensor:

@@ -51,7 +51,7 @@ def working_bytes(program: Program, ids: Tensor) -> int:
 
     From the allocator where CUDA is the device; else of the graph's values, without what an operator allocates for itself.
     """
-    positions = torch.arange(len(ids), device=ids.device)
+    positions = torch.arange(len(ids), dtype=torch.int64, device=ids.device)
     live = LiveBytes(program, full_attention)
     if ids.device.type != "cuda":
         live.run(ids[None], positions[None])

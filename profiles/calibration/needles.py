@@ -65,7 +65,7 @@ def bundled_needles(tokenizer: Any, settings: MeasureSettings, seed: int) -> tup
                     ]
                     asked, answer = _ask(tokenizer, question.text, question.answer)
                     questions.append(NeedleQuestion(asked, answer, tuple(inside)))
-                context = torch.tensor([tokenizer.bos_token_id, *encoded["input_ids"]])
+                context = torch.tensor([tokenizer.bos_token_id, *encoded["input_ids"]], dtype=torch.int64, device="cpu")
                 tests.append(NeedleTest(context, tuple(questions)))
     return tuple(tests)
 
@@ -89,7 +89,12 @@ def text_needles(stream: Tensor, tokenizer: Any, settings: MeasureSettings) -> t
                 context = [*bos, *text[:at], *needle, *text[at:]]
                 asked, answer = _ask(tokenizer, f"\n{question}", value)
                 places = range(len(bos) + at, len(bos) + at + len(needle))
-                tests.append(NeedleTest(torch.tensor(context), (NeedleQuestion(asked, answer, tuple(places)),)))
+                tests.append(
+                    NeedleTest(
+                        torch.tensor(context, dtype=torch.int64, device="cpu"),
+                        (NeedleQuestion(asked, answer, tuple(places)),),
+                    )
+                )
     return tuple(tests)
 
 

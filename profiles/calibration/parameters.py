@@ -24,7 +24,7 @@ class SekvParameters(nn.Module):
         self.router = nn.ParameterDict()
         self.offset = nn.ParameterDict()
         self.threshold = nn.ParameterDict()
-        generator = torch.Generator().manual_seed(settings.seed)
+        generator = torch.Generator(device="cpu").manual_seed(settings.seed)
         start = math.log(settings.threshold_start / (1 - settings.threshold_start))
         dims = []
         for site in program.sites:
@@ -34,14 +34,17 @@ class SekvParameters(nn.Module):
             dim = site.key_dim if square else max(1, min(settings.routing_dim, site.key_dim // 4))
             dims.append(dim)
             key = str(site.index)
-            noise = torch.randn(site.q_heads, dim, site.key_dim, generator=generator)
-            start_w = torch.eye(dim).expand_as(noise) if square else noise / math.sqrt(site.key_dim)
+            noise = torch.randn(site.q_heads, dim, site.key_dim, generator=generator, dtype=torch.float32, device="cpu")
+            start_w = (
+                torch.eye(dim, dtype=torch.float32, device="cpu").expand_as(noise)
+                if square
+                else noise / math.sqrt(site.key_dim)
+            )
             self.router[key] = nn.Parameter(start_w.contiguous())
-            self.offset[key] = nn.Parameter(torch.zeros(site.q_heads))
-            self.threshold[key] = nn.Parameter(torch.full((site.q_heads,), start))
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(settings.seed)
-            self.gates = RankGates(settings.max_rank, max(dims), settings.gate_hidden)
+            self.offset[key] = nn.Parameter(torch.zeros(site.q_heads, dtype=torch.float32, device="cpu"))
+            self.threshold[key] = nn.Parameter(torch.full((site.q_heads,), start, dtype=torch.float32, device="cpu"))
+        again = torch.Generator(device="cpu").manual_seed(settings.seed)
+        self.gates = RankGates(settings.max_rank, max(dims), settings.gate_hidden, again)
 
     def summaries(self, site: int, mean_k: Tensor) -> Tensor:
         """Eq. 3: mean_k [Hkv, S, D] (the surprisal-weighted means) -> unit vectors [Hq, S, d']."""

@@ -81,7 +81,9 @@ def _region(graph: Graph, attention: Node, varying: set[Node]) -> OutputRegion:
 
 def _is_tensor(node: Node) -> bool:
     """False for what only reads sizes."""
-    return node.op in ("get_attr", "output") or isinstance(node.meta.get("val", torch.empty(0)), Tensor)
+    return node.op in ("get_attr", "output") or isinstance(
+        node.meta.get("val", torch.empty(0, dtype=torch.float32, device="cpu")), Tensor
+    )
 
 
 Compare = Callable[[int, Tensor, Tensor], None]

@@ -67,7 +67,7 @@ class Distillation(Measure):
             self._start(sums)
         if unit < len(self.rounds):
             count = len(self.subject.data.measured)
-            order = torch.randperm(count, generator=self._generator(unit // count))
+            order = torch.randperm(count, generator=self._generator(unit // count), dtype=torch.int64, device="cpu")
             self._train(self.subject.data.measured[int(order[unit % count])][1], unit, sums)
         else:
             self._look(self.subject.data.held_out[unit - len(self.rounds)][1], sums)
@@ -131,7 +131,11 @@ class Distillation(Measure):
         self.weights = {EMBEDDING: self.embedding.detach()}
         for name, shape in self.section.tensor_shapes().items():
             short = name.removeprefix(PREFIX)
-            made = torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=generator) * shape[1] ** -0.5
+            made = (
+                torch.ones(shape, dtype=torch.float32, device="cpu")
+                if len(shape) == 1
+                else torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") * shape[1] ** -0.5
+            )
             saved = sums.get(f"weight.{short}")
             self.weights[short] = (made if saved is None else saved.clone()).requires_grad_()
         self.optimizer = torch.optim.AdamW(self._trained.values(), lr=self.settings.head_rate, weight_decay=0.01)
@@ -148,7 +152,7 @@ class Distillation(Measure):
         return {name: tensor for name, tensor in self.weights.items() if name != EMBEDDING}
 
     def _generator(self, number: int) -> torch.Generator:
-        return torch.Generator().manual_seed(self.settings.seed * 1_000_003 + number + 1)
+        return torch.Generator(device="cpu").manual_seed(self.settings.seed * 1_000_003 + number + 1)
 
     # -- a sample ----------------------------------------------------------------------------------------------------------
 
@@ -156,7 +160,7 @@ class Distillation(Measure):
         """(the target [Hkv, steps, T], features float32 [T, F] of the token before each) of one sample."""
         n, context = len(ids), len(ids) - self.settings.steps
         heads, device = self.section.kv_heads, self.subject.device
-        target = torch.zeros(heads, n - context, n, device=device)
+        target = torch.zeros(heads, n - context, n, dtype=torch.float32, device=device)
         served = {site.index for site in self.subject.program.sites if site.treatment == "method"}
 
         def attend(call: SiteCall) -> Tensor:
@@ -170,7 +174,7 @@ class Distillation(Measure):
         watched = {self.stream[site].name: site for site in self.section.feature_sites}
         seen: dict[int, Tensor] = {}
         with torch.no_grad():
-            positions = torch.arange(n, device=device)
+            positions = torch.arange(n, dtype=torch.int64, device=device)
             run_body(self.subject.program.body, ids.to(device), positions, attend, watched, seen)
         asked = positions[context:, None]
         target.masked_fill_((positions < SINKS) | (positions > asked - self.settings.head_near), 0.0)
@@ -183,7 +187,7 @@ class Distillation(Measure):
         self, ids: Tensor, features: Tensor | None, rows: Tensor, section: RetrievalHeadSection | None = None
     ) -> Tensor:
         """[Hkv, len(rows), T] of the queries at `rows`, as `group_scores`; later tokens are out of reach."""
-        positions = torch.arange(len(ids), device=self.embedding.device)
+        positions = torch.arange(len(ids), dtype=torch.int64, device=self.embedding.device)
         given, section = None if features is None else features[None], section or self.section
         weights = self.weights | {FREQUENCIES: rotary_frequencies(section)[0].to(positions.device)}
         q, k = queries_and_keys(section, weights, ids[None].to(positions.device), positions[None], given)
@@ -195,7 +199,9 @@ class Distillation(Measure):
         target, features = self._teach(ids)
         target = (target - self.settings.head_floor / len(ids)).clamp(min=0)
         context, steps = len(ids) - self.settings.steps, self.settings.head_steps
-        order = torch.randperm(self.settings.steps, generator=self._generator(unit + 1000)).to(target.device)
+        order = torch.randperm(
+            self.settings.steps, generator=self._generator(unit + 1000), dtype=torch.int64, device="cpu"
+        ).to(target.device)
         total = len(self.rounds) * steps
         for number, part in enumerate(order.tensor_split(steps)):
             done = unit * steps + number
@@ -209,7 +215,7 @@ class Distillation(Measure):
             loss.backward()
             self.optimizer.step()
         sums.tensors["loss"] = loss.detach().double().cpu()
-        sums.tensors["step"] = torch.tensor(float((unit + 1) * steps))
+        sums.tensors["step"] = torch.tensor(float((unit + 1) * steps), dtype=torch.float32, device="cpu")
         for short, parameter in self._trained.items():
             state = self.optimizer.state[parameter]
             sums.tensors[f"weight.{short}"] = parameter.detach().cpu().clone()
@@ -222,9 +228,9 @@ class Distillation(Measure):
         target, features = self._teach(ids)
         context = len(ids) - self.settings.steps
         count = max(1, round(self.section.share * context))
-        rows = torch.arange(context, len(ids), device=target.device)
+        rows = torch.arange(context, len(ids), dtype=torch.int64, device=target.device)
         weights = self._scores(ids, features, rows, self.extended()).exp()
-        near = torch.arange(len(ids), device=target.device)
+        near = torch.arange(len(ids), dtype=torch.int64, device=target.device)
         resident = (near < SINKS) | (near > rows[:, None] - self.settings.head_near)
         weights = weights.masked_fill(resident, -1.0)
         target = (target - self.settings.head_floor / len(ids)).clamp(min=0)

@@ -37,7 +37,7 @@ def recall(generated: Sequence[int], answer: Sequence[int]) -> float:
 
 def generate(reader: CachedReader, question: NeedleQuestion, k: int) -> list[Step]:
     """Greedy answer of as many tokens as the right one has; the reader has read the context."""
-    inside = torch.tensor(question.evidence, device=reader.device)
+    inside = torch.tensor(question.evidence, dtype=torch.int64, device=reader.device)
     steps: list[Step] = []
     current = Step({}, {})
 
@@ -46,12 +46,12 @@ def generate(reader: CachedReader, question: NeedleQuestion, k: int) -> list[Ste
         current.mass[site] = last[:, inside].sum(-1)
         current.looked[site] = last.topk(min(k, last.shape[-1]), -1).indices
 
-    feed = torch.tensor(question.ids)
+    feed = torch.tensor(question.ids, dtype=torch.int64, device="cpu")
     for _ in question.answer:
         current = Step({}, {})
         current.token = int(reader.read(feed, watch).argmax())
         steps.append(current)
-        feed = torch.tensor([current.token])
+        feed = torch.tensor([current.token], dtype=torch.int64, device="cpu")
     return steps
 
 
@@ -63,10 +63,12 @@ def answer_scores(
     Semantic (Eq. 5): attention on the span, summed over the steps that generate a token of the span. Classic: steps whose
     generated token is the one that the head looked at, inside the span. All are divided by the number of steps.
     """
-    span = torch.zeros(len(ids) + len(steps), dtype=torch.bool)
+    span = torch.zeros(len(ids) + len(steps), dtype=torch.bool, device="cpu")
     span[list(evidence)] = True
     tokens = set(ids[list(evidence)].tolist())
-    semantic, classic, classic_k = (torch.zeros(len(steps[0].mass[site])) for _ in range(3))
+    semantic, classic, classic_k = (
+        torch.zeros(len(steps[0].mass[site]), dtype=torch.float32, device="cpu") for _ in range(3)
+    )
     for step in steps:
         if step.token not in tokens:
             continue

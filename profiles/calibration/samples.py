@@ -63,7 +63,7 @@ class MeasureData:
             _feed(state, test.context)
             for question in test.questions:
                 for part in (question.ids, question.answer, question.evidence):
-                    _feed(state, torch.tensor(part))
+                    _feed(state, torch.tensor(part, dtype=torch.int64, device="cpu"))
         return state.hexdigest()
 
     def check(self, vocab_size: int, max_positions: int | None, length: int, steps: int) -> None:
@@ -113,7 +113,11 @@ def _bundled_sequence(tokenizer: Any, name: str, settings: MeasureSettings, seed
 
     n, steps = settings.length, settings.steps
     if name == "prose":
-        return torch.tensor([tokenizer.bos_token_id, *encode(make_text(n + steps + 64, seed))][: n + steps])
+        return torch.tensor(
+            [tokenizer.bos_token_id, *encode(make_text(n + steps + 64, seed))][: n + steps],
+            dtype=torch.int64,
+            device="cpu",
+        )
     stack = make_haystack(name, n - 1, seed, n_questions=max(1, min(steps // 16, n // 64)))
     asked = " ".join(f"{question.text.strip()} {question.answer} ." for question in stack.questions)
     decoded = encode(asked)
@@ -121,7 +125,7 @@ def _bundled_sequence(tokenizer: Any, name: str, settings: MeasureSettings, seed
         decoded += encode(make_text(steps + 64, seed + 1))
     context = encode(stack.context)
     front = encode(make_text(n + 64, seed))[: n - 1 - len(context)]
-    return torch.tensor([tokenizer.bos_token_id, *front, *context, *decoded[:steps]])
+    return torch.tensor([tokenizer.bos_token_id, *front, *context, *decoded[:steps]], dtype=torch.int64, device="cpu")
 
 
 def text_measure_data(paths: Sequence[str | Path], tokenizer: Any, settings: MeasureSettings) -> MeasureData:
@@ -153,10 +157,10 @@ def text_measure_data(paths: Sequence[str | Path], tokenizer: Any, settings: Mea
             f"steps needs at least {2 * full} (one sample to measure, one held out): pass more text or a smaller --length"
         )
     each = -(-settings.samples // len(streams))
-    prefix = torch.tensor(bos, dtype=torch.int64)
+    prefix = torch.tensor(bos, dtype=torch.int64, device="cpu")
     sets = []
     for name, stream in streams.items():
-        ids = torch.tensor(stream, dtype=torch.int64)
+        ids = torch.tensor(stream, dtype=torch.int64, device="cpu")
         held = min(settings.held_out, max(1, len(ids) // 10 // full))
         body, tail = ids[: len(ids) - held * full], ids[len(ids) - held * full :]
         count = min(each, len(body) // full)
@@ -164,7 +168,7 @@ def text_measure_data(paths: Sequence[str | Path], tokenizer: Any, settings: Mea
         measured = tuple(torch.cat([prefix, body[start : start + full]]) for start in starts)
         held_out = tuple(torch.cat([prefix, tail[i * full : (i + 1) * full]]) for i in range(held))
         sets.append(SampleSet(name, measured, held_out))
-    whole = torch.tensor([token for stream in streams.values() for token in stream], dtype=torch.int64)
+    whole = torch.tensor([token for stream in streams.values() for token in stream], dtype=torch.int64, device="cpu")
     needles = text_needles(whole, tokenizer, settings)
     label = f"plain text: {', '.join(Path(path).name for path in paths)}"
     return MeasureData(tuple(sets), needles, label, tokenizer)

@@ -31,8 +31,8 @@ def stage(step: int, settings: CalibrationSettings) -> int:
 
 def sequence_index(step: int, count: int, settings: CalibrationSettings) -> int:
     """Which of a stage's `count` sequences a step takes: all of them in each round, in an order fixed by the seed."""
-    generator = torch.Generator().manual_seed(settings.seed * 1_000_003 + step // count)
-    return int(torch.randperm(count, generator=generator)[step % count])
+    generator = torch.Generator(device="cpu").manual_seed(settings.seed * 1_000_003 + step // count)
+    return int(torch.randperm(count, generator=generator, dtype=torch.int64, device="cpu")[step % count])
 
 
 def plan(settings: CalibrationSettings, counts: dict[int, int]) -> Iterator[tuple[int, list[int]]]:

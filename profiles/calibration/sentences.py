@@ -41,7 +41,7 @@ class Sentences(Measure):
             return
         _, ids = self.subject.data.measured[unit]
         places = torch.nonzero(sentence_ends(ids, self.classes))[:, 0]
-        lengths = torch.diff(places, prepend=torch.tensor([-1]))
+        lengths = torch.diff(places, prepend=torch.tensor([-1], dtype=torch.int64, device="cpu"))
         sums.add("sentences", float(len(lengths)))
         sums.add("tokens", float(len(ids)))
         longest = sums.get("longest")
@@ -58,7 +58,7 @@ class Sentences(Measure):
         mean = float(sums["tokens"] / sums["sentences"])
         section = SentenceSection(
             tokens=tokens,
-            marks=int(torch.isin(ends, torch.tensor([SOFT, HARD, FULL])).sum()),
+            marks=int(torch.isin(ends, torch.tensor([SOFT, HARD, FULL], dtype=torch.int64, device="cpu")).sum()),
             mean_tokens=round(mean, 3),
             longest=int(sums["longest"]),
             samples=self.units,

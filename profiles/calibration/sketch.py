@@ -38,7 +38,7 @@ def best_projections(queries: Tensor, keys: Tensor, rank: int) -> tuple[Tensor, 
 def _factor(moments: Tensor) -> Tensor:
     moments = moments.double()
     scale = moments.diagonal(dim1=-2, dim2=-1).mean(-1).clamp(min=1e-30)
-    eye = torch.eye(moments.shape[-1], dtype=torch.float64)
+    eye = torch.eye(moments.shape[-1], dtype=torch.float64, device="cpu")
     return torch.linalg.cholesky(moments + RIDGE * scale[..., None, None] * eye)
 
 
@@ -130,8 +130,8 @@ class Sketch(Measure):
         mean, std = parts["mean"], parts["std"]
         stored = {bits: decode(encode(codes, mean, std, bits), mean, std, bits) for bits in self.settings.sketch_bits}
         q = torch.einsum("hgtd,hdr->hgtr", call.q.float().unflatten(0, (kv_heads, -1)), parts["query"]) * call.scale
-        best = torch.zeros(kv_heads, device=device)
-        caught = torch.zeros(len(self.candidates), kv_heads, device=device)
+        best = torch.zeros(kv_heads, dtype=torch.float32, device=device)
+        caught = torch.zeros(len(self.candidates), kv_heads, dtype=torch.float32, device=device)
         for start, weights in weight_blocks(call, context, self.settings.block):
             weights = weights[..., :context]
             best += caught_mass(weights, chosen_tokens(weights, kv_heads, count))
@@ -192,7 +192,9 @@ class Sketch(Measure):
             return None
         scores: dict[tuple[int, int], float] = {}
         for index, site in self.sites.items():
-            row = torch.tensor(known.semantic[index]).view(site.kv_heads, -1).amax(-1)
+            row = (
+                torch.tensor(known.semantic[index], dtype=torch.float32, device="cpu").view(site.kv_heads, -1).amax(-1)
+            )
             scores |= {(index, head): value for head, value in enumerate(row.tolist())}
         bar = min(self.settings.retrieves, self.settings.retrieves_relative * max(scores.values()))
         return {place for place, value in scores.items() if value >= bar and value > 0}

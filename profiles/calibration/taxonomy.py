@@ -19,8 +19,8 @@ def top_sets(weights: Tensor, first: int, k: int, pool: int) -> Tensor:
     Weights are average-pooled first; a set holds no token behind its query.
     """
     pooled = smoothed(weights, pool)
-    places = torch.arange(weights.shape[-1], device=weights.device)
-    queries = first + torch.arange(weights.shape[1], device=weights.device)
+    places = torch.arange(weights.shape[-1], dtype=torch.int64, device=weights.device)
+    queries = first + torch.arange(weights.shape[1], dtype=torch.int64, device=weights.device)
     pooled = pooled.masked_fill(places > queries[:, None], -1.0)
     return torch.zeros_like(pooled, dtype=torch.bool).scatter(-1, pooled.topk(k, -1).indices, True)
 
@@ -52,7 +52,7 @@ def similarity(pairs: Tensor) -> Tensor:
     """Eq. 3: median over steps of the best overlap with another head, [steps, Hkv, Hkv] -> [Hkv]; 0 for a lone head."""
     heads = pairs.shape[-1]
     if heads == 1:
-        return torch.zeros(1)
+        return torch.zeros(1, dtype=torch.float32, device="cpu")
     itself = torch.eye(heads, dtype=torch.bool, device=pairs.device)
     return torch.quantile(pairs.masked_fill(itself, -1.0).amax(-1), 0.5, dim=0)
 

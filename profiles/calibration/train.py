@@ -192,7 +192,7 @@ class Trainer:
     def _student_terms(self, context: Context) -> tuple[dict[str, Tensor], dict[int, SiteTrace]]:
         """The losses that need the student, before their weights, and its decisions."""
         student, traces = run_student(self.program, context, self.parameters)
-        zero = torch.zeros((), device=self.device)
+        zero = torch.zeros((), dtype=torch.float32, device=self.device)
         reconstruction, budget = zero, zero
         for index, trace in traces.items():
             spans = context.sites[index].spans
@@ -204,8 +204,8 @@ class Trainer:
 
     def _routing_terms(self, context: Context) -> dict[str, Tensor]:
         """Eq. 13 and the ranking term, on the teacher's queries: their targets are the teacher's too."""
-        zoom = torch.zeros((), device=self.device)
-        rank = torch.zeros((), device=self.device)
+        zoom = torch.zeros((), dtype=torch.float32, device=self.device)
+        rank = torch.zeros((), dtype=torch.float32, device=self.device)
         for index, site in enumerate(context.sites):
             if site.spans is None:
                 continue

@@ -130,7 +130,7 @@ def rotary_frequencies(section: RetrievalHeadSection) -> tuple[Tensor, float]:
     The factor is the square of 0.1 ln(s) + 1, by which YaRN stretches queries and keys.
     """
     half, yarn = section.head_dim // 2, section.yarn
-    plain = section.theta ** (-torch.arange(half, dtype=torch.float64) / half)
+    plain = section.theta ** (-torch.arange(half, dtype=torch.float64, device="cpu") / half)
     if yarn.factor == 1.0:
         return plain.float(), 1.0
     turns = yarn.positions * plain / (2 * math.pi)

@@ -115,8 +115,8 @@ def _structure(graph: dict) -> bytes:
 def _places(count: int) -> Tensor:
     """At most SAMPLES element indices below `count`, spread over all of it."""
     if count <= SAMPLES:
-        return torch.arange(count)
-    return torch.tensor([(i * _GOLDEN % 2**64) * count >> 64 for i in range(SAMPLES)])
+        return torch.arange(count, dtype=torch.int64, device="cpu")
+    return torch.tensor([(i * _GOLDEN % 2**64) * count >> 64 for i in range(SAMPLES)], dtype=torch.int64, device="cpu")
 
 
 def _sample(tensor: Tensor) -> bytes:

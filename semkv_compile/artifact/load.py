@@ -74,7 +74,7 @@ def build_program(facts: ProgramFacts, graphs: Mapping[str, GraphModule], source
 def _usable(device: str | torch.device) -> torch.device:
     """`device` as torch names it, after one allocation on it."""
     try:
-        return torch.empty(0, device=device).device
+        return torch.empty(0, dtype=torch.float32, device=device).device
     except (RuntimeError, AssertionError, NotImplementedError) as cause:
         raise ConfigError(
             f"device {str(device)!r} cannot be used here ({cause}); pass another, such as 'cpu'"

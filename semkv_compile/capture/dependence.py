@@ -99,10 +99,10 @@ def _make_probe(program: Program) -> Probe:
             f"the model declares {limit} positions; the dependence analysis needs at least {min(LENGTHS)}"
         )
     length = next((length for length in usable if length not in sizes), usable[-1])
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device="cpu").manual_seed(0)
     device = next((t.device for t in program.body.state_dict().values()), torch.device("cpu"))
-    ids = torch.randint(0, program.vocab_size, (2, length), generator=generator)
-    positions = torch.arange(length).expand(2, length).contiguous()
+    ids = torch.randint(0, program.vocab_size, (2, length), generator=generator, dtype=torch.int64, device="cpu")
+    positions = torch.arange(length, dtype=torch.int64, device="cpu").expand(2, length).contiguous()
     return Probe(ids.to(device), positions.to(device), token=length // 2)
 
 
@@ -218,7 +218,7 @@ def _first_difference(program: Program, probe: Probe, disturbed: tuple[Tensor, T
             return value
         axis = list(value.shape).index(length)
         keep = [t for t in range(length) if t != probe.token]
-        index = torch.tensor(keep, device=value.device)
+        index = torch.tensor(keep, dtype=torch.int64, device=value.device)
         old, new = before.index_select(axis, index).double(), value.index_select(axis, index).double()
         if float((old - new).nan_to_num().abs().max()) > 1e-3 * max(1.0, float(old.nan_to_num().abs().max())):
             found.append(node)
@@ -252,7 +252,7 @@ def _with_far_position(program: Program, probe: Probe, tokens: slice) -> Tensor 
         if limit < probe.length + count:
             continue
         positions = probe.positions.clone()
-        positions[-1, tokens] = torch.arange(limit - count, limit, device=positions.device)
+        positions[-1, tokens] = torch.arange(limit - count, limit, dtype=torch.int64, device=positions.device)
         try:
             run_locally(program.body, probe.ids, positions)
         except RUN_ERRORS:

@@ -31,7 +31,7 @@ def device_of(model: nn.Module) -> torch.device:
 def usable(device: str | torch.device) -> torch.device:
     """`device` as torch names it, after one allocation on it; `ConfigError` where there is none."""
     try:
-        return torch.empty(0, device=device).device
+        return torch.empty(0, dtype=torch.float32, device=device).device
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         cause = str(error).strip().splitlines()[0]
         raise ConfigError(

@@ -123,7 +123,7 @@ def _export(model: nn.Module, wrapper: _Stateless, length: int) -> tuple[Exporte
     for rows in (2, 1):
         for strict in (False, True):
             ids = torch.zeros(rows, length, dtype=torch.int64, device=device)
-            positions = torch.arange(length, device=device).expand(rows, length).contiguous()
+            positions = torch.arange(length, dtype=torch.int64, device=device).expand(rows, length).contiguous()
             axes = {0: Dim.AUTO, 1: Dim.AUTO} if rows > 1 else {1: Dim.AUTO}
             try:
                 exported = torch.export.export(wrapper, (ids, positions), dynamic_shapes=(axes, axes), strict=strict)

@@ -127,11 +127,15 @@ def prompt_ids(loaded: Any, request: BenchRequest) -> Any:
     device = next(loaded.model.parameters()).device
     if request.text is None:
         vocabulary = loaded.model.config.get_text_config().vocab_size
-        generator = torch.Generator().manual_seed(0)
-        row = torch.randint(vocabulary, (1, request.tokens), generator=generator)
+        generator = torch.Generator(device="cpu").manual_seed(0)
+        row = torch.randint(vocabulary, (1, request.tokens), generator=generator, dtype=torch.int64, device="cpu")
     else:
         text = request.text.read_text(encoding="utf-8")
-        row = torch.tensor([loaded.tokenizer(text, add_special_tokens=False)["input_ids"][: request.tokens]])
+        row = torch.tensor(
+            [loaded.tokenizer(text, add_special_tokens=False)["input_ids"][: request.tokens]],
+            dtype=torch.int64,
+            device="cpu",
+        )
         if row.shape[1] < request.tokens:
             raise ConfigError(
                 f"--text {request.text} has {row.shape[1]} tokens, fewer than the {request.tokens} asked for"

@@ -15,7 +15,7 @@ from semkv.evaluation.settings import Variant
 
 def as_ids(ids: Sequence[int]) -> Tensor:
     """Ids as one row, [1, T] int64."""
-    return torch.tensor([list(ids)], dtype=torch.int64)
+    return torch.tensor([list(ids)], dtype=torch.int64, device="cpu")
 
 
 class Subject:

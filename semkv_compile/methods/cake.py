@@ -57,7 +57,7 @@ class LayerPreference:
         return float(entropy.clamp(min=0) ** (1 / self.tau1) * change ** (1 / self.tau2))
 
     def shares(self, stores: tuple[AttentionSite, ...], record: RowRecord, budget: float) -> tuple[float, ...]:
-        wishes = torch.tensor([self.preference(store, record) for store in stores], dtype=torch.float64)
+        wishes = torch.tensor([self.preference(store, record) for store in stores], dtype=torch.float64, device="cpu")
         total = float(wishes.sum())
         even = 1 / len(stores)
         if not total > 0:

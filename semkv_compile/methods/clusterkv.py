@@ -39,17 +39,26 @@ class KeyClusters(Framed):
         first, recent, left = self.frame.fit(record.tokens, room, page_size)
         tokens = recent - first
         if tokens <= 0:
-            return Segmentation(torch.arange(first), torch.empty(0).long(), torch.empty(0).long(), recent)
+            return Segmentation(
+                torch.arange(first, dtype=torch.int64, device="cpu"),
+                torch.empty(0, dtype=torch.int64, device="cpu"),
+                torch.empty(0, dtype=torch.int64, device="cpu"),
+                recent,
+            )
         most = max(1, int(left / unit_cost)) if unit_cost > 0 else tokens
         count = min(most, max(1, round(tokens / self.tokens_per_cluster)), tokens)
         k = record.keys[store.store][store.first_head : store.first_head + store.kv_heads, first:recent]
         units = cluster(k.float(), count, self.rounds)
-        starts = torch.arange(first, recent)
-        return Segmentation(torch.arange(first), starts, torch.ones_like(starts), recent, units)
+        starts = torch.arange(first, recent, dtype=torch.int64, device="cpu")
+        return Segmentation(
+            torch.arange(first, dtype=torch.int64, device="cpu"), starts, torch.ones_like(starts), recent, units
+        )
 
     def segment_more(self, ids: Tensor, surprisal: Tensor, k: Tensor) -> Segmentation:
         count = max(1, round(len(ids) / self.tokens_per_cluster))
-        return Segmentation.of_lengths(torch.ones(len(ids), dtype=torch.int64), cluster(k.float(), count, self.rounds))
+        return Segmentation.of_lengths(
+            torch.ones(len(ids), dtype=torch.int64, device="cpu"), cluster(k.float(), count, self.rounds)
+        )
 
 
 def cluster(k: Tensor, count: int, rounds: int) -> Tensor:
@@ -59,8 +68,8 @@ def cluster(k: Tensor, count: int, rounds: int) -> Tensor:
     """
     heads, n, _ = k.shape
     unit = torch.nn.functional.normalize(k, dim=-1)
-    centroids = unit[:, torch.linspace(0, n - 1, count).round().long()]
-    nearest = torch.zeros(heads, n, dtype=torch.int64)
+    centroids = unit[:, torch.linspace(0, n - 1, count, dtype=torch.float32, device="cpu").round().long()]
+    nearest = torch.zeros(heads, n, dtype=torch.int64, device="cpu")
     for _ in range(rounds):
         nearest = (unit @ centroids.transpose(1, 2)).argmax(-1)
         total = torch.zeros_like(centroids).scatter_add_(1, nearest[..., None].expand_as(unit), unit)
@@ -72,7 +81,9 @@ def cluster(k: Tensor, count: int, rounds: int) -> Tensor:
 def _numbered(labels: Tensor) -> Tensor:
     """Labels [n] renamed 0, 1, ... in the order of their first appearance."""
     kept, inverse = torch.unique(labels, return_inverse=True)
-    first = torch.full((len(kept),), len(labels)).scatter_reduce_(0, inverse, torch.arange(len(labels)), "amin")
+    first = torch.full((len(kept),), len(labels), dtype=torch.int64, device="cpu").scatter_reduce_(
+        0, inverse, torch.arange(len(labels), dtype=torch.int64, device="cpu"), "amin"
+    )
     return first.argsort().argsort()[inverse]
 
 

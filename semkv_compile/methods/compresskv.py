@@ -139,7 +139,7 @@ class CompressKV(Method):
         rows = getattr(profile.info.retrieval_heads, self.selection)
         chosen = {}
         for site in program.stores:
-            scores = torch.tensor(rows[site.index])
+            scores = torch.tensor(rows[site.index], dtype=torch.float32, device="cpu")
             if site.head_order:
                 scores = scores.unflatten(0, (site.kv_heads, site.group_size))[list(site.head_order)].flatten()
             best = scores.argsort(descending=True, stable=True)[: self.heads]

@@ -39,11 +39,11 @@ class LowRankForms:
     ) -> dict[int, list[dict[str, Tensor]]]:
         """See `semkv.runtime.components.FormChooser`."""
         longest = int(lengths.max())
-        place = torch.arange(longest)
+        place = torch.arange(longest, dtype=torch.int64, device="cpu")
         index = (starts[:, None] + place).clamp(max=k.shape[1] - 1)
         inside = (place < lengths[:, None])[None, ..., None]
         keys, values = (torch.where(inside, x.float().cpu()[:, index], 0.0) for x in (k, v))  # [Hkv, m, L, D]
-        candidates = torch.arange(len(lengths))
+        candidates = torch.arange(len(lengths), dtype=torch.int64, device="cpu")
         if self.only_if_smaller:
             candidates = self._worth_trying(site, keys, values, lengths)
             if not len(candidates):
@@ -78,16 +78,18 @@ class LowRankForms:
 
     def _worth_trying(self, site: AttentionSite, keys: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
         """Spans whose factors at the tolerated error are smaller than their tokens, over all heads."""
-        numbers = torch.zeros(len(lengths))
-        tokens = torch.zeros(len(lengths))
+        numbers = torch.zeros(len(lengths), dtype=torch.float32, device="cpu")
+        tokens = torch.zeros(len(lengths), dtype=torch.float32, device="cpu")
         for x, dim in ((keys, site.key_dim), (values, site.value_dim)):
             gram = x @ x.transpose(-1, -2) if x.shape[2] <= dim else x.transpose(-1, -2) @ x
             energy = gram.diagonal(dim1=-2, dim2=-1).sum(-1)
             s = torch.linalg.eigvalsh(gram).flip(-1)[..., : self.max_rank].clamp(min=0).sqrt()
             rank = _kept_components(s, energy, self.tolerance).sum(-1)  # [Hkv, m]
-            caught = (s.square() * (torch.arange(s.shape[-1]) < rank[..., None])).sum(-1)
+            caught = (s.square() * (torch.arange(s.shape[-1], dtype=torch.int64, device="cpu") < rank[..., None])).sum(
+                -1
+            )
             error = 1 - caught / energy.clamp(min=1e-30)
-            rank = torch.where(error <= self.tolerance**2 + 1e-6, rank, float("inf"))
+            rank = torch.where(error <= self.tolerance**2 + 1e-6, rank.float(), float("inf"))
             numbers += (rank * (lengths + dim + 1) * self.itemsize).sum(0)
             each = bytes_per_vector(dim, 8) if self.host_form == "int8" else dim * self.itemsize
             tokens += each * lengths * site.kv_heads

@@ -23,7 +23,9 @@ class Sinks:
     def keep(self, site: AttentionSite, record: RowRecord, room: int, page_size: int) -> tuple[Tensor, int]:
         count = min(self.count, record.tokens)
         pages = -(-count // page_size) * page_size
-        return torch.arange(count), max(count, record.tokens - max(page_size, room - pages))
+        return torch.arange(count, dtype=torch.int64, device="cpu"), max(
+            count, record.tokens - max(page_size, room - pages)
+        )
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class WindowKeeper(ABC):
         before = record.tokens - tail
         count = max(0, min(room - tail, before))
         if count == 0:
-            return torch.zeros(1, 0, dtype=torch.int64), before
+            return torch.zeros(1, 0, dtype=torch.int64, device="cpu"), before
         return self.choose(self.scores(site, record, tail), count), before
 
     def weights(self, site: AttentionSite, record: RowRecord, tail: int) -> Tensor:

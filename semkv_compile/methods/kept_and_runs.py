@@ -48,14 +48,18 @@ class KeptAndRuns:
         share = max(0.0, room - spans) / (1 + unit_cost)
         pages = max(2, int(share) // page_size) * page_size
         kept, recent = self.keeper.keep(store, record, pages, page_size)
-        folded = torch.ones(recent, dtype=torch.bool)
+        folded = torch.ones(recent, dtype=torch.bool, device="cpu")
         folded[kept[0]] = False
-        edges = torch.diff(folded.int(), prepend=torch.zeros(1).int(), append=torch.zeros(1).int())
+        edges = torch.diff(
+            folded.int(),
+            prepend=torch.zeros(1, dtype=torch.int32, device="cpu"),
+            append=torch.zeros(1, dtype=torch.int32, device="cpu"),
+        )
         begins, ends = torch.nonzero(edges == 1)[:, 0], torch.nonzero(edges == -1)[:, 0]
         lengths = [page_lengths(end - begin, longest) for begin, end in zip(begins.tolist(), ends.tolist())]
         starts = [begin + part.cumsum(0) - part for begin, part in zip(begins.tolist(), lengths)]
-        none = torch.empty(0, dtype=torch.int64)
+        none = torch.empty(0, dtype=torch.int64, device="cpu")
         return Segmentation(kept[0], torch.cat([none, *starts]), torch.cat([none, *lengths]), recent)
 
     def segment_more(self, ids: Tensor, surprisal: Tensor, k: Tensor) -> Segmentation:
-        return Segmentation.of_lengths(torch.tensor([len(ids)]))
+        return Segmentation.of_lengths(torch.tensor([len(ids)], dtype=torch.int64, device="cpu"))

@@ -50,7 +50,7 @@ class FilterRouter(MeansSuffice):
         return f"omnikv.{self.leaders[site.store]}" in step.passing
 
     def threshold(self, site: AttentionSite) -> Tensor:
-        return torch.full((site.q_heads,), float("-inf"))
+        return torch.full((site.q_heads,), float("-inf"), dtype=torch.float32, device="cpu")
 
 
 def highest_weights(step: Step) -> Tensor:
@@ -59,12 +59,12 @@ def highest_weights(step: Step) -> Tensor:
     site, first = step.site, step.tokens
     n = first + len(step.ids)
     chunk = max(1, CHUNK_SCORES // (site.group_size * n))
-    most = torch.zeros(len(step.ids), n)
+    most = torch.zeros(len(step.ids), n, dtype=torch.float32, device="cpu")
     for head in range(site.kv_heads):
         own = site.part(head, head + 1, 1.0)
         keys = keys_of(step, own)
-        for new in torch.arange(len(step.ids)).split(chunk):
-            hidden = torch.arange(n) > (first + new)[:, None]
+        for new in torch.arange(len(step.ids), dtype=torch.int64, device="cpu").split(chunk):
+            hidden = torch.arange(n, dtype=torch.int64, device="cpu") > (first + new)[:, None]
             logits = logits_on(keys, own, step.q[own.query_heads][:, new], step)
             weights = logits.masked_fill_(hidden, float("-inf")).softmax(-1)
             most[new] = torch.maximum(most[new], weights.amax(dim=(0, 1)))

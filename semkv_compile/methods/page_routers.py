@@ -43,7 +43,7 @@ class PageRouter(ABC):
         return ungrouped(site, log_softmax(logits), q.shape[1])
 
     def threshold(self, site: AttentionSite) -> Tensor:
-        return torch.full((site.q_heads,), float("-inf"))
+        return torch.full((site.q_heads,), float("-inf"), dtype=torch.float32, device="cpu")
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class RepresentativeRouter(PageRouter):
         else:
             scores = (k * k.mean(1, keepdim=True)).sum(-1)
         lengths = folding.lengths
-        place = torch.arange(int(lengths.max()))
+        place = torch.arange(int(lengths.max()), dtype=torch.int64, device="cpu")
         at = (lengths.cumsum(0) - lengths)[:, None] + place
         inside = place < lengths[:, None]
         padded = torch.where(inside, scores[:, at.clamp(max=k.shape[1] - 1)], float("-inf"))  # [Hkv, M, L]
@@ -126,7 +126,7 @@ class RepresentativeRouter(PageRouter):
         best = torch.minimum(best, (lengths - 1)[None, :, None])  # short blocks repeat their last token
         best = torch.nn.functional.pad(best, (0, self.count - best.shape[-1]), mode="replicate")
         token = best + (lengths.cumsum(0) - lengths)[None, :, None]
-        heads = torch.arange(k.shape[0])[:, None]
+        heads = torch.arange(k.shape[0], dtype=torch.int64, device="cpu")[:, None]
         return {f"key{place}": k[heads, token[..., place]] for place in range(self.count)}
 
     def _prompt_scores(self, site: AttentionSite, record: RowRecord) -> Tensor:
@@ -147,7 +147,7 @@ def representative_scores(site: AttentionSite, record: RowRecord, local: int) ->
     n = k.shape[1]
     mean = q.unflatten(0, (site.kv_heads, site.group_size)).mean(1)
     total = torch.nn.functional.pad(mean.cumsum(1), (0, 0, 1, 0))  # [Hkv, n + 1, D]
-    ends = (torch.arange(n) + 1 + local).clamp(max=n)
-    starts = (torch.arange(n) + 1).clamp(max=n)
+    ends = (torch.arange(n, dtype=torch.int64, device="cpu") + 1 + local).clamp(max=n)
+    starts = (torch.arange(n, dtype=torch.int64, device="cpu") + 1).clamp(max=n)
     following = (total[:, ends] - total[:, starts]) / (ends - starts).clamp(min=1)[:, None]
     return (following * k).sum(-1)

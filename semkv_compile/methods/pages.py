@@ -108,7 +108,7 @@ class Pages(Framed):
             )
         lengths = page_lengths(recent - start, size)
         starts = start + lengths.cumsum(0) - lengths
-        return Segmentation(torch.arange(first), starts, lengths, recent)
+        return Segmentation(torch.arange(first, dtype=torch.int64, device="cpu"), starts, lengths, recent)
 
     def segment_more(self, ids: Tensor, surprisal: Tensor, k: Tensor) -> Segmentation:
         return Segmentation.of_lengths(page_lengths(len(ids), self.size))
@@ -116,7 +116,7 @@ class Pages(Framed):
 
 def page_lengths(tokens: int, size: int) -> Tensor:
     """Lengths int64 of the pages of `tokens` tokens: all of `size` but the last."""
-    lengths = torch.full((-(-tokens // size),), size, dtype=torch.int64)
+    lengths = torch.full((-(-tokens // size),), size, dtype=torch.int64, device="cpu")
     if tokens % size:
         lengths[-1] = tokens % size
     return lengths

@@ -46,8 +46,10 @@ class PivotRouter(MeansSuffice):
         at, tokens = spans.positions[0].long(), step.tokens + q.shape[1]
         rows = []
         for order in orders:
-            rank = len(order) + tokens - torch.arange(tokens)  # those that the pivot has not ranked yet
-            rank[order] = torch.arange(len(order))
+            rank = (
+                len(order) + tokens - torch.arange(tokens, dtype=torch.int64, device="cpu")
+            )  # those that the pivot has not ranked yet
+            rank[order] = torch.arange(len(order), dtype=torch.int64, device="cpu")
             rows.append(-rank[at].float())
         return torch.stack(rows).expand(site.q_heads, -1, -1)
 
@@ -56,7 +58,7 @@ class PivotRouter(MeansSuffice):
         return len(step.ids) == 1
 
     def threshold(self, site: AttentionSite) -> Tensor:
-        return torch.full((site.q_heads,), float("-inf"))
+        return torch.full((site.q_heads,), float("-inf"), dtype=torch.float32, device="cpu")
 
     def stored(self, step: Step) -> None:
         """The site's pivots attend, once a step; see `semkv.runtime.components.AtSite`."""
@@ -86,12 +88,15 @@ class PivotRouter(MeansSuffice):
             overlaps.append(float(torch.isin(ranked[:k], base).sum()) / min(k, len(base)))
             if len(overlaps) == self.every:
                 checks += 1
-                if self.retrieve and float(torch.tensor(overlaps).quantile(0.5)) < self.tau_drift:
+                if (
+                    self.retrieve
+                    and float(torch.tensor(overlaps, dtype=torch.float32, device="cpu").quantile(0.5)) < self.tau_drift
+                ):
                     order, updates = ranked, updates + 1
                 overlaps = []
         notes[f"pivot.order.{name}"] = order
-        notes[f"pivot.overlaps.{name}"] = torch.tensor(overlaps, dtype=torch.float32)
-        notes[f"pivot.checks.{name}"] = torch.tensor([checks, updates])
+        notes[f"pivot.overlaps.{name}"] = torch.tensor(overlaps, dtype=torch.float32, device="cpu")
+        notes[f"pivot.checks.{name}"] = torch.tensor([checks, updates], dtype=torch.int64, device="cpu")
         return used
 
     def set_size(self, step: Step, pivot: int) -> int:
@@ -118,8 +123,8 @@ class PivotRouter(MeansSuffice):
             weights = _pooled_weights(attention_logits(own, last, k), self.pool)
             name = f"{site.index}.{pivot}"
             notes[f"pivot.order.{name}"] = weights[0].argsort(descending=True, stable=True)
-            notes[f"pivot.overlaps.{name}"] = torch.zeros(0)
-            notes[f"pivot.checks.{name}"] = torch.zeros(2, dtype=torch.int64)
+            notes[f"pivot.overlaps.{name}"] = torch.zeros(0, dtype=torch.float32, device="cpu")
+            notes[f"pivot.checks.{name}"] = torch.zeros(2, dtype=torch.int64, device="cpu")
 
     def notes(self) -> dict[str, Note]:
         """What a row remembers per cluster: the ranking, overlaps since the last check, and how often it checked and updated."""
@@ -145,7 +150,7 @@ Found = list[tuple[Tensor, Tensor]]
 def logits_on(found: Found, site: AttentionSite, q: Tensor, step: Step) -> Tensor:
     """Logits float32 [1, G, T, n], on the host, of new queries q [G, T, D] of one KV head, `site`, on the keys of all n tokens of the
     row: computed where keys are, so that no key moves."""
-    logits = torch.zeros(1, site.group_size, q.shape[1], step.tokens + len(step.ids))
+    logits = torch.zeros(1, site.group_size, q.shape[1], step.tokens + len(step.ids), dtype=torch.float32, device="cpu")
     for keys, positions in found:
         logits[..., positions] = attention_logits(site, q.to(keys.device), keys[None]).cpu()
     return logits
@@ -177,6 +182,9 @@ def _pooled_weights(logits: Tensor, pool: int) -> Tensor:
     """Weights float32 [T, n] by the logits [1, G, T, n] of the last T queries on n tokens: averaged over the group, pooled, -1 where a
     token is later than the query."""
     tokens, n = logits.shape[2:]
-    hidden = torch.arange(n) > torch.arange(n - tokens, n)[:, None]
+    hidden = (
+        torch.arange(n, dtype=torch.int64, device="cpu")
+        > torch.arange(n - tokens, n, dtype=torch.int64, device="cpu")[:, None]
+    )
     weights = logits.masked_fill(hidden, float("-inf")).softmax(-1).mean(1)[0]
     return pooled(weights, pool, "mean").masked_fill(hidden, -1.0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -12,20 +14,31 @@ OPEN = 3.0
 """Initial logit of every gate: nearly everything is kept until the budget loss says otherwise."""
 
 
+def _linear(inputs: int, outputs: int, generator: torch.Generator | None) -> nn.Linear:
+    """As `nn.Linear` begins, by `generator`; without numbers of its own where there is none."""
+    layer = nn.utils.skip_init(nn.Linear, inputs, outputs, dtype=torch.float32, device="cpu")
+    if generator is not None:
+        nn.init.kaiming_uniform_(layer.weight, a=math.sqrt(5), generator=generator)
+        nn.init.uniform_(layer.bias, -1 / math.sqrt(inputs), 1 / math.sqrt(inputs), generator=generator)
+    return layer
+
+
 class RankGates(nn.Module):
     """One small network for all sites and heads, with separate outputs for keys and values.
 
     Inputs: the span's singular values over their norm [R], its routing summary averaged over the query group and padded
     with zeros [d'], and log |S| / 4. Fewer than 0.1M parameters for any allowed size up to 128 hidden units.
+
+    generator: of the numbers that training begins with; without one the parameters wait to be loaded.
     """
 
-    def __init__(self, max_rank: int, summary_dim: int, hidden: int) -> None:
+    def __init__(self, max_rank: int, summary_dim: int, hidden: int, generator: torch.Generator | None = None) -> None:
         super().__init__()
         self.max_rank, self.summary_dim = max_rank, summary_dim
-        self.input = nn.Linear(max_rank + summary_dim + 1, hidden)
-        self.hidden = nn.Linear(hidden, hidden)
-        self.key = nn.Linear(hidden, max_rank)
-        self.value = nn.Linear(hidden, max_rank)
+        self.input = _linear(max_rank + summary_dim + 1, hidden, generator)
+        self.hidden = _linear(hidden, hidden, generator)
+        self.key = _linear(hidden, max_rank, generator)
+        self.value = _linear(hidden, max_rank, generator)
         for head in (self.key, self.value):
             nn.init.zeros_(head.weight)
             nn.init.constant_(head.bias, OPEN)

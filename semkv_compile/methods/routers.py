@@ -128,7 +128,7 @@ class CoarseRouter(MeansSuffice):
         return products(grouped, spans.mean_directions).view(site.q_heads, q.shape[1], -1)
 
     def threshold(self, site: AttentionSite) -> Tensor:
-        return torch.zeros(site.q_heads)
+        return torch.zeros(site.q_heads, dtype=torch.float32, device="cpu")
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,9 @@ class OracleRouter(MeansSuffice):
         if bool((spans.segment_kind == FACTORS).any()):
             raise ValueError("oracle selection reads raw tokens: use it with forms='raw' or 'int8'")
         unit = spans.segment_unit.repeat_interleave(spans.segment_length, dim=1)  # [Hkv|1, n]
-        places = torch.arange(spans.host_tokens.length)[-unit.shape[1] :]  # without those of retired segments
+        places = torch.arange(spans.host_tokens.length, dtype=torch.int64, device="cpu")[
+            -unit.shape[1] :
+        ]  # without those of retired segments
         k = torch.stack([spans.host_tokens.keys(head, places).cpu() for head in range(site.kv_heads)])
         grouped = q.float().cpu().unflatten(0, (site.kv_heads, site.group_size)).flatten(1, 2)
         logits = (grouped @ k.float().transpose(1, 2)).view(site.q_heads, q.shape[1], -1) * site.scale
@@ -151,8 +153,10 @@ class OracleRouter(MeansSuffice):
             logits = site.softcap * torch.tanh(logits / site.softcap)
         unit = unit.expand(site.kv_heads, -1).repeat_interleave(site.group_size, 0)[:, None].expand(logits.shape)
         weights = logits.softmax(-1) * (unit >= 0)
-        mass = torch.zeros(*weights.shape[:2], spans.count).scatter_add_(2, unit.clamp(min=0), weights)
+        mass = torch.zeros(*weights.shape[:2], spans.count, dtype=torch.float32, device="cpu").scatter_add_(
+            2, unit.clamp(min=0), weights
+        )
         return mass.clamp(min=1e-30).log()
 
     def threshold(self, site: AttentionSite) -> Tensor:
-        return torch.full((site.q_heads,), -1e9)
+        return torch.full((site.q_heads,), -1e9, dtype=torch.float32, device="cpu")

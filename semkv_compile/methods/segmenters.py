@@ -30,12 +30,16 @@ class BySurprisal(ABC):
     def segment(
         self, record: RowRecord, store: AttentionSite, room: float, unit_cost: float, page_size: int
     ) -> Segmentation:
-        surprisal = torch.zeros(record.tokens) if record.surprisal is None else record.surprisal
+        surprisal = (
+            torch.zeros(record.tokens, dtype=torch.float32, device="cpu")
+            if record.surprisal is None
+            else record.surprisal
+        )
         return self.divide(surprisal, room, unit_cost, page_size)
 
     def segment_more(self, ids: Tensor, surprisal: Tensor, k: Tensor) -> Segmentation:
         """One span of the tokens that leave the window together; spans merge when the budget asks for it."""
-        return Segmentation.of_lengths(torch.tensor([len(surprisal)]))
+        return Segmentation.of_lengths(torch.tensor([len(surprisal)], dtype=torch.int64, device="cpu"))
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,12 @@ class SurprisalSpans(BySurprisal):
         left = max(0.0, room - window - self.fold_chunk - -(-first // page_size) * page_size)
         region = recent - first
         if region <= 0:
-            return Segmentation(torch.arange(first), torch.empty(0).long(), torch.empty(0).long(), recent)
+            return Segmentation(
+                torch.arange(first, dtype=torch.int64, device="cpu"),
+                torch.empty(0, dtype=torch.int64, device="cpu"),
+                torch.empty(0, dtype=torch.int64, device="cpu"),
+                recent,
+            )
         anchors = int(self.anchor_share * left) // page_size * page_size
         most = int((left - anchors) / span_cost) if span_cost > 0 else region
         most = max(1, min(most, region // max(1, self.min_span)))
@@ -150,10 +159,16 @@ class LiteralSpans(BySurprisal):
         head = surprisal[:recent]
         boundary = head > surprisal.mean() + self.alpha * surprisal.std(unbiased=False)
         at = torch.nonzero(boundary)[:, 0]
-        edges = torch.cat([torch.tensor([-1]), at, torch.tensor([recent])])
+        edges = torch.cat(
+            [
+                torch.tensor([-1], dtype=torch.int64, device="cpu"),
+                at,
+                torch.tensor([recent], dtype=torch.int64, device="cpu"),
+            ]
+        )
         starts, lengths = edges[:-1] + 1, edges[1:] - edges[:-1] - 1
         folded = lengths >= self.min_span
-        exact = torch.ones(recent, dtype=torch.bool)
+        exact = torch.ones(recent, dtype=torch.bool, device="cpu")
         for start, length in zip(starts[folded].tolist(), lengths[folded].tolist()):
             exact[start : start + length] = False
         kept = torch.nonzero(exact)[:, 0]
@@ -182,8 +197,8 @@ def _assemble(first: int, recent: int, cuts: list[int], anchors: set[int]) -> Se
             starts.append(first + begin)
             lengths.append(end - begin)
     return Segmentation(
-        torch.tensor(kept, dtype=torch.int64),
-        torch.tensor(starts, dtype=torch.int64),
-        torch.tensor(lengths, dtype=torch.int64),
+        torch.tensor(kept, dtype=torch.int64, device="cpu"),
+        torch.tensor(starts, dtype=torch.int64, device="cpu"),
+        torch.tensor(lengths, dtype=torch.int64, device="cpu"),
         recent,
     )

@@ -119,14 +119,15 @@ class SeKV(Method):
             return CoarseRouter()
         stores = [site for site in program.sites if site.treatment == "method"]
         if self.router == "untrained":
-            generator = torch.Generator().manual_seed(0)
+            generator = torch.Generator(device="cpu").manual_seed(0)
             weights = {}
             for site in stores:
                 dim = max(1, min(32, site.key_dim // 4))
                 weights[site.index] = (
-                    torch.randn(site.q_heads, dim, site.key_dim, generator=generator) / site.key_dim**0.5
+                    torch.randn(site.q_heads, dim, site.key_dim, generator=generator, dtype=torch.float32, device="cpu")
+                    / site.key_dim**0.5
                 )
-            zeros = {site.index: torch.zeros(site.q_heads) for site in stores}
+            zeros = {site.index: torch.zeros(site.q_heads, dtype=torch.float32, device="cpu") for site in stores}
             return GateRouter(weights, zeros, zeros, self.shared_threshold)
         self.check(profile)
         tensors = profile.tensors

@@ -38,7 +38,7 @@ def sentence_delimiters(classes: Tensor) -> tuple[int, ...]:
     Of the `MARKS` of `delimiter_ids`, semicolons and colons end no sentence and are not there, nor are abbreviations ("Dr.").
     Tokens beyond the table are no delimiters.
     """
-    ends = torch.tensor([SOFT, HARD, FULL, ENDED], dtype=classes.dtype)
+    ends = torch.tensor([SOFT, HARD, FULL, ENDED], dtype=classes.dtype, device="cpu")
     return tuple(torch.nonzero(torch.isin(classes // 16, ends))[:, 0].tolist())
 
 
@@ -83,24 +83,26 @@ class SemanticClusters:
             lengths = F.pad(lengths, (0, len(lengths) % 2)).unflatten(0, (-1, 2)).sum(1)
         k = record.keys[store.store][store.first_head : store.first_head + heads, first:recent]
         units = cluster(k, lengths, shared_out(lengths, most))
-        starts = torch.arange(first, recent)
-        return Segmentation(torch.arange(first), starts, torch.ones_like(starts), recent, units)
+        starts = torch.arange(first, recent, dtype=torch.int64, device="cpu")
+        return Segmentation(
+            torch.arange(first, dtype=torch.int64, device="cpu"), starts, torch.ones_like(starts), recent, units
+        )
 
     def segment_more(self, ids: Tensor, surprisal: Tensor, k: Tensor) -> Segmentation:
         lengths = self.chunks(ids)
         units = cluster(k, lengths, -(-lengths // self.generated))
-        return Segmentation.of_lengths(torch.ones(len(ids), dtype=torch.int64), units)
+        return Segmentation.of_lengths(torch.ones(len(ids), dtype=torch.int64, device="cpu"), units)
 
     def chunks(self, ids: Tensor) -> Tensor:
         """Lengths int64 of the chunks of ids [n]."""
-        ends = torch.isin(ids, torch.tensor(self.delimiters, dtype=ids.dtype)).tolist()
+        ends = torch.isin(ids, torch.tensor(self.delimiters, dtype=ids.dtype, device="cpu")).tolist()
         lengths, run = [], 0
         for place, end in enumerate(ends):
             run += 1
             if end or run == self.longest or place == len(ends) - 1:
                 lengths.append(run)
                 run = 0
-        return torch.tensor(lengths, dtype=torch.int64)
+        return torch.tensor(lengths, dtype=torch.int64, device="cpu")
 
 
 def shared_out(lengths: Tensor, total: int) -> Tensor:
@@ -108,7 +110,7 @@ def shared_out(lengths: Tensor, total: int) -> Tensor:
     if not len(lengths):
         return lengths
     total = min(total, int(lengths.sum()))
-    exact = lengths * total / lengths.sum()
+    exact = (lengths * total).float() / lengths.sum()
     counts = exact.long().clamp(min=1)
     for place in torch.argsort(exact - counts, descending=True, stable=True).tolist():
         if int(counts.sum()) >= total:
@@ -128,9 +130,9 @@ def cluster(k: Tensor, lengths: Tensor, counts: Tensor) -> Tensor:
     direction = F.normalize(k.float(), dim=-1)
     starts = lengths.cumsum(0) - lengths
     base = counts.cumsum(0) - counts
-    out = torch.zeros(k.shape[:2], dtype=torch.int64)
+    out = torch.zeros(k.shape[:2], dtype=torch.int64, device="cpu")
     for at in torch.argsort(lengths, stable=True).split(BATCH):  # alike in length, so that little is padded
-        inside = torch.arange(int(lengths[at].max()) if len(at) else 0)
+        inside = torch.arange(int(lengths[at].max()) if len(at) else 0, dtype=torch.int64, device="cpu")
         valid = inside < lengths[at, None]
         token = (starts[at, None] + inside).clamp(max=max(0, k.shape[1] - 1))
         labels = _clustered(direction[:, token], valid, counts[at])
@@ -141,10 +143,10 @@ def cluster(k: Tensor, lengths: Tensor, counts: Tensor) -> Tensor:
 def _clustered(x: Tensor, valid: Tensor, counts: Tensor) -> Tensor:
     """Cluster of each token in its chunk, int64 [H, c, L]: directions x [H, c, L, D], valid bool [c, L], counts int64 [c]."""
     heads, chunks, longest, _ = x.shape
-    near = torch.full((heads, chunks, longest), -2.0)  # cosine to the nearest seed
-    owner = torch.zeros(heads, chunks, longest, dtype=torch.int64)  # place of that seed
-    seeds = torch.zeros(heads, chunks, longest, dtype=torch.bool)
-    place = torch.zeros(heads, chunks, dtype=torch.int64)
+    near = torch.full((heads, chunks, longest), -2.0, dtype=torch.float32, device="cpu")  # cosine to the nearest seed
+    owner = torch.zeros(heads, chunks, longest, dtype=torch.int64, device="cpu")  # place of that seed
+    seeds = torch.zeros(heads, chunks, longest, dtype=torch.bool, device="cpu")
+    place = torch.zeros(heads, chunks, dtype=torch.int64, device="cpu")
     for step in range(int(counts.max())):
         going = (counts > step).expand(heads, -1)[..., None]
         seed = x.gather(2, place[..., None, None].expand(-1, -1, 1, x.shape[-1]))
@@ -152,6 +154,6 @@ def _clustered(x: Tensor, valid: Tensor, counts: Tensor) -> Tensor:
         like.scatter_(2, place[..., None], 3.0)  # a seed is its own
         closer = going & (like > near)
         near, owner = torch.where(closer, like, near), torch.where(closer, place[..., None], owner)
-        seeds |= going & (torch.arange(longest) == place[..., None])
+        seeds |= going & (torch.arange(longest, dtype=torch.int64, device="cpu") == place[..., None])
         place = near.masked_fill(seeds | ~valid, 4.0).argmin(-1)
     return (seeds.cumsum(-1) - 1).gather(2, owner)

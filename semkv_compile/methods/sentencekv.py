@@ -59,23 +59,27 @@ class SentenceBuckets(Framed):
         first, recent, left = Frame(sinks, self.frame.window, self.frame.share, self.frame.fold_chunk).fit(
             n, room, page_size
         )
-        starts = torch.arange(first, recent)
-        retained = torch.ones(recent - first, dtype=torch.bool)
+        starts = torch.arange(first, recent, dtype=torch.int64, device="cpu")
+        retained = torch.ones(recent - first, dtype=torch.bool, device="cpu")
         if self.keep:
             count = int(self.keep * room / self.fixed_share) - first - (n - recent)
             retained = self.important(store, record, first, recent, count)
         lengths = self.buckets(record.ids)
-        bucket = torch.arange(len(lengths)).repeat_interleave(lengths)[first:recent][retained]
+        bucket = torch.arange(len(lengths), dtype=torch.int64, device="cpu").repeat_interleave(lengths)[first:recent][
+            retained
+        ]
         most = max(1, int(left / unit_cost)) if unit_cost > 0 else n
         bucket = torch.unique(bucket, return_inverse=True)[1]  # numbered without gaps, in order
         while len(bucket) and int(bucket[-1]) + 1 > most:
             bucket = bucket // 2
         tokens = starts[retained]
-        new = torch.ones(len(tokens), dtype=torch.bool)
+        new = torch.ones(len(tokens), dtype=torch.bool, device="cpu")
         new[1:] = (torch.diff(tokens) > 1) | (torch.diff(bucket) > 0)
         edges = torch.nonzero(new)[:, 0]
-        runs = torch.diff(edges, append=torch.tensor([len(tokens)]))
-        return Segmentation(torch.arange(first), tokens[new], runs, recent, bucket[new][None])
+        runs = torch.diff(edges, append=torch.tensor([len(tokens)], dtype=torch.int64, device="cpu"))
+        return Segmentation(
+            torch.arange(first, dtype=torch.int64, device="cpu"), tokens[new], runs, recent, bucket[new][None]
+        )
 
     def important(self, store: AttentionSite, record: RowRecord, first: int, recent: int, count: int) -> Tensor:
         """bool [recent - first]: the `count` tokens that the prompt's last queries give most attention to, summed over all
@@ -83,7 +87,7 @@ class SentenceBuckets(Framed):
         mass = observed_mass(store, record, self.window)
         scores = pooled(mass[None], self.kernel, "max")[0, first:recent]
         best = scores.argsort(descending=True, stable=True)[: max(0, count)]
-        return torch.zeros(recent - first, dtype=torch.bool).scatter(0, best, True)
+        return torch.zeros(recent - first, dtype=torch.bool, device="cpu").scatter(0, best, True)
 
     def buckets(self, ids: Tensor) -> Tensor:
         """Lengths int64 of the buckets of ids [n]."""
@@ -101,7 +105,7 @@ class SentenceBuckets(Framed):
         if self.classes is None:
             begun = min(len(ids), self.longest - state) if state else 0
             rest = page_lengths(len(ids) - begun, self.longest)
-            lengths = torch.cat([torch.tensor([begun]), rest]) if begun else rest
+            lengths = torch.cat([torch.tensor([begun], dtype=torch.int64, device="cpu"), rest]) if begun else rest
             return Segmentation.of_lengths(lengths), state > 0, (state + len(ids)) % self.longest
         starts, after = sentence_starts(ids, self.classes, state)
         return Segmentation.of_lengths(bucket_lengths(starts, self.longest)), not bool(starts[0]), after
@@ -126,7 +130,7 @@ class SentenceRouter(MeanKeyRouter):
         """For each of q [Hq, T, D] the mean over its sentence so far, float32; what is known goes into the notes."""
         held, total = step.notes.get(f"sentence.{site.index}"), step.notes.get(f"sentence.query.{site.index}")
         state, count = (START, 0) if held is None else held.tolist()
-        sums = torch.zeros(q.shape[0], q.shape[2]) if total is None else total
+        sums = torch.zeros(q.shape[0], q.shape[2], dtype=torch.float32, device="cpu") if total is None else total
         queries, means = q.float().cpu(), []
         for place, token in enumerate(step.ids.tolist()):
             state, starts = advance(state, int(self.classes[token]))
@@ -134,7 +138,7 @@ class SentenceRouter(MeanKeyRouter):
                 sums, count = torch.zeros_like(sums), 0
             sums, count = sums + queries[:, place], count + 1
             means.append(sums / count)
-        step.notes[f"sentence.{site.index}"] = torch.tensor([state, count])
+        step.notes[f"sentence.{site.index}"] = torch.tensor([state, count], dtype=torch.int64, device="cpu")
         step.notes[f"sentence.query.{site.index}"] = sums
         return torch.stack(means, 1)
 

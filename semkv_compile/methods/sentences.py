@@ -44,7 +44,7 @@ QUOTE_BYTES = (b"\xe2\x80", b"\x99", b"\x9d")
 def sentence_classes(tokenizer: Any) -> Tensor:
     """The class of every token of a Hugging Face tokenizer, uint8 [vocab]: how it begins + 16 * how it ends."""
     special = set(tokenizer.all_special_ids)
-    classes = torch.zeros(len(tokenizer), dtype=torch.uint8)
+    classes = torch.zeros(len(tokenizer), dtype=torch.uint8, device="cpu")
     texts = _token_texts(tokenizer)
     for token, text in enumerate(texts):
         begins, ends = (SPECIAL, ENDED) if token in special else token_class(text)
@@ -175,8 +175,8 @@ def advance(state: int, token_class_: int) -> tuple[int, bool]:
 
 def sentence_starts(ids: Sequence[int] | Tensor, classes: Tensor, state: int = START) -> tuple[Tensor, int]:
     """(bool [n]: which of ids [n] begin a sentence, the state behind them); `state` is that before them."""
-    own = classes[torch.as_tensor(ids, dtype=torch.int64)].tolist()
-    out = torch.zeros(len(own), dtype=torch.bool)
+    own = classes[torch.as_tensor(ids, dtype=torch.int64, device="cpu")].tolist()
+    out = torch.zeros(len(own), dtype=torch.bool, device="cpu")
     for place, kind in enumerate(own):
         state, out[place] = advance(state, kind)
     return out, state
@@ -184,7 +184,7 @@ def sentence_starts(ids: Sequence[int] | Tensor, classes: Tensor, state: int = S
 
 def state_behind(ids: Sequence[int] | Tensor, classes: Tensor) -> int:
     """The state behind ids [n], read from the last token that decides it alone, as nearly every word does."""
-    own = classes[torch.as_tensor(ids, dtype=torch.int64)]
+    own = classes[torch.as_tensor(ids, dtype=torch.int64, device="cpu")]
     alone = torch.nonzero((own % 16 <= SPACE) & (own // 16 != SHORT_IF_BARE))[:, 0]
     return sentence_starts(ids[int(alone[-1]) if len(alone) else 0 :], classes)[1]
 
@@ -192,7 +192,7 @@ def state_behind(ids: Sequence[int] | Tensor, classes: Tensor) -> int:
 def sentence_ends(ids: Sequence[int] | Tensor, classes: Tensor) -> Tensor:
     """bool [n]: which of ids [n] are the last of a sentence. The last token is; classes uint8 [vocab]."""
     starts, _ = sentence_starts(ids, classes)
-    ends = torch.ones(len(starts), dtype=torch.bool)
+    ends = torch.ones(len(starts), dtype=torch.bool, device="cpu")
     ends[:-1] = starts[1:]
     return ends
 
@@ -208,4 +208,4 @@ def bucket_lengths(starts: Tensor, longest: int) -> Tensor:
     for length in (end - begin for begin, end in itertools.pairwise(edges)):
         pieces = -(-length // longest)
         lengths += [length // pieces + (piece < length % pieces) for piece in range(pieces)]
-    return torch.tensor(lengths, dtype=torch.int64)
+    return torch.tensor(lengths, dtype=torch.int64, device="cpu")

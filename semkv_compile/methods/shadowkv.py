@@ -52,7 +52,7 @@ class OutlierPages:
             return parts
         k = record.keys[store.store][store.first_head : store.first_head + store.kv_heads]
         worst = page_cosines(k, parts).argsort(stable=True)[:kept]
-        exact = torch.zeros(len(parts.starts), dtype=torch.bool)
+        exact = torch.zeros(len(parts.starts), dtype=torch.bool, device="cpu")
         exact[worst] = True
         tokens = parts.folded[exact.repeat_interleave(parts.lengths)]
         return replace(
@@ -65,11 +65,15 @@ class OutlierPages:
 
 def page_cosines(k: Tensor, parts: Segmentation) -> Tensor:
     """The smallest cosine between a key and its page's mean key, over tokens and heads: k [Hkv, n, D] -> [pages]."""
-    page = torch.arange(len(parts.lengths)).repeat_interleave(parts.lengths)
+    page = torch.arange(len(parts.lengths), dtype=torch.int64, device="cpu").repeat_interleave(parts.lengths)
     keys = k[:, parts.folded].float()
-    mean = torch.zeros(k.shape[0], len(parts.lengths), k.shape[2]).index_add_(1, page, keys)
+    mean = torch.zeros(k.shape[0], len(parts.lengths), k.shape[2], dtype=torch.float32, device="cpu").index_add_(
+        1, page, keys
+    )
     cosine = torch.nn.functional.cosine_similarity(keys, mean[:, page], dim=-1).amin(0)
-    return torch.full((len(parts.lengths),), 2.0).scatter_reduce_(0, page, cosine, "amin")
+    return torch.full((len(parts.lengths),), 2.0, dtype=torch.float32, device="cpu").scatter_reduce_(
+        0, page, cosine, "amin"
+    )
 
 
 @dataclass(frozen=True)

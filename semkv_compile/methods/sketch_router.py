@@ -84,16 +84,18 @@ class SketchRouter(PageRouter):
 def pack_levels(levels: Tensor, bits: int) -> Tensor:
     """Levels int8 [..., r] in [-2^(bits-1), 2^(bits-1)) -> uint8 [..., ceil(r * bits / 8)], the lowest bit first."""
     raised = (levels.to(torch.int16) + (1 << (bits - 1)))[..., None]
-    stream = ((raised >> torch.arange(bits, dtype=torch.int16)) & 1).flatten(-2)
+    stream = ((raised >> torch.arange(bits, dtype=torch.int16, device="cpu")) & 1).flatten(-2)
     stream = torch.nn.functional.pad(stream, (0, -stream.shape[-1] % 8)).unflatten(-1, (-1, 8))
-    return (stream << torch.arange(8, dtype=torch.int16)).sum(-1).to(torch.uint8)
+    return (stream << torch.arange(8, dtype=torch.int16, device="cpu")).sum(-1).to(torch.uint8)
 
 
 def unpack_levels(packed: Tensor, bits: int, rank: int) -> Tensor:
     """The levels int8 [..., rank] of `pack_levels`."""
     if 8 % bits == 0:  # codes do not straddle bytes
-        parts = (packed[..., None] >> torch.arange(0, 8, bits, dtype=torch.uint8)) & ((1 << bits) - 1)
+        parts = (packed[..., None] >> torch.arange(0, 8, bits, dtype=torch.uint8, device="cpu")) & ((1 << bits) - 1)
         return parts.flatten(-2)[..., :rank].to(torch.int8) - (1 << (bits - 1))
-    stream = ((packed[..., None] >> torch.arange(8, dtype=torch.uint8)) & 1).flatten(-2)[..., : rank * bits]
-    places = torch.tensor([1 << place for place in range(bits)], dtype=torch.int16)
+    stream = ((packed[..., None] >> torch.arange(8, dtype=torch.uint8, device="cpu")) & 1).flatten(-2)[
+        ..., : rank * bits
+    ]
+    places = torch.tensor([1 << place for place in range(bits)], dtype=torch.int16, device="cpu")
     return ((stream.unflatten(-1, (rank, bits)) * places).sum(-1) - (1 << (bits - 1))).to(torch.int8)

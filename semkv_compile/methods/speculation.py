@@ -97,7 +97,7 @@ class Speculation:
             for _, k in self._run(record.ids[start : start + PROMPT_CHUNK], start, self._before(record, start))
         ]
         self._store(notes, {name: torch.cat([part[name] for part in made], 1) for name in made[0]}, most)
-        notes[UNREAD] = torch.zeros(0, dtype=torch.int64)
+        notes[UNREAD] = torch.zeros(0, dtype=torch.int64, device="cpu")
         for site in self.section.feature_sites:
             notes[f"features.{site}"] = record.features[site][-1:].float().clone()
 
@@ -143,8 +143,10 @@ class Speculation:
         grouped = q.unflatten(0, (self.section.kv_heads, -1))  # [Hkv, G, T, D]
         logits = self._products(grouped.flatten(1, 2), notes).unflatten(1, grouped.shape[1:3])  # [Hkv, G, T, m]
         if q.shape[1] > 1:
-            asked = tokens + torch.arange(q.shape[1])
-            logits = logits.masked_fill(first + torch.arange(logits.shape[3]) > asked[:, None], float("-inf"))
+            asked = tokens + torch.arange(q.shape[1], dtype=torch.int64, device="cpu")
+            logits = logits.masked_fill(
+                first + torch.arange(logits.shape[3], dtype=torch.int64, device="cpu") > asked[:, None], float("-inf")
+            )
         logs = group_scores(logits)
         return Ranking(logs.exp().mean(0, keepdim=True).log() if self.batch else logs, first)
 
@@ -153,7 +155,7 @@ class Speculation:
         device = next(self.selector.buffers()).device
         for start in range(0, len(ids), PROMPT_CHUNK):
             part = slice(start, start + PROMPT_CHUNK)
-            at = first + torch.arange(len(ids))[part]
+            at = first + torch.arange(len(ids), dtype=torch.int64, device="cpu")[part]
             given = [x[None].to(device) for x in (ids[part], at, *([] if before is None else [before[part]]))]
             q, k = self.selector(*given)
             yield q[0].cpu(), k[0].cpu()
@@ -233,4 +235,4 @@ class SpeculativeRouter(MeansSuffice):
         return RANKING in step.passing
 
     def threshold(self, site: AttentionSite) -> Tensor:
-        return torch.full((site.q_heads,), float("-inf"))
+        return torch.full((site.q_heads,), float("-inf"), dtype=torch.float32, device="cpu")

@@ -45,21 +45,23 @@ def observed_weights(site: AttentionSite, record: RowRecord, queries: int) -> Te
     """Weights float32 [Hkv, G, w, n] of the prompt's last w = min(`queries`, those recorded) queries on all n tokens."""
     q, k = _of_site(site, record)
     q, n = q[:, -queries:], k.shape[1]
-    seen = torch.arange(n - q.shape[1], n)[:, None]
-    return softmax_weights(site, q, k, torch.arange(n) > seen)
+    seen = torch.arange(n - q.shape[1], n, dtype=torch.int64, device="cpu")[:, None]
+    return softmax_weights(site, q, k, torch.arange(n, dtype=torch.int64, device="cpu") > seen)
 
 
 def observed_mass(site: AttentionSite, record: RowRecord, queries: int) -> Tensor:
     """`observed_weights` summed over heads and queries, float32 [n]: a KV head and a few queries at a time, as all of them together
     would take the memory of a layer."""
-    mass = torch.zeros(record.tokens)
+    mass = torch.zeros(record.tokens, dtype=torch.float32, device="cpu")
     for head in range(site.first_head, site.first_head + site.kv_heads):
         own = site.part(head, head + 1, 1.0)
         q, k = _of_site(own, record)
         q, n = q[:, -queries:], k.shape[1]
-        at = torch.arange(n - q.shape[1], n)
+        at = torch.arange(n - q.shape[1], n, dtype=torch.int64, device="cpu")
         for part, places in zip(q.split(AT_ONCE, 1), at.split(AT_ONCE)):
-            mass += softmax_weights(own, part, k, torch.arange(n) > places[:, None]).sum(dim=(0, 1, 2))
+            mass += softmax_weights(
+                own, part, k, torch.arange(n, dtype=torch.int64, device="cpu") > places[:, None]
+            ).sum(dim=(0, 1, 2))
     return mass
 
 
@@ -79,10 +81,13 @@ def _received(site: AttentionSite, record: RowRecord) -> Tensor:
     q, k = _of_site(site, record)
     n = k.shape[1]
     chunk = max(1, CHUNK_SCORES // (site.q_heads * n))
-    total = torch.zeros(site.kv_heads, n)
+    total = torch.zeros(site.kv_heads, n, dtype=torch.float32, device="cpu")
     for start in range(0, n, chunk):
         end = min(start + chunk, n)
-        hidden = torch.arange(end) > torch.arange(start, end)[:, None]
+        hidden = (
+            torch.arange(end, dtype=torch.int64, device="cpu")
+            > torch.arange(start, end, dtype=torch.int64, device="cpu")[:, None]
+        )
         total[:, :end] += softmax_weights(site, q[:, start:end], k[:, :end], hidden).sum(dim=2).mean(dim=1)
     return total
 

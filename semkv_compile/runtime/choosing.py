@@ -53,7 +53,11 @@ class Zoom:
 
 def threshold_of(components: Components, site: AttentionSite) -> Tensor:
     """float32 [Hq]: the score above which each query head wants a unit; -inf where the method fills the cap."""
-    return torch.full((site.q_heads,), NEG_INF) if components.fill else components.router.threshold(site).float()
+    return (
+        torch.full((site.q_heads,), NEG_INF, dtype=torch.float32, device="cpu")
+        if components.fill
+        else components.router.threshold(site).float()
+    )
 
 
 def choose_units(
@@ -105,7 +109,9 @@ def choose_there(
 
     there, group = spans.on(score.device), site.group_size
     if components.fill:
-        threshold = there.constant("lowest", lambda: torch.full((site.q_heads,), NEG_INF))
+        threshold = there.constant(
+            "lowest", lambda: torch.full((site.q_heads,), NEG_INF, dtype=torch.float32, device="cpu")
+        )
     else:
         name = f"threshold.{site.index}.{site.first_head}"
         threshold = there.constant(name, lambda: components.router.threshold(site).float())

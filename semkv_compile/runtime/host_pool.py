@@ -171,7 +171,7 @@ class HostTokens:
         With `heads` int64 [s], index is [s], a place in each of those heads, and the result has no head dimension. Indices
         are on the CPU; the result is where the tokens wait.
         """
-        heads = torch.arange(index.shape[0])[:, None] if heads is None else heads
+        heads = torch.arange(index.shape[0], dtype=torch.int64, device="cpu")[:, None] if heads is None else heads
         return self._rows("k", heads, index), self._rows("v", heads, index)
 
     def keys(self, head: int, places: Tensor) -> Tensor:
@@ -235,10 +235,10 @@ class HostFactors:
     ) -> None:  # fmt: skip
         self.heads, self.key_dim, self.value_dim, self.dtype = heads, key_dim, value_dim, dtype
         self.packed = {kind: GrowingTensor(1, (), dtype, tier=tier, device=device) for kind in self.KINDS}
-        self.offsets = {kind: torch.zeros(heads, 0, dtype=torch.int64) for kind in self.KINDS}
-        self.key_rank = torch.zeros(heads, 0, dtype=torch.int64)
-        self.value_rank = torch.zeros(heads, 0, dtype=torch.int64)
-        self.lengths = torch.zeros(0, dtype=torch.int64)
+        self.offsets = {kind: torch.zeros(heads, 0, dtype=torch.int64, device="cpu") for kind in self.KINDS}
+        self.key_rank = torch.zeros(heads, 0, dtype=torch.int64, device="cpu")
+        self.value_rank = torch.zeros(heads, 0, dtype=torch.int64, device="cpu")
+        self.lengths = torch.zeros(0, dtype=torch.int64, device="cpu")
 
     @property
     def spans(self) -> int:
@@ -259,12 +259,13 @@ class HostFactors:
         """Add spans: `factors[head][span]` holds the six tensors of `KINDS`; lengths int64 [F]."""
         for kind in self.KINDS:
             flat = [span[kind].to(self.dtype).flatten() for row in factors for span in row]
-            sizes = torch.tensor([part.numel() for part in flat], dtype=torch.int64)
+            sizes = torch.tensor([part.numel() for part in flat], dtype=torch.int64, device="cpu")
             offsets = (self.packed[kind].length + sizes.cumsum(0) - sizes).view(self.heads, -1)
             self.packed[kind].append(torch.cat(flat)[None])
             self.offsets[kind] = torch.cat([self.offsets[kind], offsets], dim=1)
         ranks = [
-            torch.tensor([[span[kind].numel() for span in row] for row in factors]) for kind in ("key_s", "value_s")
+            torch.tensor([[span[kind].numel() for span in row] for row in factors], dtype=torch.int64, device="cpu")
+            for kind in ("key_s", "value_s")
         ]
         self.key_rank = torch.cat([self.key_rank, ranks[0]], dim=1)
         self.value_rank = torch.cat([self.value_rank, ranks[1]], dim=1)
@@ -278,7 +279,7 @@ class HostFactors:
         values share one rank dimension R.
         """
         safe = spans.clamp(min=0)
-        head = torch.arange(self.heads)[:, None]
+        head = torch.arange(self.heads, dtype=torch.int64, device="cpu")[:, None]
         present = spans >= 0
         length = torch.where(present, self.lengths[safe], 0)
         ranks = {
@@ -287,7 +288,7 @@ class HostFactors:
         }
         rank = max(1, int(max(ranks["key"].max(), ranks["value"].max()))) if spans.numel() else 1
         longest = max(1, int(length.max())) if spans.numel() else 1
-        column = torch.arange(rank)
+        column = torch.arange(rank, dtype=torch.int64, device="cpu")
         out = {}
         for kind in self.KINDS:
             side = kind.split("_")[0]
@@ -299,7 +300,7 @@ class HostFactors:
                 valid = column < own[..., None]
             else:
                 rows = longest if kind.endswith("_u") else (self.key_dim if side == "key" else self.value_dim)
-                row = torch.arange(rows)[:, None]
+                row = torch.arange(rows, dtype=torch.int64, device="cpu")[:, None]
                 index = start[..., None, None] + row * own[..., None, None] + column
                 inside = length if kind.endswith("_u") else torch.where(present, rows, 0)
                 valid = (column < own[..., None, None]) & (row < inside[..., None, None])

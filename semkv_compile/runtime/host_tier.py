@@ -90,14 +90,14 @@ class HostTier:
     def _in_memory(shape: tuple[int, ...], dtype: torch.dtype, pinned: bool) -> Tensor:
         if pinned:
             try:
-                return torch.empty(shape, dtype=dtype, pin_memory=True)
+                return torch.empty(shape, dtype=dtype, pin_memory=True, device="cpu")
             except RuntimeError as cause:
                 warnings.warn(
                     f"a tensor {dtype} {tuple(shape)} of the host could not be page-locked ({cause}): what a GPU reads of it is copied "
                     "on the way, which is slower",
                     stacklevel=3,
                 )
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
 
     def _take(self, nbytes: int) -> bool:
         """Count `nbytes` of memory in, where they fit."""

@@ -90,7 +90,7 @@ class Lookahead:
         waiting = [m for m in memories if m.ahead and m.supply is None and m.spans is not None and m.spans.count]
         if not waiting or not self.prefetcher.works:
             return
-        step = row.step_of(site, ids, torch.zeros(site.q_heads, len(ids), 0))
+        step = row.step_of(site, ids, torch.zeros(site.q_heads, len(ids), 0, dtype=torch.float32, device="cpu"))
         for number, (part, memory) in enumerate(zip(row.placement.parts(store), memories)):
             if memory not in waiting or memory.on_device:
                 continue

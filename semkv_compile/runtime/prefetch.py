@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -45,7 +45,7 @@ Wanted = Callable[[], tuple[Tensor, Tensor]]
 
 
 def _none() -> Tensor:
-    return torch.zeros(0, dtype=torch.int64)
+    return torch.zeros(0, dtype=torch.int64, device="cpu")
 
 
 @dataclass(eq=False)
@@ -80,20 +80,20 @@ class Buffer:
     """
 
     def __init__(self, capacity: int, dims: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
-        def room(**where: Any) -> tuple[Tensor, Tensor]:
-            k, v = (torch.empty(capacity, dim, dtype=dtype, **where) for dim in dims)
+        def room(device: torch.device | str, pinned: bool = False) -> tuple[Tensor, Tensor]:
+            k, v = (torch.empty(capacity, dim, dtype=dtype, device=device, pin_memory=pinned) for dim in dims)
             return k, v
 
         self._room = room
         self._passing: tuple[Tensor, Tensor] | None = None
-        self.tensors = room(device=device)
+        self.tensors = room(device)
         self.copied: torch.cuda.Event | None = None
         self.read: torch.cuda.Event | None = None
 
     def passing(self) -> tuple[Tensor, Tensor]:
         """Pinned memory that tokens pass through, made when the first ones do."""
         if self._passing is None:
-            self._passing = self._room(pin_memory=True)
+            self._passing = self._room("cpu", pinned=True)
         return self._passing
 
     @property
@@ -239,7 +239,7 @@ class Prefetcher:
         fetch.heads, fetch.places = fetch.wanted()
         if fetch.count > self.capacity:
             raise ValueError(f"{fetch.count} tokens for a buffer of {self.capacity}")
-        buffer, at = fetch.buffer, torch.arange(fetch.count)
+        buffer, at = fetch.buffer, torch.arange(fetch.count, dtype=torch.int64, device="cpu")
         if self._copies is None:
             # The processor computes the step meanwhile: a second team of threads would be in its way.
             fetch.source.fill(*buffer.tensors, at, fetch.places, fetch.heads, threads=1)

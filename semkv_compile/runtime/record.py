@@ -121,7 +121,7 @@ def chunked_surprisal(head: torch.nn.Module, hidden: Tensor, ids: Tensor, chunk:
 @torch.no_grad()
 def next_surprisal(head: torch.nn.Module, hidden: Tensor, targets: Tensor, chunk: int = SURPRISAL_CHUNK) -> Tensor:
     """-log p of each of the tokens `targets` int64 [n] given the hidden state before it, hidden [n, H] -> float32 [n]."""
-    out = torch.zeros(len(targets), dtype=torch.float32)
+    out = torch.zeros(len(targets), dtype=torch.float32, device="cpu")
     for start in range(0, len(targets), chunk):
         logits = head(hidden[None, start : start + chunk])[0].float()
         target = targets[start : start + chunk]

@@ -51,7 +51,11 @@ class Recorder:
         keys, values = (
             self._so_far(held[place.store], new[0], first, end) for held, new in ((self.keys, k), (self.values, v))
         )
-        return Entries([keys[None]], [values[None]], [torch.arange(first, end, device=positions.device)[None, None]])
+        return Entries(
+            [keys[None]],
+            [values[None]],
+            [torch.arange(first, end, dtype=torch.int64, device=positions.device)[None, None]],
+        )
 
     def observe(self, site: int, hidden: Tensor) -> None:
         """Keep the hidden states of row 0; see `semkv.ir.memory.Observer.observe`."""

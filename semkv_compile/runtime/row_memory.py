@@ -370,7 +370,7 @@ class RowMemory:
         device, page = placement.device, placement.page_size
         kept = kept if kept.dim() == 2 else kept[None]
         per_head = kept.expand(site.kv_heads, -1)
-        heads = torch.arange(site.kv_heads)[:, None]
+        heads = torch.arange(site.kv_heads, dtype=torch.int64, device="cpu")[:, None]
         uncapped = site.treatment != "method" or placement.budget.value is None
         scored = [None, None] if scores is None else [scores[heads, per_head].to(device), scores[:, recent].to(device)]
         return SiteMemory(
@@ -459,7 +459,9 @@ class RowMemory:
             traffic.peak_bytes = max(traffic.peak_bytes, resident)
             traffic.peak_share = max(traffic.peak_share, resident / self.whole_cap(tokens))
         if any(memory.zoom is not None for memory in memories):
-            zooms = traffic.zooms.setdefault(site.index, torch.zeros(2, site.q_heads))
+            zooms = traffic.zooms.setdefault(
+                site.index, torch.zeros(2, site.q_heads, dtype=torch.float32, device="cpu")
+            )
             for part, memory in zip(self.placement.parts(store), memories):
                 if memory.zoom is not None:
                     read, taken = memory.zoom.counts()
@@ -530,11 +532,15 @@ class _Prompt:
 
     @property
     def everything(self) -> Tensor:
-        return torch.arange(self.record.tokens)
+        return torch.arange(self.record.tokens, dtype=torch.int64, device="cpu")
 
     @property
     def surprisal(self) -> Tensor:
-        return torch.zeros(self.record.tokens) if self.record.surprisal is None else self.record.surprisal
+        return (
+            torch.zeros(self.record.tokens, dtype=torch.float32, device="cpu")
+            if self.record.surprisal is None
+            else self.record.surprisal
+        )
 
     def unit_state(self, recent: Tensor) -> int:
         """Where units stand before the window of tokens `recent`, see `Continuing`."""

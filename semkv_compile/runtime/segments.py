@@ -39,15 +39,17 @@ class Segmentation:
     def of_lengths(cls, lengths: Tensor, units: Tensor | None = None) -> Segmentation:
         """All tokens folded, in neighbouring segments of the given lengths int64 [s]."""
         starts = lengths.cumsum(0) - lengths
-        return cls(torch.empty(0, dtype=torch.int64), starts, lengths, int(lengths.sum()), units)
+        return cls(torch.empty(0, dtype=torch.int64, device="cpu"), starts, lengths, int(lengths.sum()), units)
 
     @property
     def folded(self) -> Tensor:
         """int64 [sum of lengths]: the tokens of all segments, in order."""
         if not len(self.starts):
-            return torch.empty(0, dtype=torch.int64)
+            return torch.empty(0, dtype=torch.int64, device="cpu")
         ends = self.lengths.cumsum(0)
-        inside = torch.arange(int(ends[-1])) - (ends - self.lengths).repeat_interleave(self.lengths)
+        inside = torch.arange(int(ends[-1]), dtype=torch.int64, device="cpu") - (ends - self.lengths).repeat_interleave(
+            self.lengths
+        )
         return self.starts.repeat_interleave(self.lengths) + inside
 
     def blocks(self, tokens: int) -> Iterator[Segmentation]:
@@ -55,7 +57,7 @@ class Segmentation:
         not follow each other, in all heads alike."""
         if not len(self.starts):
             return
-        begins = torch.ones(len(self.starts), dtype=torch.bool)  # no earlier unit goes on from there
+        begins = torch.ones(len(self.starts), dtype=torch.bool, device="cpu")  # no earlier unit goes on from there
         if self.units is not None:
             highest, lowest = self.units.cummax(1).values, self.units.flip(1).cummin(1).values.flip(1)
             begins[1:] = ((highest[:, :-1] < lowest[:, 1:]) & (highest[:, :-1] == highest[:1, :-1])).all(0)
@@ -141,4 +143,4 @@ class Folding:
 
 def span_of_token(lengths: Tensor) -> Tensor:
     """int64 [sum of lengths]: for each folded token the span that holds it."""
-    return torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
+    return torch.arange(len(lengths), dtype=torch.int64, device=lengths.device).repeat_interleave(lengths)

@@ -223,7 +223,7 @@ class SiteMemory:
         heads = self.site.kv_heads
         scores = torch.cat([kept.scores, recent.scores[:, :leaving]], 1)
         best = scores.topk(min(places, scores.shape[1]), dim=1).indices.sort(dim=1).values
-        rows = torch.arange(heads, device=best.device)[:, None]
+        rows = torch.arange(heads, dtype=torch.int64, device=best.device)[:, None]
         k, v, positions = (
             torch.cat([old.expand(heads, *old.shape[1:]), new[:, :leaving].expand(heads, -1, *new.shape[2:])], 1)[
                 rows, best
@@ -291,7 +291,9 @@ class SiteMemory:
         if components.unfold and components.router is not None:
             self.zoom, workspace = self._unfold(site, q, workspace_allowance, step)
         else:
-            self.zoom = Zoom(torch.zeros(site.kv_heads, spans.count, dtype=torch.bool), site.group_size, q.shape[1])
+            self.zoom = Zoom(
+                torch.zeros(site.kv_heads, spans.count, dtype=torch.bool, device="cpu"), site.group_size, q.shape[1]
+            )
         if workspace is not None:
             entries = self._with_tokens(entries, site, workspace)
         if workspace is not None and workspace.factors is not None:
@@ -310,7 +312,7 @@ class SiteMemory:
         bias = None
         if self.zoom is not None and self.zoom.own is not None:
             seen = _zoomed_units(self.zoom.heads, self.spans.units_of(workspace.segment[:, :count]), site)
-            bias = torch.where(seen, 0.0, NEG_INF).to(self.device)
+            bias = _bias(seen, self.device)
         return _with_block(
             entries, workspace.k[:, :count], workspace.v[:, :count], workspace.positions[:, :count], bias
         )
@@ -319,11 +321,11 @@ class SiteMemory:
         """`entries` and the unfolded spans that stay factors."""
         seen = _zoomed_units(self.zoom.heads, factors.unit, site)
         length = torch.where(factors.ids >= 0, self.spans.host_factors.lengths[factors.ids.clamp(min=0)], 0)
-        inside = torch.arange(factors.positions.shape[-1]) < length[..., None]
+        inside = torch.arange(factors.positions.shape[-1], dtype=torch.int64, device="cpu") < length[..., None]
         inside = inside.repeat_interleave(site.group_size, 0)[:, None]
         return entries._replace(
             **factors.parts, factored_positions=factors.positions,  # type: ignore[arg-type]
-            factored_bias=torch.where(seen[..., None] & inside, 0.0, NEG_INF).to(self.device),
+            factored_bias=_bias(seen[..., None] & inside, self.device),
         )  # fmt: skip
 
     def _score(self, site: AttentionSite, q: Tensor, step: Step) -> None:
@@ -331,7 +333,7 @@ class SiteMemory:
         kept, recent = self.kept.positions, self.recent.positions
         rows = max(kept.shape[0], recent.shape[0])
         positions = torch.cat([kept.expand(rows, -1), recent.expand(rows, -1)], 1)
-        asked = step.tokens + torch.arange(q.shape[1], device=positions.device)
+        asked = step.tokens + torch.arange(q.shape[1], dtype=torch.int64, device=positions.device)
         k = torch.cat([self.kept.k, self.recent.k], 1)
         added = self.components.evictor.added(site, q, k, positions[:, None, None] > asked[:, None])
         self.kept.scores.add_(added[:, : self.kept.length])
@@ -420,7 +422,11 @@ class SiteMemory:
         score = self.components.router.score(site, step.q, spans, step).float().cpu()
         zoom = self._choose(site, score, room, step)
         self._foreseen = Foreseen(zoom, score if self.guesses else None, site.index, spans.lengths, room, step.passing)
-        held = torch.zeros(site.kv_heads, 0, dtype=torch.bool) if self.workspace is None else self.workspace.held
+        held = (
+            torch.zeros(site.kv_heads, 0, dtype=torch.bool, device="cpu")
+            if self.workspace is None
+            else self.workspace.held
+        )
         return Certain(Whereabouts.of(spans), zoom.chosen, held, self.ahead)
 
     def _expect(self, score: Tensor | None, zoom: Zoom) -> Wanted | None:
@@ -443,6 +449,12 @@ class SiteMemory:
         copy.ahead, copy.supply = 0, None  # a copy has buffers of its own once it runs
         copy.likely, copy._foreseen = None, None
         return copy
+
+
+def _bias(seen: Tensor, device: torch.device) -> Tensor:
+    """float32 on `device`: 0 where `seen`, else -inf."""
+    bias = torch.zeros(seen.shape, dtype=torch.float32, device=seen.device)
+    return bias.masked_fill_(~seen, NEG_INF).to(device)
 
 
 def _with_block(

@@ -31,7 +31,11 @@ def row_to_tensors(row: RowMemory) -> tuple[dict[str, Any], dict[str, Tensor]]:
         for number, memory in enumerate(parts):
             own = {f"kept.{name}": x for name, x in memory.kept.to_tensors().items()}
             own |= {f"recent.{name}": x for name, x in memory.recent.to_tensors().items()}
-            own |= {"unit_state": torch.tensor([memory.unit_state])} if memory.unit_state else {}
+            own |= (
+                {"unit_state": torch.tensor([memory.unit_state], dtype=torch.int64, device="cpu")}
+                if memory.unit_state
+                else {}
+            )
             if memory.spans is not None:
                 facts["folded"].append([store, number])
                 own |= {"recent_ids": memory.recent_ids, "recent_surprisal": memory.recent_surprisal}
@@ -129,8 +133,10 @@ def _memory(
             k.to(device), v.to(device), positions.to(device), placement.page_size,
             reserve=uncapped and name == "recent", scores=None if scores is None else scores.to(device),
         )  # fmt: skip
-    ids, surprisal = torch.zeros(0, dtype=torch.int64), torch.zeros(0)
-    state = _expect(own.get("unit_state", torch.zeros(1, dtype=torch.int64)), "unit_state", (1,), torch.int64)
+    ids, surprisal = torch.zeros(0, dtype=torch.int64, device="cpu"), torch.zeros(0, dtype=torch.float32, device="cpu")
+    state = _expect(
+        own.get("unit_state", torch.zeros(1, dtype=torch.int64, device="cpu")), "unit_state", (1,), torch.int64
+    )
     spans = None
     if folded:
         count = (exact["recent"].length,)
@@ -161,7 +167,7 @@ def _workspace(spans: FoldedSpans, own: dict[str, Tensor], device: torch.device)
     inside = tokens[used] - spans.segment_start[at] if sound else at
     sound = sound and bool((inside >= 0).all()) and bool((inside < spans.segment_length[at]).all())
     if sound:
-        counts = torch.zeros(len(tokens), len(spans.segment_length), dtype=torch.int64)
+        counts = torch.zeros(len(tokens), len(spans.segment_length), dtype=torch.int64, device="cpu")
         counts.scatter_add_(1, segment.clamp(min=0), used.long())
         sound = bool(((counts == 0) | (counts == spans.segment_length)).all())
         distinct = tokens.sort(1).values
@@ -193,7 +199,7 @@ def _fill_spans(spans: FoldedSpans, own: dict[str, Tensor], tokens: int) -> None
     for name in TABLES:
         shape = (own[name].shape[0], segments) if name == "segment_unit" else (segments,)
         setattr(spans, name, _expect(own[name], name, shape, torch.int64).clone())
-    factored = own["factors.lengths"] if "factors.lengths" in own else torch.zeros(0, dtype=torch.int64)
+    factored = own["factors.lengths"] if "factors.lengths" in own else torch.zeros(0, dtype=torch.int64, device="cpu")
     starts = own["segment_start"]
     is_factor = own["segment_kind"] == FACTORS
     sound = (

@@ -68,16 +68,16 @@ class FoldedSpans:
         dims = (heads, site.key_dim, site.value_dim, dtype)
         self.host_tokens = HostTokens(*dims, form, tier=tier, device=device)
         self.host_factors = HostFactors(*dims, tier=tier, device=device)
-        self.segment_unit = torch.zeros(1, 0, dtype=torch.int64)
-        self.segment_kind = torch.zeros(0, dtype=torch.int64)
-        self.segment_length = torch.zeros(0, dtype=torch.int64)
-        self.segment_position = torch.zeros(0, dtype=torch.int64)
+        self.segment_unit = torch.zeros(1, 0, dtype=torch.int64, device="cpu")
+        self.segment_kind = torch.zeros(0, dtype=torch.int64, device="cpu")
+        self.segment_length = torch.zeros(0, dtype=torch.int64, device="cpu")
+        self.segment_position = torch.zeros(0, dtype=torch.int64, device="cpu")
         self.segment_start = torch.zeros(
-            0, dtype=torch.int64
+            0, dtype=torch.int64, device="cpu"
         )  # first token in HostTokens, or the factored span's number
         self.retired = GrowingTensor(1, (3,), torch.int64)
-        self.lengths = torch.zeros(1, 0, dtype=torch.int32)
-        self.positions = torch.zeros(1, 0, dtype=torch.int32)
+        self.lengths = torch.zeros(1, 0, dtype=torch.int32, device="cpu")
+        self.positions = torch.zeros(1, 0, dtype=torch.int32, device="cpu")
         self.mean_k: Quantized | None = None
         self.mean_v: Quantized | None = None
         self.index: dict[str, Quantized | Tensor] = {}
@@ -138,7 +138,7 @@ class FoldedSpans:
         """Position of the first unit where each is the token after that of the unit before, for all heads; None where they are not."""
         if self._run is None or self._run[0] is not self.positions:  # replaced whenever units change
             first = int(self.positions[0, 0]) if self.count else 0
-            run = torch.arange(first, first + self.count, dtype=torch.int32)[None]
+            run = torch.arange(first, first + self.count, dtype=torch.int32, device="cpu")[None]
             self._run = (
                 self.positions,
                 first if self.count and torch.equal(self.positions, run.expand_as(self.positions)) else None,
@@ -227,7 +227,7 @@ class FoldedSpans:
             ids = self.segment_start[factored]
             per_segment[:, factored] = self.host_factors.span_nbytes()[:, ids] + 4 * self.segment_length[factored]
         rows = max(len(per_segment), len(self.segment_unit))  # one where heads do not differ
-        out = torch.zeros(rows, self.count, dtype=torch.int64)
+        out = torch.zeros(rows, self.count, dtype=torch.int64, device="cpu")
         if self.count:
             unit = self.segment_unit.expand(rows, -1)
             out.scatter_add_(1, unit.clamp(min=0), per_segment * (unit >= 0))
@@ -278,7 +278,7 @@ class FoldedSpans:
         factors: dict[int, list[dict[str, Tensor]]] = {}
         if self.components.forms is not None and mean_k is not None and folding.units is None:
             factors = self.components.forms.factorize_spans(self.site, k, v, starts, lengths, mean_k)
-        is_factored = torch.zeros(len(lengths), dtype=torch.bool)
+        is_factored = torch.zeros(len(lengths), dtype=torch.bool, device="cpu")
         if factors:
             is_factored[list(factors)] = True
             columns = [[factors[span][head] for span in sorted(factors)] for head in range(self.site.kv_heads)]
@@ -289,7 +289,11 @@ class FoldedSpans:
         self.host_tokens.append(k[:, keep], v[:, keep])
         token_start = token_base + torch.where(is_factored, 0, lengths).cumsum(0) - torch.where(is_factored, 0, lengths)
         number = is_factored.long().cumsum(0) - 1 + (first if factors else 0)
-        units = torch.arange(len(lengths))[None] if folding.units is None else folding.units
+        units = (
+            torch.arange(len(lengths), dtype=torch.int64, device="cpu")[None]
+            if folding.units is None
+            else folding.units
+        )
         self.segment_unit = _same_rows(self.segment_unit, self.count + units, self.site.kv_heads)
         self.segment_kind = torch.cat([self.segment_kind, is_factored.long()])
         self.segment_length = torch.cat([self.segment_length, lengths])
@@ -316,7 +320,7 @@ class FoldedSpans:
                 taken |= {left, left + 1}
                 lefts.append(left)
         if lefts:
-            self._join(torch.tensor(sorted(lefts)))
+            self._join(torch.tensor(sorted(lefts), dtype=torch.int64, device="cpu"))
         return len(lefts)
 
     def go_on(self, unit: int, longest: int) -> bool:
@@ -329,7 +333,7 @@ class FoldedSpans:
         end = (self.segment_position + self.segment_length)[before[-1:]]
         if not len(own) or int(together.max()) > longest or not torch.equal(end, self.segment_position[own[:1]]):
             return False
-        self._join(torch.tensor([unit - 1]))
+        self._join(torch.tensor([unit - 1], dtype=torch.int64, device="cpu"))
         return True
 
     @property
@@ -339,8 +343,8 @@ class FoldedSpans:
 
     def _join(self, left: Tensor) -> None:
         """Make one of each of the units `left` int64 [P], ascending, and the unit after it. All others stay as they are, bit for bit."""
-        right, at = left + 1, left - torch.arange(len(left))
-        keep = torch.ones(self.count, dtype=torch.bool)
+        right, at = left + 1, left - torch.arange(len(left), dtype=torch.int64, device="cpu")
+        keep = torch.ones(self.count, dtype=torch.bool, device="cpu")
         keep[right] = False
         size = self.lengths.float()
         total = size[:, left] + size[:, right]
@@ -436,7 +440,7 @@ class FoldedSpans:
     def segments_of(self, units: Tensor) -> Tensor:
         """The segments bool [Hkv, S] of the units bool [Hkv, M], each head its own."""
         if self._plain is None or self._plain[0] is not self.segment_unit:  # replaced whenever units change
-            own = torch.arange(self.count)[None]
+            own = torch.arange(self.count, dtype=torch.int64, device="cpu")[None]
             self._plain = (
                 self.segment_unit,
                 self.segment_unit.shape == own.shape and torch.equal(self.segment_unit, own),
@@ -483,7 +487,7 @@ class FoldedSpans:
         number = segments[picked.clamp(min=0)]
         ids = torch.where(picked >= 0, self.segment_start[number], -1)
         parts, moved, held = self._gather_factors(ids, resident)
-        inside = torch.arange(parts["key_u"].shape[2])
+        inside = torch.arange(parts["key_u"].shape[2], dtype=torch.int64, device="cpu")
         positions = (self.segment_position[number][..., None] + inside).to(device, torch.int32)
         moved = 0 if self.device is not None else moved
         parts = {kind: x.to(device) for kind, x in parts.items()}
@@ -491,7 +495,7 @@ class FoldedSpans:
 
     def _gather_factors(self, ids: Tensor, resident: UnfoldedFactors | None) -> tuple[dict[str, Tensor], int, int]:
         """Factors `ids` int64 [Hkv, F] (-1 pads), and the bytes that came from the host and that were there."""
-        held = torch.zeros(ids.shape, dtype=torch.bool)
+        held = torch.zeros(ids.shape, dtype=torch.bool, device="cpu")
         if resident is not None:
             match = (ids[:, :, None] == resident.ids[:, None, :]) & (ids >= 0)[:, :, None]
             held, at = match.any(-1), match.int().argmax(-1)

@@ -208,11 +208,11 @@ class State:
         for index, row in enumerate(self.rows):
             row.begin_step(ids[index])
         if not self.placement.plan.reads_surprisal:
-            self._surprisal = torch.zeros(ids.shape, dtype=torch.float32)
+            self._surprisal = torch.zeros(ids.shape, dtype=torch.float32, device="cpu")
             return
         first = torch.nn.functional.cross_entropy(self.logits.float(), ids[:, 0], reduction="none")
         self._surprisal = torch.cat(
-            [first[:, None], torch.zeros(ids.shape[0], ids.shape[1] - 1, device=first.device)], 1
+            [first[:, None], torch.zeros(ids.shape[0], ids.shape[1] - 1, dtype=torch.float32, device=first.device)], 1
         ).cpu()
 
     def alone(self, row: int) -> State:

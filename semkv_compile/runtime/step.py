@@ -41,4 +41,4 @@ class Step:
     @classmethod
     def alone(cls, site: AttentionSite, q: Tensor) -> Step:
         """A step in which nothing else is known: for components that look at the query only."""
-        return cls(torch.zeros(q.shape[1], dtype=torch.int64), 0, site, q)
+        return cls(torch.zeros(q.shape[1], dtype=torch.int64, device="cpu"), 0, site, q)

@@ -22,12 +22,14 @@ def prefill_row(
     n = len(ids)
     chunk = n if chunk is None else chunk
     record = RowRecord(ids=ids.cpu(), all_queries=all_queries, head_orders=head_orders(program))
-    record.surprisal = torch.zeros(n) if surprisal else None
+    record.surprisal = torch.zeros(n, dtype=torch.float32, device="cpu") if surprisal else None
     recorder = Recorder(program, record, kv_dtype, HostTier() if tier is None else tier, ids.device)
     for start in range(0, n, chunk):
         part = ids[start : start + chunk]
         graph = program.prefill if start == 0 else program.decode if len(part) == 1 else program.extend
-        hidden = graph(part[None], torch.arange(start, start + len(part), device=ids.device)[None], recorder)
+        hidden = graph(
+            part[None], torch.arange(start, start + len(part), dtype=torch.int64, device=ids.device)[None], recorder
+        )
         if record.surprisal is not None:
             targets = ids[start + 1 : start + len(part) + 1]
             record.surprisal[start + 1 : start + len(part) + 1] = next_surprisal(
@@ -46,8 +48,8 @@ def step(program: Program, state: State, ids: Tensor, *, all_logits: bool = Fals
     Returns the logits [B, T, vocab] after each token where `all_logits`, else [B, 1, vocab] after the last.
     """
     graph = program.decode if ids.shape[1] == 1 else program.extend
-    start = torch.tensor(state.lengths, device=ids.device)[:, None]
-    positions = start + torch.arange(ids.shape[1], device=ids.device)
+    start = torch.tensor(state.lengths, dtype=torch.int64, device=ids.device)[:, None]
+    positions = start + torch.arange(ids.shape[1], dtype=torch.int64, device=ids.device)
     state.begin_step(ids)
     if program.batched or len(state.rows) == 1:
         hidden = graph(ids, positions, state)

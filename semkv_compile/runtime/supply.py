@@ -82,7 +82,7 @@ class Supply:
 def _find(keys: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
     """Rows int64 [n] of `wanted` [n] among the ascending `keys` [m], and which of them are there; rows of the others are any."""
     if not len(keys):
-        return torch.zeros_like(wanted), torch.zeros(len(wanted), dtype=torch.bool)
+        return torch.zeros_like(wanted), torch.zeros(len(wanted), dtype=torch.bool, device="cpu")
     row = torch.searchsorted(keys, wanted).clamp_(max=len(keys) - 1)
     return row, keys[row] == wanted
 

@@ -52,9 +52,9 @@ class Workspace:
         self.v = torch.zeros(heads, 0, value_dim, dtype=dtype, device=device)
         self.positions = torch.zeros(heads, 0, dtype=torch.int32, device=device)
         self._positions = self.positions if device.type == "cpu" else self.positions.cpu()
-        self.tokens = torch.zeros(heads, 0, dtype=torch.int64)
-        self.segment = torch.zeros(heads, 0, dtype=torch.int64)
-        self.held = torch.zeros(heads, 0, dtype=torch.bool)
+        self.tokens = torch.zeros(heads, 0, dtype=torch.int64, device="cpu")
+        self.segment = torch.zeros(heads, 0, dtype=torch.int64, device="cpu")
+        self.held = torch.zeros(heads, 0, dtype=torch.bool, device="cpu")
         self.factors: UnfoldedFactors | None = None
 
     @property
@@ -102,7 +102,7 @@ class Workspace:
         self.tokens, self.segment = tokens.clone(), segment.clone()
         heads, slots = torch.nonzero(segment >= 0, as_tuple=True)
         own, places = segment[heads, slots], tokens[heads, slots]
-        self.held = torch.zeros(len(segment), len(segments.length), dtype=torch.bool)
+        self.held = torch.zeros(len(segment), len(segments.length), dtype=torch.bool, device="cpu")
         self.held[heads, own] = True
         positions = segments.position[own] + places - segments.start[own]
         self._fetch(heads * self.slots + slots, heads, places, positions, host)
@@ -126,7 +126,7 @@ class Workspace:
     def renumber(self, gone: int) -> None:
         """The first `gone` segments are no more, and the others' numbers are smaller by as many."""
         wanted = torch.cat([torch.zeros_like(self.held[:, :gone]), self.held[:, gone:]], 1)
-        none = torch.zeros(self.held.shape[1], dtype=torch.int64)  # nothing is missing
+        none = torch.zeros(self.held.shape[1], dtype=torch.int64, device="cpu")  # nothing is missing
         release_slots(wanted, self.held, Segments(none, none, none), self.segment, self.tokens, self._positions)
         self._send()
         self.segment = torch.where(self.segment >= 0, self.segment - gone, -1)
@@ -177,4 +177,4 @@ def ranges(starts: Tensor, lengths: Tensor) -> Tensor:
     """The places [start, start + length) of every range, one after the other, int64."""
     ends = lengths.cumsum(0)
     shift = (starts - ends + lengths).repeat_interleave(lengths)
-    return shift + torch.arange(len(shift))
+    return shift + torch.arange(len(shift), dtype=torch.int64, device="cpu")
