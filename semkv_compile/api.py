@@ -14,6 +14,7 @@ from semkv.capture.device import moved, usable
 from semkv.compiled import CompiledModel
 from semkv.config import CompileConfig, check_budget
 from semkv.errors import ConfigError
+from semkv.generation_arguments import own_configuration
 from semkv.kernel_builds import check_graphs
 from semkv.methods import find_method
 from semkv.methods.auto import AUTO, measured_best
@@ -78,7 +79,7 @@ def compile(
     return CompiledModel(
         program, profile, chosen, budget, settings,
         fingerprint=fingerprint, model_config=copy.deepcopy(getattr(model, "config", None)),
-        generation_config=copy.deepcopy(getattr(model, "generation_config", None)),
+        generation_config=own_configuration(getattr(model, "generation_config", None)),
     )  # fmt: skip
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class SemkvError(Exception):
     """Base of every error that semkv raises on purpose."""
@@ -29,6 +31,24 @@ class CapacityError(SemkvError, MemoryError):
 
 class InputError(SemkvError, ValueError):
     """Token ids, masks or positions that the program cannot run."""
+
+
+class BatchError(SemkvError):
+    """Some rows of a batch cannot be read, the others have been.
+
+    Attributes
+    ----------
+    errors: by row, why. state: of the other rows, in their order. sequences: int64 [B, T], what `generate` made of the other rows, those
+        that failed being padded prompts; None where it made none.
+    """
+
+    def __init__(self, errors: dict[int, SemkvError], state: Any) -> None:
+        listed = "; ".join(f"row {row}: {error}" for row, error in errors.items())
+        super().__init__(
+            f"{len(errors)} rows of a batch cannot be read ({listed}); the others have been: error.state, error.sequences"
+        )
+        self.errors, self.state = errors, state
+        self.sequences: Any = None
 
 
 class StateError(SemkvError, RuntimeError):

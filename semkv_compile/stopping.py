@@ -15,13 +15,14 @@ from semkv.runtime.state import State
 class FinishedRows(StoppingCriteriaList):
     """Stopping criteria that tell `state` which rows they stopped and what each row's unread last token is.
 
-    `generate` goes on feeding padding to rows that ended before their neighbours; a state that lives on must not read it.
+    `generate` goes on feeding padding to rows that ended before their neighbours; a state must not read it. ids: int64 [B, T], all
+    that was generated so far, prompt included; None before the first token.
     """
 
     def __init__(self, criteria: Iterable[Any], state: State) -> None:
         super().__init__(criteria)
         self.state = state
-        state.finished = torch.zeros(len(state.rows), dtype=torch.bool, device=state.logits.device)
+        self.ids: Tensor | None = None
         self._last: Tensor | None = None
         self._lengths: list[int] = []
 
@@ -35,17 +36,22 @@ class FinishedRows(StoppingCriteriaList):
         done = super().__call__(input_ids, scores, **kwargs)
         newest = input_ids[:, -1:]
         finished = self.state.finished
-        self._last = newest if self._last is None else torch.where(finished[:, None], self._last, newest)
+        if finished is None or self._last is None:
+            finished = torch.zeros_like(done)
+            self._last = newest
+        self._last = torch.where(finished[:, None], self._last, newest)
         self.state.finished = finished | done.to(finished.device)
-        self._lengths = self.state.lengths
+        self.ids, self._lengths = input_ids, self.state.lengths
         return done
 
     def close(self) -> None:
         """Leave each row's last token for the next turn to read, unless an interruption came after the step that read it."""
         self.state.finished = None
+        if self._last is None:
+            return
         read = [now != then for now, then in zip(self.state.lengths, self._lengths)]
-        if self._last is not None and not any(read):
-            self.state.pending = self._last
+        if not any(read):
+            self.state.pending = self._last.to(self.state.logits.device)
         elif not all(read):  # rows that had finished have a token to read, the others none: no next turn can begin so
             for row in self.state.rows:
                 row.stepping = True

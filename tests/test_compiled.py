@@ -281,7 +281,7 @@ def test_bad_input_is_refused(full, prompt, options, message):
     ({"prompt_lookup_num_tokens": 3}, "a compressed memory cannot take tokens back"),
     ({"penalty_alpha": 0.6, "top_k": 4}, "cannot take tokens back"),
     ({"use_cache": False}, "always runs on its state"),
-    ({"past_key_values": object()}, r"pass state=\.\.\., made by prefill"),
+    ({"past_key_values": object()}, r"is a State, made by prefill, and a object was given; pass state=\.\.\."),
     ({"prefill_chunk_size": 4}, r"CompileConfig\(prefill_chunk=\.\.\.\) sets their size"),
 ])  # fmt: skip
 def test_what_generate_cannot_do_is_refused(full, options, message):

@@ -24,7 +24,7 @@ class RowRecord:
     keys, values: per KV store [Hkv, n, D] and [Hkv, n, Dv] in the KV dtype, in the host tier.
     queries: per site, the last min(n, 64) queries [Hq, w, D] in the compute dtype; all n where `all_queries`, on the host.
     surprisal: float32 [n] in nats, the first token's being 0; None where it was not asked for.
-    logits: [vocab] after the last token.
+    logits: [vocab] after the last token. last_logits: [n, vocab] after as many of the last tokens as were asked for.
     features: hidden states [n, H] that entered the layers of the sites that a retrieval head reads, on the host.
     head_orders: per KV store the user's model's KV head at each place, where the program that made it moved heads.
     known: what components have computed of the record, by name, so that other budgets find it there.
@@ -37,6 +37,7 @@ class RowRecord:
     queries: dict[int, Tensor] = field(default_factory=dict)
     surprisal: Tensor | None = None
     logits: Tensor | None = None
+    last_logits: Tensor | None = None
     all_queries: bool = False
     head_orders: dict[int, tuple[int, ...]] = field(default_factory=dict)
     features: dict[int, Tensor] = field(default_factory=dict)

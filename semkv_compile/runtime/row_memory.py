@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
@@ -103,7 +104,8 @@ class RowMemory:
     """Stores of one row, built from its prefill record; with `release` the record lets go of each store that is built, where no
     other one is made of it.
 
-    stores: per KV store the memories of its parts, in the order of their heads. shares: per budgeted store, its part of
+    ids: the tokens that it has read. stores: per KV store the memories of its parts, in the order of their heads. shares: per
+    budgeted store, its part of
     the row's budget in bytes. notes: what components remember between steps. lookahead: what fetches ahead of the layers, made
     by the first step. stepping: a step has begun and not ended, so that layers may differ in what they hold.
     """
@@ -114,6 +116,7 @@ class RowMemory:
     def __init__(self, placement: Placement, record: RowRecord, *, release: bool = False) -> None:
         self.placement = placement
         self.tokens = record.tokens
+        self.ids = array("i", record.ids.tolist())
         self.check_length(self.tokens)
         self.traffic = Traffic()
         self.notes: dict[str, Tensor] = {}
@@ -504,6 +507,7 @@ class RowMemory:
     def clone(self) -> RowMemory:
         copy = object.__new__(RowMemory)
         copy.placement, copy.tokens, copy.shares = self.placement, self.tokens, self.shares
+        copy.ids = self.ids[:]
         copy.part_shares = self.part_shares
         copy.traffic, copy.notes, copy.passing, copy._staying = self.traffic.clone(), dict(self.notes), {}, {}
         copy.stores = {store: tuple(memory.clone() for memory in parts) for store, parts in self.stores.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ def row_to_tensors(row: RowMemory) -> tuple[dict[str, Any], dict[str, Tensor]]:
     facts["shares"] = [[store, share] for store, share in sorted(row.shares.items())]
     facts["part_shares"] = [[store, first, share] for (store, first), share in sorted(row.part_shares.items())]
     tensors = {f"notes.{name}": x.contiguous() for name, x in row.notes.items()}
+    tensors["ids"] = torch.tensor(row.ids, dtype=torch.int32, device="cpu")
     for store, parts in row.stores.items():
         for number, memory in enumerate(parts):
             own = {f"kept.{name}": x for name, x in memory.kept.to_tensors().items()}
@@ -76,6 +78,7 @@ def row_from_tensors(placement: Placement, facts: dict[str, Any], tensors: dict[
     stores = placement.stores
     if not isinstance(row.tokens, int) or row.tokens < 1 or facts["stores"] != sorted(stores):
         raise ValueError(f"{row.tokens!r} tokens in stores {facts['stores']!r}, expected stores {sorted(stores)}")
+    row.ids = _ids(tensors["ids"], row.tokens, placement.program.vocab_size)
     row.shares = _shares(placement, facts["shares"])
     row.part_shares = _part_shares(placement, facts.get("part_shares", []))
     row.notes = {}
@@ -92,6 +95,12 @@ def row_from_tensors(placement: Placement, facts: dict[str, Any], tensors: dict[
             memories.append(_memory(placement, store, part, own, [number, place] in facts["folded"], row.tokens))
         row.stores[number] = tuple(memories)
     return row
+
+
+def _ids(ids: Tensor, tokens: int, vocab_size: int) -> array[int]:
+    if ids.dtype != torch.int32 or ids.shape != (tokens,) or not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+        raise ValueError(f"ids {ids.dtype} {tuple(ids.shape)}, expected {tokens} of a vocabulary of {vocab_size}")
+    return array("i", ids.tolist())
 
 
 def _shares(placement: Placement, listed: list[list[Any]]) -> dict[int, float]:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -45,10 +48,13 @@ class Stats:
 class State:
     """Rows of one compiled model, each with its own memory and length; independent of every other state.
 
-    `logits` [B, vocab] are those after the last token of each row. `ids_seen` counts the columns of the running `generate`
-    call's ids that were read, `finished` bool [B] its rows that ended; `pending` int64 [B, 1] is the last token that it
-    generated, read at the start of the next turn. `timeline`: records its steps where it is set. A state belongs to the model, method
-    and budget that made it.
+    `logits` [B, vocab] are those after the last token of each row. `pending` int64 [B, 1] is the last token that `generate`
+    made, read at the start of the next turn. `timeline`: records its steps where it is set. A state belongs to the model, method
+    and budget that made it, and to one thread at a time.
+
+    While `generate` runs: `ids_seen` counts the columns of its ids that were read, `unread` holds what each row reads in the first
+    step where that is not those columns, and `finished` bool [B] says which rows ended; with `keeps_prompt`, `prompt` is the state after
+    the prompts that differ, and the place of each row among them.
     """
 
     # what `generate` asks of a cache
@@ -65,6 +71,9 @@ class State:
         self.rows = rows
         self.logits = logits
         self.ids_seen = 0
+        self.unread: list[Tensor] | None = None
+        self.keeps_prompt = False
+        self.prompt: tuple[State, list[int]] | None = None
         self.pending: Tensor | None = None
         self.timeline: Timeline | None = None
         self.finished: Tensor | None = None
@@ -72,6 +81,7 @@ class State:
         self._surprisal: Tensor | None = None
         program = placement.program
         self._owners = {store.index for store in program.stores}
+        self._user = threading.RLock()
 
     # -- what people ask -----------------------------------------------------------------------------------------------
 
@@ -79,6 +89,12 @@ class State:
     def lengths(self) -> list[int]:
         """Tokens so far, per row."""
         return [row.tokens for row in self.rows]
+
+    @property
+    def ids(self) -> list[Tensor]:
+        """The text of each row, int64 [n]: the tokens that it has read, and the pending one."""
+        read = [torch.tensor(row.ids, dtype=torch.int64, device="cpu") for row in self.rows]
+        return read if self.pending is None else [torch.cat(pair) for pair in zip(read, self.pending.cpu())]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens of the longest row, under the name that Hugging Face caches give it."""
@@ -153,26 +169,48 @@ class State:
         """Write all tiers of all rows as one file; `CompiledModel.load_state` reads it."""
         from semkv.saving import save_state
 
-        self.check_whole()
-        save_state(self, path)
+        with self.in_use():
+            self.check_whole()
+            save_state(self, path)
 
     # -- copies --------------------------------------------------------------------------------------------------------
 
-    @without_grad
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """While it is entered, other threads that enter it are refused with `StateError`; the same thread may enter again."""
+        if not self._user.acquire(blocking=False):
+            raise StateError(
+                "another thread is using this state: a state is one conversation and goes on one way at a time; give each thread its "
+                "own copy (state.fork()), or wait for the other to end"
+            )
+        try:
+            yield
+        finally:
+            self._user.release()
+
     def fork(self) -> State:
         """An independent copy: either may go on without the other noticing."""
-        self.check_whole()
-        copy = State(self.placement, [row.clone() for row in self.rows], self.logits.clone())
-        copy.pending = self.pending
-        return copy
+        return self.select(list(range(len(self.rows))))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> State:
+        return self.fork()
+
+    def __copy__(self) -> NoReturn:
+        raise StateError("a shallow copy of a state would share its memory: state.fork() makes an independent one")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise StateError(
+            "states are not pickled: state.save(path) writes one, compiled.load_state(path) reads it in this or another process"
+        )
 
     @without_grad
     def select(self, rows: list[int]) -> State:
         """A state of the given rows, copied; a row may be taken several times."""
-        self.check_whole()
-        copy = State(self.placement, [self.rows[row].clone() for row in rows], self.logits[rows].clone())
-        copy.pending = None if self.pending is None else self.pending[rows].clone()
-        return copy
+        with self.in_use():
+            self.check_whole()
+            copy = State(self.placement, [self.rows[row].clone() for row in rows], self.logits[rows].clone())
+            copy.pending = None if self.pending is None else self.pending[rows].clone()
+            return copy
 
     def chunk_limit(self) -> int:
         """The most tokens that one step may add within the budget of every row."""
@@ -198,6 +236,16 @@ class State:
         self.check_whole()
         for row, more in zip(self.rows, tokens, strict=True):
             row.check_length(row.tokens + more)
+
+    def with_pending(self, rows: list[Tensor]) -> tuple[list[Tensor], int]:
+        """Tokens int64 [n] to add to each row, the pending ones before them, and how many those are in a row."""
+        if self.pending is None:
+            return rows, 0
+        return [torch.cat(pair) for pair in zip(self.pending.to(rows[0].device), rows)], self.pending.shape[1]
+
+    def begin(self, other: State) -> None:
+        """Take the rows of `other`, which is used up: this one has read nothing yet."""
+        self.rows, self.logits = other.rows, other.logits
 
     def begin_step(self, ids: Tensor) -> None:
         """Note the tokens `ids` [B, T] about to run and their surprisal: the first follows from `logits`, the rest come later."""
@@ -232,6 +280,7 @@ class State:
             ).cpu()  # fmt: skip
         for index, row in enumerate(self.rows):
             row.tokens += ids.shape[1]
+            row.ids.extend(self._ids[index].tolist())
             row.traffic.steps += 1
             if known is not None:
                 row.patch_surprisal(known[index])

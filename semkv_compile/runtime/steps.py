@@ -16,14 +16,16 @@ from semkv.runtime.state import State
 @without_grad
 def prefill_row(
     program: Program, ids: Tensor, kv_dtype: torch.dtype, *, surprisal: bool, all_queries: bool = False,
-    chunk: int | None = None, tier: HostTier | None = None,
+    chunk: int | None = None, tier: HostTier | None = None, logits: int = 1,
 ) -> RowRecord:  # fmt: skip
-    """Run the prompt ids int64 [n], `chunk` tokens at a time (None: all at once), and keep its keys and values in `tier`."""
+    """Run the prompt ids int64 [n], `chunk` tokens at a time (None: all at once), and keep its keys and values in `tier`, and the logits
+    after its last `logits` tokens."""
     n = len(ids)
     chunk = n if chunk is None else chunk
     record = RowRecord(ids=ids.cpu(), all_queries=all_queries, head_orders=head_orders(program))
     record.surprisal = torch.zeros(n, dtype=torch.float32, device="cpu") if surprisal else None
     recorder = Recorder(program, record, kv_dtype, HostTier() if tier is None else tier, ids.device)
+    kept = []
     for start in range(0, n, chunk):
         part = ids[start : start + chunk]
         graph = program.prefill if start == 0 else program.decode if len(part) == 1 else program.extend
@@ -35,8 +37,11 @@ def prefill_row(
             record.surprisal[start + 1 : start + len(part) + 1] = next_surprisal(
                 program.head, hidden[0, : len(targets)], targets
             )
+        if start + len(part) > n - logits:
+            kept.append(program.head(hidden[:, max(0, n - logits - start) :])[0])
         recorder.advance(len(part))
-    record.logits = program.head(hidden[:, -1:])[0, 0]
+    record.last_logits = torch.cat(kept)
+    record.logits = record.last_logits[-1]
     recorder.finish()
     return record
 

@@ -33,11 +33,16 @@ COMPILE = (
     "bundled",
     "compiled",
     "describe",
+    "generation",
+    "generation_arguments",
+    "input_ids",
     "kernel_builds",
     "kernel_layouts",
     "offload",
     "program_cache",
+    "reading",
     "saving",
+    "shared_weights",
     "stopping",
 )
 """Modules that together are the part `compile`: the public surface and what it is made of; "" is `semkv` itself."""

@@ -1,0 +1,231 @@
+"""Copies, pickles, threads, lengths and rows that fail: done right, or refused at once, and nothing that was made is lost."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+
+import pytest
+import torch
+from transformers import DynamicCache, GenerationConfig, StoppingCriteria
+
+import semkv
+from semkv.errors import BatchError, BudgetError, ConfigError, InputError, StateError
+from semkv.huggingface import CACHE
+
+NEW = {"do_sample": False, "pad_token_id": 0}
+FLOOR = {"floor": 0} if "floor" in semkv.CompileConfig.model_fields else {}
+
+
+@pytest.fixture(scope="module")
+def model(make_llama):
+    return make_llama()
+
+
+@pytest.fixture(scope="module")
+def full(model):
+    return semkv.compile(model)
+
+
+@pytest.fixture(scope="module")
+def small(full):
+    """Its smallest budget is 24 tokens: rows below 48 have no room at half of the KV."""
+    return full.with_method("snapkv", 0.5, config=semkv.CompileConfig(**FLOOR))
+
+
+def test_a_deep_copy_of_a_state_is_a_fork(small, ids):
+    state = small.prefill(ids(90, 2))
+    small.generate(ids(4, 2, seed=1), state=state, max_new_tokens=3, **NEW)
+    for copied in (copy.deepcopy(state), copy.deepcopy({"talk": [state]})["talk"][0]):
+        assert copied.lengths == state.lengths
+        assert torch.equal(copied.pending, state.pending)
+        small.extend(copied, ids(6, 2, seed=2))
+        assert copied.lengths != state.lengths
+        assert copied.placement is state.placement
+
+
+def test_copies_and_pickles_say_what_to_use_instead(full, ids):
+    state = full.prefill(ids(9))
+    with pytest.raises(StateError, match=r"state\.fork\(\) makes an independent one"):
+        copy.copy(state)
+    with pytest.raises(StateError, match=r"state\.save\(path\) writes one, compiled\.load_state\(path\) reads it"):
+        pickle.dumps(state)
+    with pytest.raises(ConfigError, match=r"compiled\.save\(path\) writes one, semkv\.load\(path\) reads it"):
+        pickle.dumps(full)
+    with pytest.raises(ConfigError, match="are not pickled"):
+        torch.save({"model": full}, "nowhere.pt")
+
+
+def test_a_deep_copy_of_a_compiled_model_has_weights_of_its_own(model, full, ids):
+    copied = copy.deepcopy(full)
+    expected = full(ids(20)).logits
+    torch.testing.assert_close(copied(ids(20)).logits, expected, rtol=0, atol=0)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.mul_(0.0)
+    assert torch.equal(full(ids(20)).logits, expected)
+
+
+class Waits(StoppingCriteria):
+    """Stands still in the middle of a step's end until it may go on."""
+
+    def __init__(self) -> None:
+        self.there, self.go = threading.Event(), threading.Event()
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.there.set()
+        assert self.go.wait(60)
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+def test_a_state_in_two_threads_is_refused_at_once_and_goes_on(small, ids, tmp_path):
+    state, alone = small.prefill(ids(90)), small.prefill(ids(90))
+    waits, made = Waits(), []
+
+    def first() -> None:
+        made.append(
+            small.generate(ids(4, seed=1), state=state, max_new_tokens=5, stopping_criteria=[waits], **NEW).tolist()
+        )
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    assert waits.there.wait(60)
+    attempts = (
+        lambda: small.generate(ids(4, seed=2), state=state, max_new_tokens=2, **NEW),
+        lambda: small.extend(state, ids(1)),
+        lambda: small(ids(1), **{CACHE: state}),
+        lambda: state.save(tmp_path / "state"),
+        state.fork,
+        lambda: state.select([0]),
+        lambda: copy.deepcopy(state),
+    )
+    for attempt in attempts:
+        with pytest.raises(StateError, match=r"another thread is using this state.*state\.fork\(\)"):
+            attempt()
+    assert state.nbytes["device"] > 0  # looking is allowed
+    assert not (tmp_path / "state").exists()
+    waits.go.set()
+    thread.join()
+    assert made == [small.generate(ids(4, seed=1), state=alone, max_new_tokens=5, **NEW).tolist()]
+    assert torch.equal(small.extend(state, ids(2, seed=3)), small.extend(alone, ids(2, seed=3)))
+
+
+def test_states_of_one_model_in_many_threads(small, ids):
+    expected = [small.generate(ids(90, seed=n), max_new_tokens=8, **NEW).tolist() for n in range(4)]
+    made: dict[int, list] = {}
+
+    def run(number: int) -> None:
+        made[number] = small.generate(ids(90, seed=number), max_new_tokens=8, **NEW).tolist()
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [made[number] for number in range(4)] == expected
+
+
+@pytest.mark.parametrize("options", [
+    {"max_new_tokens": 12},
+    {"max_length": 302},
+    {"generation_config": GenerationConfig(max_new_tokens=12)},
+    {"generation_config": GenerationConfig(max_length=302)},
+], ids=str)  # fmt: skip
+def test_what_would_leave_the_context_is_refused_before_the_first_token(full, ids, monkeypatch, options):
+    def never(*args, **kwargs):
+        raise AssertionError("the prompt was read")
+
+    monkeypatch.setattr(type(full), "_read", never)
+    with pytest.raises(InputError, match="290 tokens and 12 new ones do not fit the model's context of 300"):
+        full.generate(ids(290), **options)
+
+
+def test_the_configuration_of_the_model_itself_is_looked_at(full, ids, monkeypatch):
+    monkeypatch.setattr(full, "generation_config", GenerationConfig(max_length=302))
+    with pytest.raises(InputError, match="290 tokens and 12 new ones"):
+        full.generate(ids(290))
+
+
+def test_padding_is_no_part_of_a_length(model, full, ids):
+    """Rows that fit may come in more columns than the context has, and with padding ids of no vocabulary."""
+    prompt, mask = ids(305, 2), torch.ones(2, 305, dtype=torch.int64)
+    prompt[:, :30], mask[:, :30] = 999, 0
+    got = full.generate(prompt, attention_mask=mask, max_new_tokens=5, **NEW)
+    alone = ids(305, 2)[:, 30:]
+    assert got[:, 305:].tolist() == full.generate(alone, max_new_tokens=5, **NEW)[:, 275:].tolist()
+    assert (
+        got[:, 305:].tolist()
+        == model.generate(alone, attention_mask=torch.ones_like(alone), max_new_tokens=5, **NEW)[:, 275:].tolist()
+    )
+
+
+def test_where_no_length_is_asked_for_as_much_is_made_as_fits(full, ids):
+    assert full.generate(ids(290), **NEW).shape == (1, 301)
+    assert full.generate(ids(30), **NEW).shape == (1, 50)
+    state = full.prefill(ids(290))
+    assert full.generate(ids(3, seed=1), state=state, **NEW).shape == (1, 11)
+
+
+def test_rows_that_cannot_be_read_lose_no_other_rows_text(small, ids):
+    """Here two rows are too short for the budget, in a batch of four."""
+    prompt, mask = ids(90, 4), torch.ones(4, 90, dtype=torch.int64)
+    for row in (1, 3):
+        prompt[row, :70], mask[row, :70] = 0, 0
+    with pytest.raises(BatchError, match=r"2 rows of a batch cannot be read.*row 1: budget 0.5 leaves") as caught:
+        small.generate(prompt, attention_mask=mask, max_new_tokens=6, **NEW)
+    error = caught.value
+    assert list(error.errors) == [1, 3]
+    assert all(isinstance(one, BudgetError) for one in error.errors.values())
+    alone = small.generate(ids(90, 4)[[0, 2]], max_new_tokens=6, **NEW)
+    assert error.sequences[[0, 2]].tolist() == alone.tolist()
+    assert error.sequences[[1, 3], :90].tolist() == prompt[[1, 3]].tolist()
+    assert not bool(error.sequences[[1, 3], 90:].any())
+    with pytest.raises(BatchError) as caught:
+        small.prefill(prompt, mask)
+    assert caught.value.state.lengths == [90, 90]
+    assert caught.value.sequences is None
+    with pytest.raises(BudgetError, match=r"leaves 10\.0 tokens"):  # all of them: no batch is left
+        small.prefill(prompt[[1, 3]], mask[[1, 3]])
+
+
+class Fails(StoppingCriteria):
+    def __init__(self, at: int, error: BaseException) -> None:
+        self.left, self.error = at, error
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.left -= 1
+        if not self.left:
+            raise self.error
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no more"), KeyboardInterrupt()], ids=repr)
+def test_what_was_made_before_an_error_is_not_lost(full, ids, error):
+    whole = full.generate(ids(30, 2), max_new_tokens=9, **NEW)
+    with pytest.raises(type(error)) as caught:
+        full.generate(ids(30, 2), max_new_tokens=9, stopping_criteria=[Fails(5, error)], **NEW)
+    assert caught.value.sequences.tolist() == whole[:, :34].tolist()
+
+
+def test_a_compiled_model_is_no_assistant_and_takes_no_foreign_cache(model, full, ids):
+    with pytest.raises(
+        ConfigError, match=r"generate\(is_assistant=\.\.\.\): as an assistant it would have to take back"
+    ):
+        model.generate(ids(9), assistant_model=full, max_new_tokens=4)
+    with pytest.raises(ConfigError, match="is a State, made by prefill, and a DynamicCache was given"):
+        full.generate(ids(9), **{CACHE: DynamicCache()}, max_new_tokens=4)
+    with pytest.raises(ConfigError, match="a DynamicCache was given"):
+        full(ids(9), **{CACHE: DynamicCache()})
+
+
+def test_prompts_that_are_the_same_are_read_once(full, ids, monkeypatch):
+    read = []
+    before = type(full)._read
+    monkeypatch.setattr(
+        type(full), "_read", lambda self, row, **options: read.append(len(row)) or before(self, row, **options)
+    )
+    torch.manual_seed(0)
+    out = full.generate(ids(30), do_sample=True, num_return_sequences=5, max_new_tokens=4, pad_token_id=0)
+    assert read == [30]
+    assert len({tuple(row) for row in out.tolist()}) == 5
