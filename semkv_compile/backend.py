@@ -57,7 +57,9 @@ def semkv(
         if values not in variants:
             source = _Regrounded(_with_floats(gm, dict(zip(floats, values))), roles, arguments)
             with torch._guards.tracing(None):  # a trace of its own: else its sizes become guards of Dynamo's
-                program = run_passes(capture(source), (Canonicalise(), FindAttention()), PassOptions())
+                program = run_passes(
+                    capture(source, within_dynamo=True), (Canonicalise(), FindAttention()), PassOptions()
+                )
             variants[values] = _with_weights_as_inputs(program.body)
         return variants[values]
 
@@ -76,13 +78,15 @@ def semkv(
 
 
 def _roles(inputs: list[Node], examples: Sequence[Any]) -> list[str]:
-    """What each input of the graph is: `ids`, `positions`, `size:0`, `size:1`, `float` or `weight`."""
+    """What each input of the graph is: `ids`, `positions`, `size:0`, `size:1`, `float`, `unread` or `weight`."""
     roles: list[str] = []
     shape: torch.Size | None = None
     symbols: list[tuple[int, str]] = []
     for place, (node, example) in enumerate(zip(inputs, examples, strict=True)):
         value = node.meta.get("example_value", example)
-        if isinstance(value, (int, torch.SymInt)):
+        if isinstance(value, torch.SymInt) and not node.users:
+            roles.append("unread")  # the stride of ids that are a part of others, for example
+        elif isinstance(value, (int, torch.SymInt)):
             symbols.append((place, str(value)))
             roles.append("size")
         elif node.users and all(user.op == "call_method" and user.target == "item" for user in node.users):
@@ -151,7 +155,7 @@ class _Regrounded(nn.Module):
         self.eval()
 
     def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        given: dict[str, Any] = {"ids": input_ids, "positions": position_ids, "float": None}
+        given: dict[str, Any] = {"ids": input_ids, "positions": position_ids, "float": None, "unread": None}
         given |= {f"size:{axis}": size for axis, size in enumerate(input_ids.shape)}
         result = self.gm(
             *(getattr(self, f"{HELD}{n}") if role == "weight" else given[role] for n, role in enumerate(self.roles))

@@ -50,6 +50,28 @@ def test_logits_equal_the_eager_models_at_every_length():
         torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-10)
 
 
+@pytest.mark.parametrize(
+    ("shapes", "recorded"), [([(1, 9), (1, 30)], False), ([(1, 2), (3, 9)], True), ([(2, 9), (1, 9)], False)]
+)
+def test_a_row_alone_may_come_first_or_last(shapes, recorded):
+    """A graph of Dynamo that is for one row does not export for two, and what is tried then may not be Dynamo again."""
+    model = tiny()
+    fast = compiled(model)
+    for rows, tokens in shapes:
+        with torch.set_grad_enabled(recorded):
+            got, expected = fast(ids(rows, tokens), use_cache=False), model(ids(rows, tokens), use_cache=False)
+        torch.testing.assert_close(got.logits, expected.logits, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("part", [(slice(None), slice(-9, None)), (slice(1, 2), slice(3, 12))])
+def test_ids_may_be_a_part_of_others(part):
+    model = tiny()
+    given = ids(3, 20)[part]
+    with torch.no_grad():
+        got, expected = compiled(model)(given, use_cache=False).logits, model(given, use_cache=False).logits
+    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-10)
+
+
 def test_each_attention_becomes_one_operator(monkeypatch):
     import semkv.backend as backend
 

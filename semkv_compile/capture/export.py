@@ -65,7 +65,7 @@ def _logits_of(result: Any) -> Tensor:
     return logits
 
 
-def capture(model: nn.Module, *, example_length: int = EXAMPLE_LENGTH) -> Program:
+def capture(model: nn.Module, *, example_length: int = EXAMPLE_LENGTH, within_dynamo: bool = False) -> Program:
     """Export the stateless forward of `model` with dynamic batch and length, as a program at stage `captured`.
 
     The model is not changed; the program's parameters and buffers are the model's own tensors under their own names.
@@ -74,6 +74,7 @@ def capture(model: nn.Module, *, example_length: int = EXAMPLE_LENGTH) -> Progra
     ----------
     model: a decoder in evaluation mode: ids [B, T] int64 -> logits [B, T, vocab].
     example_length: tokens of the example that export traces; the program runs at any length.
+    within_dynamo: whether Dynamo is compiling now. It must not run within itself, so export's strict mode, which runs it, is not tried.
 
     Raises
     ------
@@ -83,7 +84,7 @@ def capture(model: nn.Module, *, example_length: int = EXAMPLE_LENGTH) -> Progra
     check_model(model)
     wrapper = _Stateless(model)
     with preserved(model), torch.no_grad(), _quiet():
-        exported, batched = _export(model, wrapper, example_length)
+        exported, batched = _export(model, wrapper, example_length, (False,) if within_dynamo else (False, True))
     module = _unlift(exported, wrapper)
     vocab_size, dtype = _describe_model(model, module)
     note = f"capture: {type(model).__name__}, {sum(n.op == 'call_function' for n in module.graph.nodes)} operations, "
@@ -116,12 +117,14 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _export(model: nn.Module, wrapper: _Stateless, length: int) -> tuple[ExportedProgram, bool]:
+def _export(
+    model: nn.Module, wrapper: _Stateless, length: int, modes: tuple[bool, ...]
+) -> tuple[ExportedProgram, bool]:
     """The exported forward and whether its batch is dynamic; a batch of one where a larger one does not export."""
     device = next(model.parameters()).device
     failures: list[str] = []
     for rows in (2, 1):
-        for strict in (False, True):
+        for strict in modes:
             ids = torch.zeros(rows, length, dtype=torch.int64, device=device)
             positions = torch.arange(length, dtype=torch.int64, device=device).expand(rows, length).contiguous()
             axes = {0: Dim.AUTO, 1: Dim.AUTO} if rows > 1 else {1: Dim.AUTO}
