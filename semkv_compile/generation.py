@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers.generation.configuration_utils import GenerationConfig
 from transformers.generation.utils import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -15,10 +14,11 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from semkv.errors import BatchError, ConfigError, InputError
 from semkv.generation_arguments import check_arguments, given_state, new_tokens, room_for
 from semkv.huggingface import CACHE
-from semkv.input_ids import check_positions, in_columns, padding_mask
+from semkv.input_ids import check_positions, in_columns, padding_mask, real_tokens
 from semkv.reading import Reader
 from semkv.runtime.modes import without_grad
 from semkv.runtime.state import State
+from semkv.runtime.turn import Turn
 from semkv.stopping import FinishedRows
 
 PER_ROW = ("prefix_allowed_tokens_fn", "logits_processor", "stopping_criteria", "streamer", "custom_generate")
@@ -92,13 +92,12 @@ class Generation(GenerationMixin, Reader):
         blank = state is None or not state.rows
         state = self._blank_state() if state is None else state
         with state.in_use():
-            if state.unread is None:
-                ids, rows = self._checked_rows(input_ids, mask, None if blank else state)
+            if state.turn is not None:
+                logits = self._read_turn(state, state.turn, input_ids.to(self.device), mask)
             else:
-                ids, rows = input_ids, state.unread
-            check_positions(position_ids, ids, mask, [0] * len(rows) if blank else _next_positions(state))
-            logits = self._read_kept(state, ids, rows, mask, logits_to_keep)
-            state.ids_seen += ids.shape[1]
+                ids, rows = self._checked_rows(input_ids, mask, None if blank else state)
+                check_positions(position_ids, ids, mask, [0] * len(rows) if blank else _next_positions(state))
+                logits = self._read_kept(state, rows, mask, logits_to_keep)
         loss = None
         if labels is not None:
             if logits.shape[:2] != labels.shape:
@@ -107,39 +106,41 @@ class Generation(GenerationMixin, Reader):
         output = CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE: None if use_cache is False else state})
         return output.to_tuple() if return_dict is False else output
 
-    def _read_kept(
-        self, state: State, ids: Tensor, rows: list[Tensor], mask: Tensor | None, keep: int | Tensor
-    ) -> Tensor:
-        """Read `rows`, or what `generate` found to be unread of them; logits [B, kept, vocab]."""
-        unread, state.unread = state.unread, None
+    def _read_kept(self, state: State, rows: list[Tensor], mask: Tensor | None, keep: int | Tensor) -> Tensor:
+        """Read `rows`; logits [B, kept, vocab]."""
         last = not isinstance(keep, Tensor) and keep == 1
         if not state.rows:
-            counts = [1 if last else len(row) for row in rows]
-            made, where = self._read_prompts(rows, counts)
+            made, where = self._read_prompts(rows, [1 if last else len(row) for row in rows])
+            state.begin(made.state if len(made.state.rows) == len(where) else made.state.select(where))
             parts = [made.last_logits[index] for index in where]
-            if state.keeps_prompt:
-                state.prompt = made.state, where
-            state.begin(
-                made.state.select(where) if state.keeps_prompt or len(made.state.rows) < len(where) else made.state
-            )
-        elif state.finished is not None and bool(state.finished.any()):
-            return self._extend_running(state, ids)
         else:
-            given = state.with_pending(rows) if unread is None else (unread, 0)
-            parts = self._extend_rows(state, *given, all_logits=not last)
+            parts = self._extend_rows(state, *state.with_pending(rows), all_logits=not last)
         if last:
             return torch.stack([part[-1:] for part in parts])
-        logits = pad_sequence(parts, batch_first=True) if mask is None else in_columns(parts, mask)
+        logits = torch.stack(parts) if mask is None else in_columns(parts, mask)
         return logits[:, keep] if isinstance(keep, Tensor) else logits[:, -keep:] if keep else logits
 
-    def _extend_running(self, state: State, ids: Tensor) -> Tensor:
-        """One step of the rows that have not finished; the others read nothing and keep their logits. [B, 1, vocab]"""
-        running = torch.nonzero(~state.finished)[:, 0].tolist()
-        part = State(self.placement, [state.rows[row] for row in running], state.logits[running])
-        if running:
-            self._extend_rows(part, list(ids[running]))
-        state.logits = state.logits.clone()
-        state.logits[running] = part.logits
+    def _read_turn(self, state: State, turn: Turn, ids: Tensor, mask: Tensor | None) -> Tensor:
+        """Read the next columns int64 [B, T] of a running `generate`, which has checked them; logits [B, 1, vocab] after each row's last
+        token. Rows that have finished read nothing."""
+        turn.seen += ids.shape[1]
+        if not state.rows:
+            rows = real_tokens(ids, mask)
+            made, where = self._read_prompts(rows, [1] * len(rows))
+            state.begin(made.state.select(where))
+            turn.prompt = (made.state, where) if turn.keeps_prompt else None
+        elif turn.unread is not None:
+            self._extend_rows(state, turn.unread)
+            turn.unread = None
+        elif turn.finished is None or not bool(turn.finished.any()):
+            self._extend_rows(state, list(ids))
+        else:
+            running = torch.nonzero(~turn.finished)[:, 0].tolist()
+            part = State(self.placement, [state.rows[row] for row in running], state.logits[running])
+            if running:
+                self._extend_rows(part, list(ids[running]))
+            state.logits = state.logits.clone()
+            state.logits[running] = part.logits
         return state.logits[:, None]
 
     def _blank_state(self) -> State:
@@ -155,19 +156,13 @@ class Generation(GenerationMixin, Reader):
         past_key_values: State | None = None,
         attention_mask: Tensor | None = None,
         cache: State | None = None,
-        logits_to_keep: int = 1,
         **ignored: Any,
     ) -> dict[str, Any]:
         """The columns that the state has not read yet."""
         state = past_key_values if cache is None else cache
-        seen = 0 if state is None else state.ids_seen
+        seen = 0 if state is None or state.turn is None else state.turn.seen
         mask = None if attention_mask is None else attention_mask[:, seen:]
-        return {
-            "input_ids": input_ids[:, seen:],
-            "attention_mask": mask,
-            CACHE: state,
-            "logits_to_keep": logits_to_keep,
-        }
+        return {"input_ids": input_ids[:, seen:], "attention_mask": mask, CACHE: state}
 
     def _prepare_cache_for_generation(
         self, generation_config: GenerationConfig, model_kwargs: dict, *ignored: Any
@@ -214,25 +209,25 @@ class Generation(GenerationMixin, Reader):
             lengths = [past + len(row) for past, row in zip(state.lengths or [0] * len(rows), rows)]
             kwargs |= room_for(lengths, ids.shape[1], asked, self.program.max_positions)
             check_positions(kwargs.pop("position_ids", None), ids, mask, _next_positions(state) or [0] * len(rows))
-            state.ids_seen, state.unread = 0, rows if goes_on else None
+            beams = asked("num_beams") or 1
+            state.turn = turn = Turn(rows if goes_on else None, keeps_prompt=beams > 1)
             try:
-                return self._generate(ids, state, kwargs, beams=asked("num_beams") or 1)
+                return self._generate(ids, state, turn, kwargs, beams)
             except BatchError as error:
                 if any(kwargs.get(name) is not None for name in PER_ROW):
                     raise
                 error.sequences = self._generate_others(ids, error, kwargs)
                 raise
             finally:
-                state.unread = None
+                state.turn = None
 
-    def _generate(self, ids: Tensor, state: State, kwargs: dict[str, Any], beams: int) -> Any:
+    def _generate(self, ids: Tensor, state: State, turn: Turn, kwargs: dict[str, Any], beams: int) -> Any:
         """`generate` of checked arguments."""
         kwargs = {**kwargs, CACHE: state}
         if beams > 1:
-            state.keeps_prompt = True
             result = super().generate(ids, **kwargs)
             if not isinstance(result, Tensor):
-                result[CACHE] = self._read_again(state, result, ids.shape[1], beams)
+                result[CACHE] = self._read_again(turn, result, ids.shape[1], beams)
             return result
         rows = kwargs["stopping_criteria"] = FinishedRows(kwargs.get("stopping_criteria") or [], state)
         try:
@@ -261,10 +256,10 @@ class Generation(GenerationMixin, Reader):
         sequences.unflatten(0, (-1, several))[good] = made.unflatten(0, (-1, several))
         return sequences
 
-    def _read_again(self, state: State, result: Any, columns: int, beams: int) -> State:
+    def _read_again(self, turn: Turn, result: Any, columns: int, beams: int) -> State:
         """The state of the sequences that beam search chose, whose rows it may have given up on the way: a token at a time over the
         prompt's."""
-        prompt, where = state.prompt
+        prompt, where = turn.prompt
         lengths = (result.beam_indices >= 0).sum(1).tolist()
         several = len(lengths) * beams // len(where)
         out = prompt.select([where[row // several * beams] for row in range(len(lengths))])

@@ -32,7 +32,7 @@ REFUSED = {
 }
 """Arguments that ask for something else than a compiled model has, and what to do."""
 
-INPUTS = frozenset({"input_ids", "attention_mask", "position_ids", "logits_to_keep", "trust_remote_code", "tokenizer"})
+INPUTS = frozenset({"input_ids", "attention_mask", "position_ids", "trust_remote_code", "tokenizer"})
 
 SAME = 16
 """Tokens that begin like the conversation by chance, as a template's opening does, at most."""

@@ -35,18 +35,18 @@ class FinishedRows(StoppingCriteriaList):
         """Bool [B], as `StoppingCriteriaList`; input_ids int64 [B, T] end with the tokens just chosen."""
         done = super().__call__(input_ids, scores, **kwargs)
         newest = input_ids[:, -1:]
-        finished = self.state.finished
-        if finished is None or self._last is None:
+        turn = self.state.turn
+        finished = turn.finished
+        if finished is None:
             finished = torch.zeros_like(done)
             self._last = newest
         self._last = torch.where(finished[:, None], self._last, newest)
-        self.state.finished = finished | done.to(finished.device)
+        turn.finished = finished | done.to(finished.device)
         self.ids, self._lengths = input_ids, self.state.lengths
         return done
 
     def close(self) -> None:
         """Leave each row's last token for the next turn to read, unless an interruption came after the step that read it."""
-        self.state.finished = None
         if self._last is None:
             return
         read = [now != then for now, then in zip(self.state.lengths, self._lengths)]

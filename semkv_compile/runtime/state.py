@@ -19,6 +19,7 @@ from semkv.runtime.join import stack_rows
 from semkv.runtime.modes import without_grad
 from semkv.runtime.row_memory import Placement, RowMemory
 from semkv.runtime.timeline import Timeline
+from semkv.runtime.turn import Turn
 
 
 @dataclass(frozen=True)
@@ -50,11 +51,7 @@ class State:
 
     `logits` [B, vocab] are those after the last token of each row. `pending` int64 [B, 1] is the last token that `generate`
     made, read at the start of the next turn. `timeline`: records its steps where it is set. A state belongs to the model, method
-    and budget that made it, and to one thread at a time.
-
-    While `generate` runs: `ids_seen` counts the columns of its ids that were read, `unread` holds what each row reads in the first
-    step where that is not those columns, and `finished` bool [B] says which rows ended; with `keeps_prompt`, `prompt` is the state after
-    the prompts that differ, and the place of each row among them.
+    and budget that made it, and to one thread at a time. `turn`: of the `generate` call that runs on it.
     """
 
     # what `generate` asks of a cache
@@ -70,13 +67,9 @@ class State:
         self.placement = placement
         self.rows = rows
         self.logits = logits
-        self.ids_seen = 0
-        self.unread: list[Tensor] | None = None
-        self.keeps_prompt = False
-        self.prompt: tuple[State, list[int]] | None = None
+        self.turn: Turn | None = None
         self.pending: Tensor | None = None
         self.timeline: Timeline | None = None
-        self.finished: Tensor | None = None
         self._ids: Tensor | None = None
         self._surprisal: Tensor | None = None
         program = placement.program
