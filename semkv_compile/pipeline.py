@@ -11,6 +11,7 @@ import torch
 from semkv.capture.dependence import CheckDependence
 from semkv.capture.device import device_of, moved, on_cpu
 from semkv.capture.export import capture
+from semkv.capture.reach import FindReach
 from semkv.errors import ConfigError, SpecError
 from semkv.ir import spec
 from semkv.ir.program import Program
@@ -34,6 +35,7 @@ UNDERSTAND: tuple[Pass, ...] = (
     FindAttention(),  # captured -> found: one semkv::attention node and one AttentionSite per attention
     LiftPositions(),  # found: positions made inside the graph become functions of the position input
     CheckDependence(),  # found: proof that tokens mix at sites only, and whether rows may be batched
+    FindReach(),  # found: the context ends where a table of positions does
     SurprisalHead(),  # found: the body returns hidden states, the head makes logits
 )
 """What depends on the model alone; its result can be kept and lowered many times."""

@@ -6,25 +6,35 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import Graph, GraphModule, Node
 
+from semkv.capture.agreement import Agreement
 from semkv.capture.checks import accepts, check_model, declared_context, text_config
+from semkv.capture.guards import Guards, lengths_up_to
 from semkv.capture.preserve import preserved
+from semkv.capture.same_graph import same_operations
 from semkv.errors import CaptureError
-from semkv.ir.graph import BODY_INPUTS
 from semkv.ir.program import Program
 
 EXAMPLE_LENGTH = 37
 """Tokens of the example input: a prime that is no size of a usual model, so that no branch on divisibility is taken."""
 
-LONGEST = 1 << 31
-"""Bounds of a length from here on are none."""
+MORE_EXPORTS = 4
+"""Exports at other lengths that are tried to find out whether a guard decided anything."""
+
+LEAST_CONTEXT = 64
+"""Tokens below which a context is none, where the model declares none."""
+
+LEAST_DECLARED = 512
+"""Tokens below which what remains of a declared context is no use."""
 
 PREFIX = "model."
 """Where `_Stateless` holds the user's model; names in the program are those of the user's model."""
@@ -84,19 +94,28 @@ def capture(model: nn.Module, *, example_length: int = EXAMPLE_LENGTH, within_dy
     check_model(model)
     wrapper = _Stateless(model)
     with preserved(model), torch.no_grad(), _quiet():
-        exported, batched = _export(model, wrapper, example_length, (False,) if within_dynamo else (False, True))
-    module = _unlift(exported, wrapper)
-    vocab_size, dtype = _describe_model(model, module)
+        attempt, context, limits = _export(model, wrapper, example_length, (False,) if within_dynamo else (False, True))
+        batched = attempt.rows > 1
+        module = _unlift(attempt.exported, wrapper)
+        vocab_size, dtype = _describe_model(model, module)
+        agreement = Agreement(type(model).__name__, wrapper, module, vocab_size)
+        if wrapper.takes_positions:
+            context, reason = agreement.reach(context)
+            limits = [*limits, reason] if reason else limits
+        agreed = agreement.check(context, example_length + 4, batched=batched, far=wrapper.takes_positions)
     note = f"capture: {type(model).__name__}, {sum(n.op == 'call_function' for n in module.graph.nodes)} operations, "
     note += f"length dynamic, batch {'dynamic' if batched else 'fixed at 1'}"
     note += ", positions given" if wrapper.takes_positions else ", positions made inside"
+    note += f"; {agreed}"
+    if limits:
+        note += f"; context {context}, {declared_context(model) or 'none'} declared: {'; '.join(limits)}"
     return Program(
         stage="captured",
         body=module,
         head=None,
         sites=(),
         vocab_size=vocab_size,
-        max_positions=_context(model, exported),
+        max_positions=context,
         dtype=dtype,
         batched=batched,
         notes=(note,),
@@ -117,20 +136,34 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
+@dataclass(frozen=True)
+class _Attempt:
+    """An export of the forward, and how it was made.
+
+    Attributes
+    ----------
+    exported: the program, functional.
+    rows: of the example; 1 where the batch is not dynamic.
+    strict: whether the forward's bytecode was traced.
+    """
+
+    exported: ExportedProgram
+    rows: int
+    strict: bool
+
+
 def _export(
     model: nn.Module, wrapper: _Stateless, length: int, modes: tuple[bool, ...]
-) -> tuple[ExportedProgram, bool]:
-    """The exported forward and whether its batch is dynamic; a batch of one where a larger one does not export."""
-    device = next(model.parameters()).device
+) -> tuple[_Attempt, int | None, list[str]]:
+    """The exported forward, its context, and what limits that below what the model declares.
+
+    A batch of one where a larger one does not export.
+    """
     failures: list[str] = []
     for rows in (2, 1):
         for strict in modes:
-            ids = torch.zeros(rows, length, dtype=torch.int64, device=device)
-            positions = torch.arange(length, dtype=torch.int64, device=device).expand(rows, length).contiguous()
-            axes = {0: Dim.AUTO, 1: Dim.AUTO} if rows > 1 else {1: Dim.AUTO}
             try:
-                exported = torch.export.export(wrapper, (ids, positions), dynamic_shapes=(axes, axes), strict=strict)
-                exported = _functional(exported)
+                exported = _trace(wrapper, rows, length, strict)
             except CaptureError:
                 raise
             except Exception as error:  # export raises whatever the model's Python raises
@@ -145,12 +178,26 @@ def _export(
             if rows > 1 and not batch_free:
                 failures.append(f"batch {rows}: the graph fixes the batch")
                 break
-            return exported, rows > 1
+            attempt = _Attempt(exported, rows, strict)
+            try:
+                context, limits = _served_lengths(model, wrapper, attempt)
+            except _BatchError as error:
+                failures.append(f"batch {rows}: {error}")
+                break
+            return attempt, context, limits
     listed = "\n  ".join(failures)
     raise CaptureError(
         f"torch.export cannot capture the forward of {type(model).__name__} with a dynamic length; its code branches "
         f"on values or sizes. Attempts:\n  {listed}"
     )
+
+
+def _trace(wrapper: _Stateless, rows: int, length: int, strict: bool) -> ExportedProgram:
+    device = next(wrapper.parameters()).device
+    ids = torch.zeros(rows, length, dtype=torch.int64, device=device)
+    positions = torch.arange(length, dtype=torch.int64, device=device).expand(rows, length).contiguous()
+    axes = {0: Dim.AUTO, 1: Dim.AUTO} if rows > 1 else {1: Dim.AUTO}
+    return _functional(torch.export.export(wrapper, (ids, positions), dynamic_shapes=(axes, axes), strict=strict))
 
 
 def _first_line(error: Exception) -> str:
@@ -181,29 +228,55 @@ def _free_axes(exported: ExportedProgram) -> tuple[bool, bool]:
     return rows, length
 
 
-def _context(model: nn.Module, exported: ExportedProgram) -> int | None:
-    """Positions that the program covers: what the model declares, at most the longest sequence of the traced branch.
+class _BatchError(Exception):
+    """The graph is not the model's for every number of rows."""
+
+
+def _served_lengths(model: nn.Module, wrapper: _Stateless, attempt: _Attempt) -> tuple[int | None, list[str]]:
+    """The context that the graph serves and, where it is less than the model declares, why.
+
+    A guard that does not hold at some length may have decided nothing: the model is exported again there, and where the
+    operations are the same, so are the lengths that the second export's guards hold for.
 
     Raises
     ------
-    CaptureError: the traced branch is one for long sequences only.
+    CaptureError: the graph is not the model's for every length up to some bound, or that bound is no context.
     """
-    lower, upper = 0, None
-    for node in exported.graph.nodes:
-        if node.op == "placeholder" and node.name in BODY_INPUTS:
-            expression = node.meta["val"].shape[1].node.expr
-            bounds = exported.range_constraints.get(expression)
-            if bounds is not None:
-                lower = max(lower, int(bounds.lower))
-                if bounds.upper < LONGEST:
-                    upper = int(bounds.upper) if upper is None else min(upper, int(bounds.upper))
-    if lower > 2:
+    guards, declared = Guards(attempt.exported), declared_context(model)
+    lengths = lengths_up_to(declared)
+    covered = guards.holds(attempt.rows, lengths)
+    if attempt.rows > 1 and (breaker := guards.row_breaker(attempt.rows, lengths)):
+        raise _BatchError(f"the graph assumes {breaker[0]}, not so for {breaker[1]} rows")
+    for _ in range(MORE_EXPORTS):
+        if covered.all():
+            return declared, []
+        length = int(lengths[np.argmin(covered)])
+        other = _same_at(wrapper, attempt, length)
+        if other is None:
+            break
+        covered |= Guards(other).holds(attempt.rows, lengths) | (lengths == length)
+    if covered.all():
+        return declared, []
+    first = int(np.argmin(covered))
+    length, broken = int(lengths[first]), guards.broken(attempt.rows, int(lengths[first]))
+    context = int(lengths[first - 1]) if first else 0
+    useful = LEAST_CONTEXT if declared is None else min(declared, LEAST_DECLARED)
+    if context < useful or bool(covered[first:].any()):
         raise CaptureError(
-            f"the forward of {type(model).__name__} takes another branch for sequences shorter than {lower} tokens; "
-            "expected one computation for every length"
+            f"the forward of {type(model).__name__} is not one computation for every length: export took a branch where "
+            f"{broken}, which does not hold at {length} tokens. Write it so that sizes follow the input, without Python "
+            "branches and loops over the number of tokens"
         )
-    limits = [limit for limit in (declared_context(model), upper) if limit is not None]
-    return min(limits) if limits else None
+    return context, [f"export took a branch where {broken}, which does not hold at {length} tokens"]
+
+
+def _same_at(wrapper: _Stateless, attempt: _Attempt, length: int) -> ExportedProgram | None:
+    """The forward exported at `length`; None where it is not the same operations there, or does not export."""
+    try:
+        other = _trace(wrapper, attempt.rows, length, attempt.strict)
+    except Exception:  # whatever the model's Python raises at that length
+        return None
+    return other if same_operations(attempt.exported, other, attempt.rows, length) else None
 
 
 def _unlift(exported: ExportedProgram, wrapper: nn.Module) -> GraphModule:

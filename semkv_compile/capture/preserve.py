@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 CONTAINERS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
@@ -15,9 +16,10 @@ CONTAINERS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_se
 def preserved(model: nn.Module) -> Iterator[None]:
     """On exit, every module has the attributes, parameters, buffers and configuration values that it had on entry.
 
-    Tensors are restored by identity, not by value: under export the forward runs on fake tensors, which write to none.
+    Tensors are restored by identity, buffers by value as well: what is run on real tensors may write to them.
     """
     before = [(module, _snapshot(module)) for module in model.modules()]
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     configs = {id(c): (c, dict(vars(c))) for m in model.modules() if (c := _config(m)) is not None}
     try:
         yield
@@ -28,6 +30,9 @@ def preserved(model: nn.Module) -> Iterator[None]:
                 container = module.__dict__[name]
                 container.clear()
                 container.update(content)
+        for buffer, value in buffers:
+            if not torch.equal(buffer, value):
+                buffer.copy_(value)
         for config, attributes in configs.values():
             _restore(vars(config), attributes)
 
