@@ -76,6 +76,7 @@ def test_the_list_is_in_order():
         "find_attention",
         "lift_positions",
         "dependence",
+        "reach",
         "surprisal_head",
         "assign_budgets",
         "group_heads",

@@ -19,6 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 from semkv.capture.agreement import Agreement
 from semkv.capture.checks import accepts, check_model, declared_context, text_config
 from semkv.capture.guards import Guards, lengths_up_to
+from semkv.capture.inputs import check_inputs, check_runs
 from semkv.capture.preserve import preserved
 from semkv.capture.same_graph import same_operations
 from semkv.errors import CaptureError
@@ -89,15 +90,18 @@ def capture(model: nn.Module, *, example_length: int = EXAMPLE_LENGTH, within_dy
     Raises
     ------
     InputError: no module, no parameters, or training mode.
-    CaptureError: what `check_model` refuses, a forward that does not export, or one whose graph fixes the length.
+    CaptureError: what `check_model` and `check_inputs` refuse, a forward that does not export, or one whose graph is not the
+        model's for every length up to a context.
     """
     check_model(model)
+    check_inputs(model)
     wrapper = _Stateless(model)
     with preserved(model), torch.no_grad(), _quiet():
         attempt, context, limits = _export(model, wrapper, example_length, (False,) if within_dynamo else (False, True))
-        batched = attempt.rows > 1
-        module = _unlift(attempt.exported, wrapper)
-        vocab_size, dtype = _describe_model(model, module)
+    batched = attempt.rows > 1
+    module = _unlift(attempt.exported, wrapper)
+    vocab_size, dtype = _describe_model(model, module)
+    with preserved(model), torch.no_grad(), _quiet():
         agreement = Agreement(type(model).__name__, wrapper, module, vocab_size)
         if wrapper.takes_positions:
             context, reason = agreement.reach(context)
@@ -185,6 +189,8 @@ def _export(
                 failures.append(f"batch {rows}: {error}")
                 break
             return attempt, context, limits
+    with preserved(model):
+        check_runs(model, wrapper, length)
     listed = "\n  ".join(failures)
     raise CaptureError(
         f"torch.export cannot capture the forward of {type(model).__name__} with a dynamic length; its code branches "

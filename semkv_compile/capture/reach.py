@@ -30,9 +30,7 @@ class FindReach(Pass):
         ids = torch.zeros(1, 1, dtype=torch.int64, device=device)
         with torch.no_grad():
             context, reason = reachable(lambda at: run_locally(program.body, ids, at), program.max_positions, device)
-        if reason is None:
-            return program
-        note = f"reach: context {context}, {program.max_positions or 'none'} declared: {reason}"
+        note = f"reach: context {context or 'not declared'}" + (f", as {reason}" if reason else "")
         return program.evolve(note, max_positions=context)
 
 
