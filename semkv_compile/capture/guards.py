@@ -86,18 +86,18 @@ class Guards:
             self._require_known(guard)
 
     def _collect(self, exported: ExportedProgram, environment: Any) -> Iterator[Guard]:
-        for symbol, bounds in exported.range_constraints.items():
-            if symbol in self.axes:
-                if bounds.lower > 2:
-                    yield self._guard(sympy.Ge(symbol, int(bounds.lower)))
-                if bounds.upper < LONGEST:
-                    yield self._guard(sympy.Le(symbol, int(bounds.upper)))
         for recorded in () if environment is None else environment.guards:
             yield self._guard(recorded.expr, _place(recorded.sloc))
         for node in exported.graph.nodes:
             condition = _asserted(node, environment)
             if condition is not None:
                 yield self._guard(condition, describe(node))
+        for symbol, bounds in exported.range_constraints.items():
+            if symbol in self.axes:
+                if bounds.lower > 2:
+                    yield self._guard(sympy.Ge(symbol, int(bounds.lower)))
+                if bounds.upper < LONGEST:
+                    yield self._guard(sympy.Le(symbol, int(bounds.upper)))
 
     def _guard(self, condition: sympy.Basic, place: str = "") -> Guard:
         return _Hashable(condition, self.axes, place)
@@ -206,7 +206,8 @@ def _asserted(node: Node, environment: Any) -> sympy.Basic | None:
     expression = _expression(node.args[0])
     if expression is not None and expression.free_symbols <= environment.var_to_sources.keys():
         return expression if isinstance(expression, sympy.logic.boolalg.Boolean) else None
-    if expression is None or not expression.free_symbols <= _checked_by_operators(node.graph, environment):
+    made = None if expression is None else expression.free_symbols - environment.var_to_sources.keys()
+    if made is None or not made <= _checked_by_operators(node.graph, environment):
         _require_positions_only(node)
     return None
 

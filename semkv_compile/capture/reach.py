@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
 
 from semkv.ir.local import RUN_ERRORS, run_locally
 from semkv.ir.program import Program
@@ -34,7 +33,9 @@ class FindReach(Pass):
         return program.evolve(note, max_positions=context)
 
 
-def reachable(run: Callable[[Tensor], object], limit: int | None, device: torch.device) -> tuple[int | None, str | None]:
+def reachable(
+    run: Callable[[Tensor], object], limit: int | None, device: torch.device
+) -> tuple[int | None, str | None]:
     """The context up to which `run` does not raise, and why it ends; `limit` and None where that is far enough.
 
     Parameters

@@ -197,7 +197,10 @@ REFUSED = [
     (Scores, "the model returned SimpleNamespace without logits"),
     (LastToken, r"the model returns a tensor of shape .* expected logits \[B, T, vocab\]"),
     (FixedLength, "cannot capture the forward of FixedLength with a dynamic length"),
-    (OnlyLong, r"not one computation for every length: export took a branch where `tokens >= 21`, which does not hold at 2 tokens"),
+    (
+        OnlyLong,
+        r"not one computation for every length: export took a branch where `tokens >= 21`, which does not hold at 2 tokens",
+    ),
     (ByValue, "cannot capture the forward of ByValue with a dynamic length; its code branches on values or sizes"),
 ]
 
