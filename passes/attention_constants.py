@@ -31,6 +31,7 @@ def whole_numbers(evaluator: Evaluator, targets: Iterable[Node], region: frozens
             continue
         seen.add(node)
         if node.op == "get_attr":
+            evaluator.read.add(str(node.target))
             found |= _numbers_of_tensor(attribute(evaluator.module, str(node.target)))
         elif node.op == "call_function":
             found |= _numbers_of_arguments((node.args, node.kwargs))

@@ -139,6 +139,7 @@ class Evaluator:
     Attributes
     ----------
     tainted: nodes whose values depend on token ids; reading one that `known` does not give is a rejection.
+    read: names of the constants that were read.
     """
 
     def __init__(self, module: GraphModule) -> None:
@@ -147,6 +148,7 @@ class Evaluator:
         inputs = placeholders(module.graph)
         self.ids, self.positions = inputs["input_ids"], inputs["positions"]
         self.tainted = value_dependents([self.ids])
+        self.read: set[str] = set()
         self.rows = self.sizes.fixed_rows or 2
         self.order = {node: place for place, node in enumerate(module.graph.nodes)}
 
@@ -214,6 +216,7 @@ class Evaluator:
         if node.op == "placeholder":
             return self._position_rows(length, points)
         if node.op == "get_attr":
+            self.read.add(str(node.target))
             return attribute(self.module, str(node.target)).detach().cpu()
         if node.target in SHAPE_ONLY and node.args[0] in self.tainted and node.args[0] not in values:
             like = node.args[0].meta["val"]

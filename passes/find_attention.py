@@ -65,7 +65,9 @@ class FindAttention(Pass):
         finish(module)
         fused = sum(match.score is None for match in matches)
         note = f"find_attention: {fused} fused and {len(matches) - fused} written out, {len(rewriter.stores)} KV stores"
-        return program.evolve(note, stage="found", body=module, sites=tuple(rewriter.sites))
+        return program.evolve(
+            note, stage="found", body=module, sites=tuple(rewriter.sites), evaluated=tuple(sorted(evaluator.read))
+        )
 
 
 @dataclass(frozen=True)

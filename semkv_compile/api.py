@@ -10,17 +10,16 @@ import torch
 from torch import nn
 
 from semkv.artifact.fingerprint import model_fingerprint
-from semkv.capture.device import moved, usable
+from semkv.capture.device import usable
 from semkv.compiled import CompiledModel
 from semkv.config import CompileConfig, check_budget
 from semkv.errors import ConfigError
 from semkv.generation_arguments import own_configuration
 from semkv.kernel_builds import check_graphs
+from semkv.live_model import LiveModel, program_of
 from semkv.methods import find_method
 from semkv.methods.auto import AUTO, measured_best
-from semkv.pipeline import captured_program, on_latents
 from semkv.profiles.schema import Profile
-from semkv.program_cache import cached_program
 
 
 def compile(
@@ -34,7 +33,8 @@ def compile(
 ) -> CompiledModel:
     """Capture `model`, rewrite its attention onto a mixed-resolution memory, and return a model that runs on it.
 
-    The model is not changed, and its weights are shared, not copied, unless `device` is another than theirs.
+    The model is not changed, and its weights are shared, not copied, unless `device` is another than theirs. Where it is changed
+    afterwards, the compiled one follows or refuses (`CompiledModel`).
 
     Parameters
     ----------
@@ -69,17 +69,13 @@ def compile(
     chosen.check(profile)
     here = next((p.device for p in model.parameters()), torch.device("cpu"))
     check_graphs(settings.cuda_graphs, here if target is None else target)
-    program = cached_program(model, fingerprint) if settings.cache else captured_program(model)
-    if settings.latents:
-        program = on_latents(program)
+    program = program_of(model, settings, target, fingerprint)
     if profile is not None:
         profile.check_stores(program.stores)
-    if target is not None and any(p.device != target for p in model.parameters()):
-        program = moved(program, target)
     return CompiledModel(
         program, profile, chosen, budget, settings,
         fingerprint=fingerprint, model_config=copy.deepcopy(getattr(model, "config", None)),
-        generation_config=own_configuration(getattr(model, "generation_config", None)),
+        generation_config=own_configuration(getattr(model, "generation_config", None)), live=LiveModel(model, program, target),
     )  # fmt: skip
 
 

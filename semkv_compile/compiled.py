@@ -9,6 +9,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.generation.configuration_utils import GenerationConfig
 
 import semkv.kernels  # noqa: F401 - registers the operators
+from semkv.capture.device import device_of
 from semkv.config import CompileConfig, check_budget
 from semkv.errors import BudgetError
 from semkv.generation import Generation
@@ -18,6 +19,7 @@ from semkv.kernel_builds import check_graphs, start_builds
 from semkv.kernel_layouts import site_layouts, tune_program
 from semkv.kernels.mixed_attention.dispatch import form_of
 from semkv.kernels.tuning import Tuning
+from semkv.live_model import LiveModel
 from semkv.methods import Method, find_method
 from semkv.offload import offload_thresholds
 from semkv.passes.base import PassOptions
@@ -40,6 +42,9 @@ class CompiledModel(Generation):
     program: the lowered program. method: the method with its options. budget: as given to `compile`.
     config: the model's own configuration, for generation; a blank one for a plain module.
     settings: the `CompileConfig`. fingerprint: of the model that was compiled; profiles carry the same.
+
+    The model that was compiled may live on. Each call looks whether it changed: new weights are followed, states of the old ones
+    refused (`StateError`), and what takes another capture is refused (`StaleModelError`) until `refresh`, or until it is undone.
     """
 
     def __init__(
@@ -55,13 +60,13 @@ class CompiledModel(Generation):
         generation_config: GenerationConfig | None = None,
         lowered: bool = False,
         tuning: Tuning | None = None,
+        live: LiveModel | None = None,
     ) -> None:
         """`source` is a program with its sites found, or, where `lowered`, one that was already lowered for `method`. `tuning`:
-        layouts of kernels that an artifact brought."""
+        layouts of kernels that an artifact brought. `live`: the model that it was captured from, to be followed."""
         super().__init__()
         register_causal_lm(CompiledModel)
         check_budget(budget)
-        self.fingerprint = fingerprint
         if method.compresses and budget is None:
             raise BudgetError(
                 f"method {method.name!r} compresses, so it needs a budget: a fraction of the full KV such as 0.1, "
@@ -69,11 +74,19 @@ class CompiledModel(Generation):
             )
         if not method.compresses and budget is not None:
             raise BudgetError(f"method {method.name!r} keeps everything: pass no budget with it (got {budget!r})")
-        object.__setattr__(self, "_source", source)
-        self.profile, self.method, self.budget, self.settings = profile, method, budget, settings
-        self.tuning = tuning
-        check_graphs(settings.cuda_graphs, self.device)
-        start_builds(source, settings.kernels, self.device, routes=method.compresses)
+        self.method, self.budget, self.settings, self.tuning = method, budget, settings, tuning
+        self._live, self._lowered = live, lowered
+        self._assemble(source, profile, fingerprint)
+        self.config = PreTrainedConfig(vocab_size=source.vocab_size) if model_config is None else model_config
+        self.generation_config = generation_config or GenerationConfig()
+        self.eval()
+
+    def _assemble(self, source: Program, profile: Profile | None, fingerprint: str | None) -> None:
+        """See `Following`; an error leaves everything as it was."""
+        method, budget, settings, lowered = self.method, self.budget, self.settings, self._lowered
+        device = device_of(source.body)
+        check_graphs(settings.cuda_graphs, device)
+        start_builds(source, settings.kernels, device, routes=method.compresses)
         dtype = settings.torch_kv_dtype(source.dtype)
         decided = method.for_budget(source, profile, Budget(budget, dtype))
         program = source if lowered else lower(source, _pass_options(source, decided, profile))
@@ -83,14 +96,11 @@ class CompiledModel(Generation):
             program,
             PassOptions(
                 thresholds=limits if limits and not lowered else None, kernels=settings.kernels,
-                layouts=site_layouts(program, settings.kernels, self.device, tuning),
+                layouts=site_layouts(program, settings.kernels, device, self.tuning),
             ),
         )  # fmt: skip
-        object.__setattr__(self, "program", program)
-        self.config = PreTrainedConfig(vocab_size=program.vocab_size) if model_config is None else model_config
-        self.generation_config = generation_config or GenerationConfig()
-        kernels = form_of(settings.kernels, self.device)[0]
-        self.placement = Placement(
+        kernels = form_of(settings.kernels, device)[0]
+        placement = Placement(
             program=program,
             method=method.name,
             plan=plan,
@@ -102,16 +112,20 @@ class CompiledModel(Generation):
                 disk=settings.host == "disk",
                 folder=settings.disk_folder,
                 limit=settings.host_memory if settings.offload == "budget" else None,
-                pinned=kernels == "triton" and self.device.type == "cuda",
+                pinned=kernels == "triton" and device.type == "cuda",
             ),
-            device=self.device,
+            device=device,
             thresholds=limits,
             rows=settings.rows if limits else None,
             prefetch=settings.prefetches,
             guesses=settings.guesses,
             kernels=kernels == "triton",
+            weights=None if self._live is None else self._live.weights,
         )
-        self.eval()
+        object.__setattr__(self, "_source", source)
+        object.__setattr__(self, "program", program)
+        self.profile, self.fingerprint, self.placement = profile, fingerprint, placement
+        self.__dict__.pop("_running", None)
 
     # -- facts ---------------------------------------------------------------------------------------------------------
 
@@ -125,13 +139,14 @@ class CompiledModel(Generation):
         self, method: str, budget: float | int | None = None, *, config: CompileConfig | None = None, **options: Any
     ) -> CompiledModel:
         """The same program under another method or budget; weights and graphs are shared, nothing is captured again."""
+        self._follow()
         settings = config or self.settings
         options = (config.method_options if config else {}) | options  # those of `self.settings` are of another method
         source = self._source.evolve(stage="found", prefill=None, extend=None, decode=None, selector=None)
         return CompiledModel(
             source, self.profile, find_method(method, options), budget, settings.model_copy(update={"method_options": options}),
             fingerprint=self.fingerprint, model_config=self.config, generation_config=self.generation_config,
-            tuning=self.tuning,
+            tuning=self.tuning, live=self._live,
         )  # fmt: skip
 
     def tune_kernels(self) -> CompiledModel:
@@ -140,11 +155,12 @@ class CompiledModel(Generation):
         They are kept in the cache's folder, where later compilations find them, and in artifacts. `ConfigError` where Triton's
         kernels do not run.
         """
+        self._follow()
         tuning = tune_program(self.program, self.settings.kernels, self.device)
         return CompiledModel(
-            self.program, self.profile, self.method, self.budget, self.settings,
+            self._source, self.profile, self.method, self.budget, self.settings,
             fingerprint=self.fingerprint, model_config=self.config, generation_config=self.generation_config,
-            lowered=True, tuning=tuning if self.tuning is None else self.tuning.merged(tuning),
+            lowered=self._lowered, tuning=tuning if self.tuning is None else self.tuning.merged(tuning), live=self._live,
         )  # fmt: skip
 
     # -- files ---------------------------------------------------------------------------------------------------------
@@ -153,12 +169,14 @@ class CompiledModel(Generation):
         """Write an artifact folder that `semkv.load` runs without the modelling code; see docs/artifact.md."""
         from semkv.saving import save_compiled
 
+        self._follow()
         save_compiled(self, path)
 
     def load_state(self, path: str | os.PathLike[str]) -> State:
         """A state that this model, or one compiled alike, saved with `State.save`."""
         from semkv.saving import load_state
 
+        self._follow()
         return load_state(self, path)
 
     def __repr__(self) -> str:

@@ -52,7 +52,12 @@ class BatchError(SemkvError):
 
 
 class StateError(SemkvError, RuntimeError):
-    """A state whose last step did not come to its end, so that its layers, or its rows, do not hold the same tokens."""
+    """A state whose last step did not come to its end, so that its layers, or its rows, do not hold the same tokens; or a state or
+    record made with weights that its model no longer has."""
+
+
+class StaleModelError(SemkvError, RuntimeError):
+    """The model that was compiled is no longer what was captured, in a way that only another capture can follow."""
 
 
 class ProfileError(SemkvError):

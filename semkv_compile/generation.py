@@ -88,6 +88,8 @@ class Generation(GenerationMixin, Reader):
         if input_ids is None:
             raise InputError("forward needs input_ids [B, T]: a compiled model reads token ids")
         state = given_state("forward", None, past_key_values, cache)
+        if state is None or state.turn is None:  # `generate` has looked
+            self._follow_for(input_ids)
         mask = None if attention_mask is None else attention_mask[:, -input_ids.shape[1] :]
         blank = state is None or not state.rows
         state = self._blank_state() if state is None else state
@@ -123,6 +125,7 @@ class Generation(GenerationMixin, Reader):
     def _read_turn(self, state: State, turn: Turn, ids: Tensor, mask: Tensor | None) -> Tensor:
         """Read the next columns int64 [B, T] of a running `generate`, which has checked them; logits [B, 1, vocab] after each row's last
         token. Rows that have finished read nothing."""
+        self._check_weights(state.placement.weights, "this state")
         turn.seen += ids.shape[1]
         if not state.rows:
             rows = real_tokens(ids, mask)
@@ -186,6 +189,7 @@ class Generation(GenerationMixin, Reader):
         BatchError: prompts of a batch that cannot be read, the others having been answered.
         Errors on the way carry the text so far as `error.sequences`, int64 [B, T].
         """
+        self._follow()
         names = list(inspect.signature(GenerationMixin.generate).parameters)[2:]
         kwargs |= dict(zip(names, args))
         state = given_state("generate", state, *(kwargs.pop(name, None) for name in ("past_key_values", "cache")))

@@ -9,20 +9,18 @@ import torch
 from torch import Tensor
 
 import semkv.kernels  # noqa: F401 - registers the operators
-from semkv.config import CompileConfig
 from semkv.errors import BatchError, InputError, SemkvError
+from semkv.following import Following
 from semkv.input_ids import check_vocabulary, real_tokens
 from semkv.ir.program import Program
 from semkv.kernel_builds import as_run
-from semkv.methods import Method
 from semkv.runtime.heap import return_freed
 from semkv.runtime.modes import without_grad
 from semkv.runtime.record import RowRecord
-from semkv.runtime.row_memory import Placement, RowMemory
+from semkv.runtime.row_memory import RowMemory
 from semkv.runtime.spans import waiting_cost_bytes
 from semkv.runtime.state import State
 from semkv.runtime.steps import extend, prefill_row
-from semkv.shared_weights import SharedWeights
 
 UNCAPPED_CHUNK = 512
 """Tokens that `extend` runs at once where there is no budget."""
@@ -42,14 +40,8 @@ class Prompts:
     last_logits: list[Tensor]
 
 
-class Reader(SharedWeights):
+class Reader(Following):
     """What reads text into states: a program, how its memory is laid out, and the settings of both."""
-
-    program: Program
-    placement: Placement
-    method: Method
-    settings: CompileConfig
-    fingerprint: str | None
 
     @cached_property
     def _running(self) -> Program:
@@ -87,6 +79,7 @@ class Reader(SharedWeights):
         surprisal: whether to compute it; all_queries: whether to keep every query instead of the last ones; default:
         whether this model's method needs it.
         """
+        self._follow()
         ids, rows = self._checked_rows(ids[None] if ids.dim() == 1 else ids, None, None)
         if len(rows) != 1:
             raise InputError(f"a record is of one row, got {len(rows)}")
@@ -105,7 +98,7 @@ class Reader(SharedWeights):
             self.program, ids, self.placement.budget.dtype,
             surprisal=surprisal, all_queries=all_queries, chunk=chunk, tier=self.placement.tier, logits=logits,
         )  # fmt: skip
-        record.model = self.fingerprint
+        record.model, record.weights = self.fingerprint, self.placement.weights
         return record
 
     def _host_nbytes(self, tokens: int) -> int:
@@ -126,11 +119,13 @@ class Reader(SharedWeights):
 
         release: they serve this one only, and let go of each layer as it is built, so that both are never held in full.
         """
+        self._follow()
         return self._state([record] if isinstance(record, RowRecord) else record, release=release)
 
     def _state(self, records: list[RowRecord], *, release: bool = False) -> State:
         """`compress` of checked records."""
         for one in records:
+            self._check_weights(one.weights, "the record")
             if None not in (one.model, self.fingerprint) and one.model != self.fingerprint:
                 raise InputError(
                     f"the record was made by another model ({one.model}) than this one ({self.fingerprint}): "
@@ -159,6 +154,7 @@ class Reader(SharedWeights):
         Each row runs alone and without its padding, so that its tokens cannot depend on its neighbours; rows that are the same are
         read once. Raises `BatchError`, with the state of the others, where some of several rows cannot be read.
         """
+        self._follow()
         _, rows = self._checked_rows(input_ids, attention_mask, None)
         made, where = self._read_prompts(rows, [1] * len(rows))
         return made.state if len(made.state.rows) == len(rows) else made.state.select(where)
@@ -203,6 +199,7 @@ class Reader(SharedWeights):
 
         Returns logits [B, 1, vocab] after each row's last token, or [B, T, vocab] with `all_logits` (unpadded rows only).
         """
+        self._follow_for(input_ids)
         self._check_state(state)
         with state.in_use():
             _, rows = self._checked_rows(input_ids, attention_mask, state)
@@ -255,6 +252,7 @@ class Reader(SharedWeights):
         """Refuse what is no state of this model, or has another number of rows than the ids given with it."""
         if not isinstance(state, State):
             raise InputError(f"expected a State made by prefill, got {type(state).__name__}")
+        self._check_weights(state.placement.weights, "this state")
         if state.placement.program is not self.program:
             raise InputError("this state was made by another compiled model: programs, methods and budgets must match")
         if rows is not None and rows != len(state.rows):

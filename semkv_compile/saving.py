@@ -33,7 +33,9 @@ KERNELS = "kernels"
 
 
 def save_compiled(compiled: CompiledModel, path: str | os.PathLike[str]) -> None:
-    """Write the artifact folder of `compiled`; see docs/artifact.md."""
+    """Write the artifact folder of `compiled`; see docs/artifact.md. `ProfileError`: its profile is of weights that the model had."""
+    if compiled.profile is not None and compiled.fingerprint is not None:
+        compiled.profile.check_model(compiled.fingerprint)  # who loads it checks it as well
     config = compiled.config
     save_program(
         compiled.program, path,
@@ -84,7 +86,9 @@ def load_compiled(path: str | os.PathLike[str], *, device: str | torch.device = 
 
 
 def save_state(state: State, path: str | os.PathLike[str]) -> None:
-    """Write a state as one file: every tier of every row."""
+    """Write a state as one file: every tier of every row. `StateError` where its model has other weights by now."""
+    if state.placement.weights is not None:
+        state.placement.weights.check("this state")
     meta: dict[str, Any] = {"rows": [], "compiled": _identity(state)}
     tensors: dict[str, Tensor] = {"logits": state.logits}
     if state.pending is not None:

@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import semkv
-from semkv import api, program_cache
+from semkv import live_model, program_cache
 from semkv.artifact.fingerprint import model_fingerprint, program_fingerprint
 from semkv.artifact.state_file import load_tensors, save_tensors
 from semkv.compiled import CompiledModel
@@ -77,7 +77,7 @@ def ids(tokens: int) -> torch.Tensor:
 
 def test_a_compilation_uses_the_cache_where_it_is_asked_to(model, folder, captures, monkeypatch):
     plain: list[torch.nn.Module] = []
-    monkeypatch.setattr(api, "captured_program", lambda model: plain.append(model) or captured_program(model))
+    monkeypatch.setattr(live_model, "captured_program", lambda model: plain.append(model) or captured_program(model))
     semkv.compile(model, config=CACHED)
     assert not plain
     assert not captures

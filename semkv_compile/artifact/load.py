@@ -64,6 +64,7 @@ def build_program(facts: ProgramFacts, graphs: Mapping[str, GraphModule], source
         max_positions=facts.max_positions,
         dtype=DTYPES[facts.dtype],
         batched=facts.batched,
+        evaluated=tuple(facts.evaluated),
         notes=tuple(facts.notes),
         **{name: graphs.get(name) for name in GRAPHS},
     )

@@ -73,6 +73,7 @@ class ProgramFacts(_Part):
     max_positions: int | None = Field(ge=1, lt=2**62)
     dtype: Literal["float64", "float32", "float16", "bfloat16"]
     batched: bool
+    evaluated: list[str] = Field(default_factory=list, max_length=10_000)
     notes: list[str] = Field(max_length=10_000)
 
     @field_validator("sites")

@@ -165,6 +165,7 @@ def program_facts(program: Program, graphs: list[str]) -> dict[str, Any]:
         "max_positions": program.max_positions,
         "dtype": DTYPE_NAME[program.dtype],
         "batched": program.batched,
+        "evaluated": list(program.evaluated),
         "notes": list(program.notes),
     }
 

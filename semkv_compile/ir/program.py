@@ -33,6 +33,8 @@ class Program:
     max_positions: the model's declared context in tokens, None where it declares none.
     dtype: of the parameters that attention computes in.
     batched: whether one call may hold rows with different positions; where not, rows run one at a time.
+    evaluated: names of the tensors whose numbers passes read to write others into the program (biases, scales, windows): a model in
+        which they changed has another program.
     notes: per pass, what it did, in order; shown by `semkv.explain(verbose=True)` and kept in artifacts.
     """
 
@@ -48,6 +50,7 @@ class Program:
     extend: GraphModule | None = None
     decode: GraphModule | None = None
     selector: GraphModule | None = None
+    evaluated: tuple[str, ...] = ()
     notes: tuple[str, ...] = field(default=())
 
     def evolve(self, note: str | None = None, **changes) -> Program:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from semkv.ir.program import Program
+from semkv.runtime.weights import Weights
 
 OBSERVED_QUERIES = 64
 """Queries of the prompt's end that a record keeps, for observation windows."""
@@ -28,7 +29,7 @@ class RowRecord:
     features: hidden states [n, H] that entered the layers of the sites that a retrieval head reads, on the host.
     head_orders: per KV store the user's model's KV head at each place, where the program that made it moved heads.
     known: what components have computed of the record, by name, so that other budgets find it there.
-    model: fingerprint of the model that read the prompt; None where nobody says.
+    model: fingerprint of the model that read the prompt; None where nobody says. weights: those it had, where it may change.
     """
 
     ids: Tensor
@@ -43,6 +44,7 @@ class RowRecord:
     features: dict[int, Tensor] = field(default_factory=dict)
     known: dict[str, Tensor] = field(default_factory=dict)
     model: str | None = None
+    weights: Weights | None = None
 
     @property
     def tokens(self) -> int:

@@ -30,6 +30,7 @@ from semkv.runtime.spans import FoldedSpans, unit_cost_bytes
 from semkv.runtime.step import Step
 from semkv.runtime.token_store import TokenStore
 from semkv.runtime.traffic import Traffic
+from semkv.runtime.weights import Weights
 from semkv.runtime.whole_heads import part_shares, unclaimed
 
 PAGE = 8
@@ -56,6 +57,7 @@ class Placement:
         sites' `host_from` follow from. rows: sequences that these are for; None: any number.
     prefetch: whether rows fetch ahead of their layers what those will unfold; guesses: and what they are likely to.
     kernels: whether Triton's kernels score and select units where there are some, see `semkv.kernels.mixed_attention.dispatch`.
+    weights: those of the model at that time, where it may change.
     """
 
     program: Program
@@ -72,6 +74,7 @@ class Placement:
     prefetch: bool = False
     guesses: bool = True
     kernels: bool = False
+    weights: Weights | None = None
 
     def where(self, site: AttentionSite, tokens: int) -> torch.device | None:
         """Where the folded tokens of a site wait when its sequence has `tokens` tokens: a device, or None for the host."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -11,6 +10,10 @@ from torch import Tensor
 
 import semkv
 from semkv.capture.device import moved
+from semkv.compiled import CompiledModel
+from semkv.errors import StateError
+from semkv.live_model import LiveModel
+from semkv.methods import find_method
 from semkv.offload import offload_demand
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a device that is there needs no pretence")
@@ -21,18 +24,47 @@ REAL: dict[str, Any] = {"prefetch": False, "kernels": "torch", "cuda_graphs": Fa
 
 
 @pytest.fixture(scope="module")
-def base(llama: Any) -> Any:
-    return semkv.compile(llama(VOCAB, 32, 4))
+def model(llama: Any) -> Any:
+    return llama(VOCAB, 32, 4)
 
 
-def _moved(base: Any, mode: Any, method: str, budget: float | None, settings: semkv.CompileConfig) -> Any:
-    """`base` on the pretended GPU, under another method."""
-    there = copy.copy(base)
+@pytest.fixture(scope="module")
+def base(model: Any) -> Any:
+    return semkv.compile(model)
+
+
+def _moved(
+    base: Any, mode: Any, method: str, budget: float | None, settings: semkv.CompileConfig, model: Any = None
+) -> Any:
+    """`base` on the pretended GPU, under another method; it follows `model`, on the CPU."""
     source = moved(base._source, "cuda")
     for module in (source.body, source.head):
         mode.move(module)  # parameters are made without the functions that the mode sees
-    object.__setattr__(there, "_source", source)
-    return there.with_method(method, budget, config=settings, **settings.method_options)
+    live = None if model is None else LiveModel(model, source, torch.device("cuda"))
+    return CompiledModel(source, None, find_method(method, settings.method_options), budget, settings, live=live)
+
+
+@pytest.mark.parametrize(("method", "budget"), [("full", None), ("streaming_llm", 300)])
+def test_copies_on_another_device_follow_the_model(
+    base: Any, model: Any, pretended_cuda: Any, method: str, budget: Any
+) -> None:
+    weights = {name: x.clone() for name, x in model.state_dict().items()}
+    ids = torch.randint(1, VOCAB, (1, PROMPT), generator=torch.Generator().manual_seed(1))
+    there = _moved(base, pretended_cuda, method, budget, semkv.CompileConfig(**REAL), model)
+    state = there.prefill(pretended_cuda.mark(ids.clone()))
+    held = {name: x.data_ptr() for name, x in there.named_parameters()}
+    assert not set(held.values()) & {x.data_ptr() for x in model.parameters()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+        wanted = model(ids).logits[:, -1]
+    with pytest.raises(StateError, match="made before the model's weights changed"):
+        there.extend(state, pretended_cuda.mark(ids[:, :2].clone()))
+    got = there.prefill(pretended_cuda.mark(ids.clone())).logits
+    assert got.is_cuda
+    torch.testing.assert_close(got.cpu(), wanted, rtol=1e-4, atol=1e-4)
+    assert {name: x.data_ptr() for name, x in there.named_parameters()} == held, "written in place"
+    model.load_state_dict(weights)
 
 
 def test_a_mix_of_devices_is_seen(pretended_cuda: Any) -> None:

@@ -14,7 +14,7 @@ PUBLIC = {
     "semkv": ["CompileConfig", "CompiledModel", "Profile", "State", "bundled", "compile", "explain", "load"],
     "semkv.errors": [
         "ArtifactError", "BudgetError", "CapacityError", "CaptureError", "ConfigError", "InputError", "ProfileError", "SemkvError",
-        "SpecError",
+        "SpecError", "StaleModelError", "StateError",
     ],
     "semkv.methods": [
         "CAKE", "H2O", "METHODS", "ChunkKV", "CompressKV", "Full", "Method", "PyramidKV", "SeKV", "SemantiCache", "SnapKV", "StreamingLLM",
@@ -31,7 +31,7 @@ PUBLIC = {
 }  # fmt: skip
 MEMBERS = {
     "CompiledModel": [
-        "compress", "device", "extend", "generate", "load_state", "prefill", "prefill_record", "save", "with_method",
+        "compress", "device", "extend", "generate", "load_state", "prefill", "prefill_record", "refresh", "save", "with_method",
     ],
     "State": ["fork", "full_bytes", "get_seq_length", "kv_dtype", "lengths", "nbytes", "save", "select", "stats"],
     "Profile": ["best_method", "check_model", "fingerprint", "from_pretrained", "load", "push_to_hub", "save", "save_pretrained"],
