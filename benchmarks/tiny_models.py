@@ -7,13 +7,14 @@ test on them proves nothing.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-HIDDEN, HEADS, KV_HEADS, HEAD_DIM, VOCAB, CONTEXT, WINDOW = 64, 4, 2, 16, 199, 512, 32
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM, VOCAB, CONTEXT, WINDOW, BLOCK = 64, 4, 2, 16, 199, 512, 32, 16
 
 SIZES: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "word_embed_proj_dim", "emb_dim"), HIDDEN),
@@ -32,6 +33,11 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length"), CONTEXT),
     **dict.fromkeys(("model_max_length", "max_target_positions", "max_source_positions", "seq_length"), CONTEXT),
     **dict.fromkeys(("sliding_window", "window_size", "sliding_window_size", "local_attention"), WINDOW),
+    **dict.fromkeys(("attention_chunk_size", "keep_window_size", "local_attention_window_len", "chunk_size"), WINDOW),
+    **dict.fromkeys(("mamba_chunk_size", "local_attn_chunk_length", "lsh_attn_chunk_length", "mem_len"), WINDOW),
+    **dict.fromkeys(("block_size", "index_block_size", "index_topk"), BLOCK),
+    "index_topk_blocks": 4,
+    "original_max_position_embeddings": 2 * WINDOW,
     **dict.fromkeys(("embedding_size", "input_embedding_size", "output_embedding_size"), HIDDEN),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 24),
     "qk_nope_head_dim": 16,
@@ -56,6 +62,12 @@ LAYER_COUNTS = (
     *("num_decoder_layers", "num_encoder_layers"),
 )
 KV_HEAD_COUNTS = ("num_key_value_heads", "num_kv_heads", "multi_query_group_num", "num_global_key_value_heads")
+
+SPAN = re.compile(
+    r"window(?!_layers|_pattern)|chunk|block_size|local_attention|conv_kernel|conv1d_width|d_conv|conv_L_cache"
+    r"|original_max_position_embeddings|index_topk$|mem_len|context_length|short_conv"
+)
+"""Names of fields that count tokens, the context itself left out."""
 
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 OVERRIDES: dict[str, dict[str, Any]] = {
@@ -154,7 +166,31 @@ def _shrink(defaults: dict[str, Any]) -> dict[str, Any]:
             name.endswith("_config") or name in ("decoder", "text_encoder", "audio_encoder")
         ):
             fields[name] = {**value, **_shrink(value)}
+        elif isinstance(value, dict) and name in ("rope_parameters", "rope_scaling"):
+            fields[name] = _shrink_rope(value)
     return fields | OVERRIDES.get(defaults.get("model_type", ""), {})
+
+
+def _shrink_rope(parameters: dict[str, Any]) -> dict[str, Any]:
+    """Rotary scaling with its original context shrunk; one for all layers, or one for each kind of layer."""
+    name = "original_max_position_embeddings"
+    shrunk = {key: _shrink_rope(value) if isinstance(value, dict) else value for key, value in parameters.items()}
+    return shrunk | ({name: SIZES[name]} if isinstance(parameters.get(name), int) else {})
+
+
+def spans(config: Any) -> dict[str, int]:
+    """The constants of a configuration that count tokens, by their names: windows, chunks, blocks, original contexts."""
+    found: dict[str, int] = {}
+
+    def collect(fields: dict[str, Any], path: str) -> None:
+        for name, value in fields.items():
+            if isinstance(value, dict):
+                collect(value, f"{path}{name}.")
+            elif isinstance(value, int) and not isinstance(value, bool) and value > 1 and SPAN.search(str(name)):
+                found[f"{path}{name}"] = value
+
+    collect(config.get_text_config(decoder=True).to_dict(), "")
+    return found
 
 
 def _kept_layers(defaults: dict[str, Any], layers: int | None) -> list[int]:
