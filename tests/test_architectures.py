@@ -73,3 +73,28 @@ def test_published_results_hold(sweep):
     assert all(row["reason"] for row in rows.values() if row["status"] != "pass")
     table = sweep.TABLE.read_text()
     assert all(f"\n| {name} |" in table for name in rows)
+
+
+def test_prompts_go_beyond_every_constant_and_rows_cross_them(sweep):
+    assert sweep.prompt_length({}) == 200
+    assert sweep.batch_lengths({}) == [200, 137, 61]
+    constants = {"sliding_window": 32, "rope_parameters.original_max_position_embeddings": 64, "conv_kernel": 4}
+    assert sweep.batch_lengths(constants) == [200, 137, 20, 52]
+    assert sweep.prompt_length({"chunk_size": 150}) == 301
+    assert sweep.prompt_length({"window": sweep.CONTEXT}) == 200  # nothing is beyond it
+
+
+@pytest.mark.parametrize(
+    ("name", "constants"),
+    [
+        ("llama", {}),
+        ("gemma2", {"sliding_window": 32}),
+        ("llama4_text", {"attention_chunk_size": 32}),
+        ("gpt_oss", {"sliding_window": 32, "rope_parameters.original_max_position_embeddings": 64}),
+        ("mamba2", {"conv_kernel": 4, "chunk_size": 32}),
+    ],
+)
+def test_constants_that_count_tokens_are_found_and_small(sweep, name, constants):
+    from tiny_models import spans, tiny_config
+
+    assert spans(tiny_config(name)) == constants
