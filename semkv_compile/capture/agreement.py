@@ -14,11 +14,11 @@ from semkv.capture.reach import reachable
 from semkv.errors import CaptureError
 from semkv.ir.local import RUN_ERRORS, TOLERANCE
 
-LONGEST_RUN = 512
+LONGEST_RUN = 160
 """Tokens of the longest comparison."""
 
-AFFORDED = 5 * 10**10
-"""Parameters times tokens of the longest comparison: about a second on two cores, for the model and for the graph."""
+AFFORDED = 2 * 10**10
+"""Parameters times tokens of the longest comparison: about a second on one core, for the model and the graph."""
 
 DEVIANT_TOKENS = {torch.float64: 0.0, torch.float32: 0.02, torch.float16: 0.25, torch.bfloat16: 0.25}
 """Share of the tokens of the longest comparison that may differ: where two experts score nearly the same, rounding chooses."""

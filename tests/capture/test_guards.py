@@ -138,7 +138,7 @@ class Scored(nn.Module):
             lambda ids, positions: ids.shape[0] == 3,
             "of Scored is not the model at 3 rows of 5 tokens: the logits of 100%",
         ),
-        (lambda ids, positions: ids.shape[1] == 512, "is not the model at 512 tokens"),
+        (lambda ids, positions: ids.shape[1] == 160, "is not the model at 160 tokens"),
         (lambda ids, positions: int(positions.max()) > 900, "is not the model at 3 tokens at position 997"),
     ],
 )
@@ -148,4 +148,4 @@ def test_a_graph_that_is_not_the_model_at_some_size_is_refused(when, message) ->
         Agreement("Scored", model, graph, 7).check(1000, 41, batched=True, far=True)
     with torch.no_grad():
         note = Agreement("Scored", graph, graph, 7).check(1000, 41, batched=True, far=True)
-    assert note == "equal to the model at 1 x 1, 3 x 5, 1 x 512, 1 x 3 at position 997 tokens"
+    assert note == "equal to the model at 1 x 1, 3 x 5, 1 x 160, 1 x 3 at position 997 tokens"

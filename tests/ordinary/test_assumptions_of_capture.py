@@ -265,7 +265,7 @@ def test_what_assumes_nothing_that_matters_is_captured(kind) -> None:
     program = capture(model)
     assert program.batched
     assert program.max_positions is None
-    assert program.notes[0].endswith("equal to the model at 1 x 1, 3 x 5, 1 x 512 tokens")
+    assert program.notes[0].endswith("equal to the model at 1 x 1, 3 x 5, 1 x 160 tokens")
     for rows, length in ((1, 1), (2, 2), (3, 64), (1, 700)):
         compared(program, model, rows, length)
 
