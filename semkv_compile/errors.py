@@ -38,7 +38,7 @@ class BatchError(SemkvError):
 
     Attributes
     ----------
-    errors: by row, why. state: of the other rows, in their order. sequences: int64 [B, T], what `generate` made of the other rows, those
+    errors: by row, why. state: of the other rows, in their order; None in another process than the one that read them. sequences: int64 [B, T], what `generate` made of the other rows, those
         that failed being padded prompts; None where it made none.
     """
 
@@ -49,6 +49,10 @@ class BatchError(SemkvError):
         )
         self.errors, self.state = errors, state
         self.sequences: Any = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Without the state, which is not pickled: errors cross from a pool's processes to the one that waits."""
+        return BatchError, (self.errors, None), {**vars(self), "state": None}
 
 
 class StateError(SemkvError, RuntimeError):

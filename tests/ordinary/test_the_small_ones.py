@@ -189,6 +189,25 @@ def test_rows_that_cannot_be_read_lose_no_other_rows_text(small, ids):
         small.prefill(prompt[[1, 3]], mask[[1, 3]])
 
 
+def test_errors_cross_from_one_process_to_another(small, ids):
+    """As those of a pool's workers do: all classes, with what they carry, but for states."""
+    prompt, mask = ids(90, 3), torch.ones(3, 90, dtype=torch.int64)
+    prompt[1, :70], mask[1, :70] = 0, 0
+    with pytest.raises(BatchError) as caught:
+        small.generate(prompt, attention_mask=mask, max_new_tokens=6, **NEW)
+    error = pickle.loads(pickle.dumps(caught.value))
+    assert isinstance(error, BatchError)
+    assert str(error) == str(caught.value)
+    assert error.sequences.tolist() == caught.value.sequences.tolist()
+    assert str(error.errors[1]) == str(caught.value.errors[1])
+    assert error.state is None
+    assert caught.value.state is not None
+    for kind in vars(semkv.errors).values():
+        if isinstance(kind, type) and issubclass(kind, semkv.errors.SemkvError) and kind is not BatchError:
+            again = pickle.loads(pickle.dumps(kind("why")))
+            assert (type(again), str(again)) == (kind, "why")
+
+
 class Fails(StoppingCriteria):
     def __init__(self, at: int, error: BaseException) -> None:
         self.left, self.error = at, error
