@@ -38,8 +38,8 @@ class BatchError(SemkvError):
 
     Attributes
     ----------
-    errors: by row, why. state: of the other rows, in their order; None in another process than the one that read them. sequences: int64 [B, T], what `generate` made of the other rows, those
-        that failed being padded prompts; None where it made none.
+    errors: by row, why. state: of the other rows, in their order; None in another process than the one that read them.
+    sequences: int64 [B, T], what `generate` made of the other rows, those that failed being padded prompts; None where it made none.
     """
 
     def __init__(self, errors: dict[int, SemkvError], state: Any) -> None:

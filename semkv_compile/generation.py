@@ -187,7 +187,7 @@ class Generation(GenerationMixin, Reader):
         ConfigError: a way of decoding, or an output, that a compressed memory does not have; it is named.
         InputError: ids that do not fit the vocabulary, the context or what the state has read: before anything is read.
         BatchError: prompts of a batch that cannot be read, the others having been answered.
-        Errors on the way carry the text so far as `error.sequences`, int64 [B, T].
+        Errors on the way carry the text so far as `error.sequences`, int64 [B, T]: the prompts alone before the first token.
         """
         self._follow()
         names = list(inspect.signature(GenerationMixin.generate).parameters)[2:]
@@ -237,8 +237,8 @@ class Generation(GenerationMixin, Reader):
         try:
             return super().generate(ids, **kwargs)
         except BaseException as error:
-            if rows.ids is not None:
-                error.sequences = rows.ids  # type: ignore[attr-defined]
+            if not isinstance(error, BatchError):  # which tells by row
+                error.sequences = ids if rows.ids is None else rows.ids  # type: ignore[attr-defined]
             raise
         finally:
             rows.close()

@@ -29,6 +29,9 @@ GREEDY: dict[str, Any] = {"do_sample": False}
 BUDGET = 0.1
 """Share of the full KV that compressing methods have."""
 
+POSITIONS = 1.04
+"""Of the floor of short rows, which holds tokens with their positions: bytes of a token with its position, to those without."""
+
 CLOSE = 1e-3
 """How far logits, in nats, and what is made of them may be apart in float32, or relative to their size where it is above one."""
 
@@ -133,7 +136,8 @@ class Desk:
         if self.budget is None:
             return
         token = state.full_bytes / sum(state.lengths)
-        allowed = sum(max(self.budget * length, getattr(semkv.CompileConfig(), "floor", 0)) for length in state.lengths)
+        floor = POSITIONS * semkv.CompileConfig().floor
+        allowed = sum(max(self.budget * length, floor) for length in state.lengths)
         held = state.nbytes
         assert held["device"] <= held["peak"] <= allowed * token, (
             f"{held['device']} bytes, {held['peak']} at most, of {allowed * token:.0f} for rows of {state.lengths} tokens"

@@ -227,6 +227,12 @@ def test_what_was_made_before_an_error_is_not_lost(full, ids, error):
     assert caught.value.sequences.tolist() == whole[:, :34].tolist()
 
 
+def test_an_error_at_the_first_token_carries_the_prompts(full, ids):
+    with pytest.raises(KeyboardInterrupt) as caught:
+        full.generate(ids(30, 2), max_new_tokens=9, stopping_criteria=[Fails(1, KeyboardInterrupt())], **NEW)
+    assert caught.value.sequences.tolist() == ids(30, 2).tolist()
+
+
 def test_a_compiled_model_is_no_assistant_and_takes_no_foreign_cache(model, full, ids):
     with pytest.raises(
         ConfigError, match=r"generate\(is_assistant=\.\.\.\): as an assistant it would have to take back"

@@ -116,7 +116,7 @@ def a_loop_by_hand(model: Any, desk: Desk) -> Result:
     return made
 
 
-@journey("heterocache")
+@journey("mixed", same=True)
 def generation_configurations(model: Any, desk: Desk) -> Result:
     ids = prompt(desk)
     mask = torch.ones_like(ids)

@@ -68,7 +68,7 @@ def branches_plainly(model: Any, desk: Desk) -> Result:
     return [continued(model, desk.ids(f"{context} {change}{ASKED}"), 5) for change in CHANGES]
 
 
-@journey("omnikv", plain=branches_plainly)
+@journey("semanticache", plain=branches_plainly)
 def branches_of_what_if(model: Any, desk: Desk) -> Result:
     """Deep copies of one state that are told different things."""
     base = model.prefill(desk.ids(desk.haystack("dense", 350).context))
