@@ -38,7 +38,7 @@ class BatchError(SemkvError):
 
     Attributes
     ----------
-    errors: by row, why. state: of the other rows, in their order; None in another process than the one that read them.
+    errors: by row, why. state: of the other rows, in their order, with what `generate` made of them; None in another process.
     sequences: int64 [B, T], what `generate` made of the other rows, those that failed being padded prompts; None where it made none.
     """
 

@@ -11,7 +11,7 @@ from transformers.generation.configuration_utils import GenerationConfig
 from transformers.generation.utils import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from semkv.errors import BatchError, ConfigError, InputError
+from semkv.errors import BatchError, ConfigError, InputError, SemkvError
 from semkv.generation_arguments import check_arguments, given_state, new_tokens, room_for
 from semkv.huggingface import CACHE
 from semkv.input_ids import check_positions, in_columns, padding_mask, real_tokens
@@ -220,7 +220,11 @@ class Generation(GenerationMixin, Reader):
             except BatchError as error:
                 if any(kwargs.get(name) is not None for name in PER_ROW):
                     raise
-                error.sequences = self._generate_others(ids, error, kwargs)
+                several = beams > 1 or (asked("num_return_sequences") or 1) > 1
+                try:
+                    error.sequences = self._generate_others(ids, error, kwargs, None if several else error.state)
+                except SemkvError as other:
+                    raise error from other
                 raise
             finally:
                 state.turn = None
@@ -243,14 +247,14 @@ class Generation(GenerationMixin, Reader):
         finally:
             rows.close()
 
-    def _generate_others(self, ids: Tensor, failed: BatchError, kwargs: dict[str, Any]) -> Tensor:
-        """The sequences [B, T] of a batch, the rows that failed being padded prompts."""
+    def _generate_others(self, ids: Tensor, failed: BatchError, kwargs: dict[str, Any], state: State | None) -> Tensor:
+        """The sequences [B, T] of a batch, the rows that failed being padded prompts; the others go on from `state`, where there is one."""
         good = [row for row in range(len(ids)) if row not in failed.errors]
         per_row = {
             name: x[good] if isinstance(x, Tensor) and x.dim() and len(x) == len(ids) else x
             for name, x in kwargs.items()
         }
-        result = self.generate(ids[good], **per_row)
+        result = self.generate(ids[good], state=state, **per_row)
         made = result if isinstance(result, Tensor) else result.sequences
         several = len(made) // len(good)
         config = kwargs.get("generation_config") or self.generation_config

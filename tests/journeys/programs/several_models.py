@@ -62,7 +62,7 @@ def two_models_in_turns(model: Any, desk: Desk) -> Result:
 
 
 def two_methods_plainly(model: Any, desk: Desk) -> Result:
-    made = continued(model, prompt(desk), 6)
+    made = continued(model, prompt(desk), 4)
     return [made, made]
 
 
@@ -74,7 +74,7 @@ def two_methods_of_one_model(model: Any, desk: Desk) -> Result:
     both = [model, model.with_method("full")]
     states = [one.compress(record) for one in both]
     made: list[list[int]] = [[], []]
-    for _ in range(6):
+    for _ in range(4):
         for one, state, tokens in zip(both, states, made):
             tokens.append(int(state.logits.argmax()))
             one.extend(state, torch.tensor([tokens[-1:]], dtype=torch.int64, device="cpu"))
