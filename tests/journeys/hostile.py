@@ -145,9 +145,10 @@ class Surroundings:
 class Chaos(threading.Thread):
     """Changes what belongs to the whole process, again and again, until it is stopped; then puts everything back."""
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, longest: float = 0.2) -> None:
+        """longest: seconds between two changes."""
         super().__init__(daemon=True)
-        self.rng, self.ended, self.turns = rng, threading.Event(), 0
+        self.rng, self.longest, self.ended, self.turns = rng, longest, threading.Event(), 0
 
     def run(self) -> None:
         changes = (
@@ -158,7 +159,7 @@ class Chaos(threading.Thread):
             lambda: sys.setswitchinterval(self.rng.choice((1e-5, 1e-3, 5e-3))),
             gc.collect,
         )
-        while not self.ended.wait(self.rng.uniform(0.001, 0.2)):
+        while not self.ended.wait(self.rng.uniform(0.0, self.longest)):
             self.rng.choice(changes)()
             self.turns += 1
 

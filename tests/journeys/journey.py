@@ -113,11 +113,6 @@ class Desk:
         """A tokenizer of its own: padding and truncation are settings of the object, which threads may not share."""
         return deepcopy(self.words)
 
-    @property
-    def profile(self) -> Any:
-        """The profile, where the method compresses."""
-        return None if self.budget is None else semkv.bundled.profile()
-
     def ids(self, text: str, *, start: bool = True) -> Tensor:
         """int64 [1, n]; start: with the token that begins every text."""
         made = self.tokenizer(text, add_special_tokens=start)["input_ids"]

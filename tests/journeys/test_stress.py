@@ -82,7 +82,7 @@ def test_the_surroundings_are_hostile():
             seen |= {("grad", torch.is_grad_enabled()), ("autocast", torch.is_autocast_enabled("cpu"))}
     assert len(seen) == 8
     threads, filters = torch.get_num_threads(), warnings.filters[:]
-    chaos = Chaos(random.Random(1))
+    chaos = Chaos(random.Random(1), longest=0.002)
     dtypes = set()
     chaos.start()
     try:

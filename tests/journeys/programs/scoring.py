@@ -14,7 +14,7 @@ from semkv.profiles.bundled.tasks import make_text
 def likelihood(logits: Tensor, ids: Tensor) -> float:
     """Nats of ids int64 [n], given the logits [n, vocab] before each."""
     chosen = torch.log_softmax(logits.float(), -1).gather(-1, ids[:, None])
-    return float(chosen.sum())
+    return float(chosen.detach().sum())
 
 
 def choices(desk: Desk) -> tuple[Tensor, list[Tensor]]:

@@ -83,19 +83,18 @@ def two_methods_of_one_model(model: Any, desk: Desk) -> Result:
 
 
 def cells_plainly(model: Any, desk: Desk) -> Result:
-    made = continued(model, prompt(desk), 3)
+    made = continued(another_model(), prompt(desk), 5)
     return [made, made]
 
 
-@journey("quest", plain=cells_plainly, same=True, alone=True)
+@journey("quest", plain=cells_plainly, alone=True)
 def cells_run_again(model: Any, desk: Desk) -> Result:
-    """A notebook's cells: compile, ask, compile again under the same name, with the profile read again; an old state is refused."""
+    """A notebook's cells: compile, ask, compile again under the same name; a state of before is refused."""
     ids, out, states = prompt(desk), [], []
     for _ in range(2):
-        profile = desk.profile
-        compiled = semkv.compile(desk.model, profile, method=desk.method, budget=desk.budget)
+        compiled = semkv.compile(another_model(), method=desk.method, budget=desk.budget)
         states.append(compiled.prefill(ids))
-        out.append(continued(compiled, ids, 3, state=states[-1]))
+        out.append(continued(compiled, ids, 5, state=states[-1]))
     error = refusal(InputError, lambda: compiled.extend(states[0], ids[:, :1]))
     assert "another compiled model" in str(error)
     return out
