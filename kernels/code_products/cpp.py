@@ -9,6 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from semkv.errors import InputError
+from semkv.kernels.addresses import address_of
 from semkv.kernels.cpp import Library, compiler, library, team
 
 TEMPLATE = Path(__file__).parent / "template.cpp"
@@ -47,9 +49,14 @@ def answers(codes: Tensor, scale: Tensor | None, q: Tensor | None = None) -> boo
 def code_products_cpp(q: Tensor, codes: Tensor, bits: int, scale: Tensor | None = None) -> Tensor:
     """float32 q [H, R, D] times codes uint8 [H, M, ceil(D * bits / 8)] of 1, 2, 4 or 8 bits, in rows or in columns: float32 [H, R, M].
 
-    scale: float16 or float32 [H, M, 1] of the vectors; None: 1. Raises `BuildError` where the kernel cannot be compiled.
+    scale: float16 or float32 [H, M, 1] of the vectors; None: 1. Raises `BuildError` where the kernel cannot be compiled, `InputError` for
+    other dtypes, devices or sizes.
     """
     codes = codes if 1 in codes.stride()[1:] else codes.contiguous()
+    if q.shape[0] != codes.shape[0] or q.shape[2] * bits > codes.shape[2] * 8:
+        raise InputError(
+            f"queries {tuple(q.shape)} for codes {tuple(codes.shape)} of {bits} bits; expected heads and numbers alike"
+        )
     asked = torch.nn.functional.pad(q, (0, codes.shape[2] * 8 // bits - q.shape[2])).contiguous()
     out = q.new_empty(*q.shape[:2], codes.shape[1])
     _call("code_products", asked, codes, bits, scale, out)
@@ -63,11 +70,21 @@ def code_norms_cpp(codes: Tensor, bits: int, scale: Tensor) -> Tensor:
     return out[:, 0]
 
 
+def _scale_dtype(scale: Tensor) -> torch.dtype:
+    """The dtype that a scale has, where the kernel reads it, else one that it reads."""
+    return scale.dtype if scale.dtype in SCALES else SCALES[0]
+
+
 def _call(name: str, q: Tensor | None, codes: Tensor, bits: int, scale: Tensor | None, out: Tensor) -> None:
+    heads, rows, count = out.shape
+    width = codes.shape[2]
     size = 0 if scale is None else scale.element_size()
     along = (0, 0, 0) if scale is None else (scale.stride(0) * size, scale.stride(1) * size, size)
     call = _Call(
-        *(None if x is None else x.data_ptr() for x in (q, codes, scale, out)), *out.shape, codes.shape[2], bits,
+        None if q is None else address_of("queries", q, torch.float32, (heads, rows, width * 8 // bits)),
+        address_of("codes", codes, torch.uint8, (heads, count, width), dense=False),
+        None if scale is None else address_of("scales", scale, _scale_dtype(scale), (heads, count, 1), dense=False),
+        address_of("a result", out, torch.float32, (heads, rows, count)), heads, rows, count, width, bits,
         torch.get_num_threads(), *codes.stride(), *along, team(),
     )  # fmt: skip
     code_library().function(name)(ctypes.byref(call))

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from semkv.kernels.addresses import address_of
 from semkv.kernels.cpp import Library, compiler, library, team
 
 TEMPLATE = Path(__file__).parent / "template.cpp"
@@ -61,11 +62,14 @@ def copy_tokens_cpp(
     """
     table = array("q")
     for x, scale, out in zip(waiting, scales, into):
-        table.extend((x.data_ptr(), 0 if scale is None else scale.data_ptr(), out.data_ptr()))
+        rows, wide = (*x.shape[:2], 1), (out.shape[0], x.shape[2])
+        table.append(address_of("waiting tokens", x, x.dtype if scale is None else torch.uint8, x.shape))
+        table.append(0 if scale is None else address_of("their scales", scale, torch.float16, rows))
+        table.append(address_of("a workspace", out, x.dtype if scale is None else torch.float32, wide))
         table.extend((x.shape[1], x.shape[2] * x.element_size(), _in_file(x), scale is not None and _in_file(scale)))
-    heads, places, at = (x.contiguous() for x in (heads, places, at))
+    which = tuple(x.contiguous() for x in (heads, places, at))
     call = _Call(
-        table.buffer_info()[0], heads.data_ptr(), places.data_ptr(), at.data_ptr(), len(waiting), len(at),
+        table.buffer_info()[0], *(address_of("an index", x, torch.int64, at.shape) for x in which), len(waiting), len(at),
         threads or torch.get_num_threads(), team(),
     )  # fmt: skip
     gather_library().function("copy_tokens")(ctypes.byref(call))

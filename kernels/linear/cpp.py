@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from semkv.kernels.addresses import address_of
 from semkv.kernels.cpp import Library, library, team
 
 TEMPLATE = Path(__file__).parent / "template.cpp"
@@ -31,13 +32,18 @@ def linear_library(tokens: int) -> Library:
 
 
 def linear_cpp(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """float32 x [..., K] times weight [N, K], contiguous, plus bias [N] -> [..., N]. Raises `BuildError` where it cannot be compiled."""
-    asked, out = x.contiguous(), x.new_empty(*x.shape[:-1], len(weight))
-    bias = None if bias is None else bias.contiguous()
-    tokens = asked.numel() // weight.shape[1]
+    """float32 x [..., K] times weight [N, K], contiguous, plus bias [N] -> [..., N].
+
+    Raises `BuildError` where it cannot be compiled, `InputError` for other dtypes, devices or sizes.
+    """
+    outer, inner = weight.shape
+    asked, out = x.contiguous(), x.new_empty(*x.shape[:-1], outer)
+    tokens = asked.numel() // inner
     call = _Call(
-        *(None if y is None else y.data_ptr() for y in (asked, weight, bias, out)), tokens, weight.shape[1], len(weight),
-        torch.get_num_threads(), team(),
+        address_of("vectors", asked, torch.float32, (*x.shape[:-1], inner)),
+        address_of("a weight", weight, torch.float32, (outer, inner)),
+        None if bias is None else address_of("a bias", bias.contiguous(), torch.float32, (outer,)),
+        out.data_ptr(), tokens, inner, outer, torch.get_num_threads(), team(),
     )  # fmt: skip
     linear_library(tokens).function("linear")(ctypes.byref(call))
     return out

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from semkv.kernels.addresses import address_of
 from semkv.kernels.cpp import Library, library, team
 
 TEMPLATE = Path(__file__).parent / "template.cpp"
@@ -33,12 +34,16 @@ def log_softmax_library() -> Library:
 
 
 def log_softmax_cpp(x: Tensor) -> Tensor:
-    """x float32 [..., M], contiguous: each row's log-softmax in its place. Raises `BuildError` where it cannot be compiled."""
+    """x float32 [..., M], contiguous: each row's log-softmax in its place.
+
+    Raises `BuildError` where it cannot be compiled, `InputError` for any other x.
+    """
     size = x.shape[-1]
     if not x.numel():
         return x
     rows = x.numel() // size
     partial = torch.empty(rows, -(-size // PART), 2, dtype=torch.float32, device="cpu")
-    call = _Call(x.data_ptr(), partial.data_ptr(), rows, size, PART, torch.get_num_threads(), team())
+    given = address_of("scores", x, torch.float32, x.shape)
+    call = _Call(given, partial.data_ptr(), rows, size, PART, torch.get_num_threads(), team())
     log_softmax_library().function("log_softmax")(ctypes.byref(call))
     return x

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from semkv.errors import InputError
+from semkv.kernels.addresses import address_of
 from semkv.kernels.codes import code_bits
 from semkv.kernels.cpp import Library, library, team
 from semkv.kernels.mixed_attention.blocks import Block, segments
@@ -97,7 +98,8 @@ def attend_cpp(asking: AttentionCall) -> Tensor:
         asked.new_empty(places * splits * stored),
     )
     call = _Call(
-        asked.data_ptr(), where.data_ptr(), *(None if x is None else x.data_ptr() for x in terms), out.data_ptr(),
+        address_of("queries", asked, torch.float32, q.shape), address_of("positions", where, torch.int64, (batch, tokens)),
+        *(None if x is None else address_of("a term of scores", x, torch.float32, x.shape) for x in terms), out.data_ptr(),
         partial.data_ptr(), table.buffer_info()[0], len(own), places, kv_heads, group, tokens, splits, torch.get_num_threads(),
         0 if asking.bias_table is None else asking.bias_table.shape[1], asking.window, asking.softcap, team(),
     )  # fmt: skip
@@ -120,7 +122,10 @@ def _readable(block: Block, group: int, tokens: int) -> Block:
 
 def _fields(block: Block, dim: int, value_dim: int) -> list[int]:
     """`Block` of the template."""
-    of_bias = [0] * 5 if block.bias is None else [block.bias.data_ptr(), *block.bias.stride()]
+    of_bias = [0] * 5
+    if block.bias is not None:
+        bias = block.bias
+        of_bias = [address_of("a bias", bias, torch.float32, bias.shape, dense=False), *bias.stride()]
     return [
         block.first, *block.k.shape[:2], *_vectors(block.k, block.k_scale, dim), *_vectors(block.v, block.v_scale, value_dim),
         *_addresses(block.positions), block.positions.element_size(), *of_bias,
@@ -130,6 +135,10 @@ def _fields(block: Block, dim: int, value_dim: int) -> list[int]:
 def _vectors(x: Tensor, scale: Tensor | None, dim: int) -> list[int]:
     """`Vectors` of the template."""
     if scale is None:
+        if x.dtype not in KINDS or x.shape[2] != dim:
+            raise InputError(
+                f"keys or values of a block are {x.dtype} with {x.shape[2]} numbers; expected {dim} of {', '.join(map(str, KINDS))}"
+            )
         return [*_addresses(x), KINDS[x.dtype], 0, 0, 0]
     if scale.dtype != torch.float16:
         raise InputError(f"the scale of a block's codes is {scale.dtype}; expected torch.float16")
@@ -139,4 +148,4 @@ def _vectors(x: Tensor, scale: Tensor | None, dim: int) -> list[int]:
 def _addresses(x: Tensor) -> list[int]:
     """Where x [h, N, ...] begins, and the bytes from one place to the next and from one entry to the next."""
     size = x.element_size()
-    return [x.data_ptr(), x.stride(0) * size, x.stride(1) * size]
+    return [address_of("a block", x, x.dtype, x.shape, dense=False), x.stride(0) * size, x.stride(1) * size]

@@ -103,7 +103,7 @@ class Tape:
         renamed = self._outputs(returned, made)
         self._inputs = [(place, x.dtype) for place, x in enumerate(inputs) if isinstance(x, Tensor)]
         self._weights = made.weights
-        self._kinds = [(x.dtype, x.stride(), "cpu") for x in made.weights]
+        self._kinds = [(x.dtype, x.shape, x.stride(), "cpu") for x in made.weights]
         self._shapes = made.outputs
         self._constants = torch.tensor(made.constants or [0.0], dtype=torch.float32, device="cpu")
         offsets, self._scratch = scratch_offsets(made, renamed)
@@ -128,7 +128,7 @@ class Tape:
             *(_Instruction(CODES.index(step.code), step.sizes, *operands(step), step.value) for step in made.steps)
         )
         self._verified: list[int] = []
-        """Addresses of the weights when they were last looked at: one of another dtype has another."""
+        """Addresses of the weights when they were last looked at: one of another dtype or size has another."""
 
     def _read(self, module: GraphModule, inputs: Sequence[Any], made: Instructions) -> Sequence[Any]:
         """Append all nodes to `made`; what the module returns."""
@@ -178,12 +178,12 @@ class Tape:
         return renamed
 
     def takes(self, inputs: Sequence[Any]) -> bool:
-        """Whether inputs and weights are on a CPU, and of the dtypes and strides that the instructions are for."""
-        if any(inputs[place].dtype != dtype or inputs[place].device.type != "cpu" for place, dtype in self._inputs):
+        """Whether inputs and weights are on a CPU, and of the dtypes, sizes and strides that the instructions are for."""
+        if any(inputs[place].dtype != dtype or not inputs[place].is_cpu for place, dtype in self._inputs):
             return False
         addresses = [x.data_ptr() for x in self._weights]
         if addresses != self._verified:
-            kinds = [(x.dtype, x.stride(), x.device.type) for x in self._weights]
+            kinds = [(x.dtype, x.shape, x.stride(), x.device.type) for x in self._weights]
             if kinds != self._kinds:
                 return False
             self._verified = addresses

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from semkv.kernels.addresses import address_of
 from semkv.kernels.cpp import Library, compiler, library, team
 
 TEMPLATE = Path(__file__).parent / "template.cpp"
@@ -53,7 +54,7 @@ def select_cpp(score: Tensor, threshold: Tensor, cost: Tensor | None, allowance:
     """What each KV head unfolds.
 
     score float32 [Hq, T, M], whose query heads may be views of one; threshold float32 [Hq]; cost int64 [Hkv, M], None: 1 for each;
-    0 <= allowance <= `MAX_ALLOWANCE`. Raises `BuildError` where the kernel cannot be compiled.
+    0 <= allowance <= `MAX_ALLOWANCE`. Raises `BuildError` where the kernel cannot be compiled, `InputError` for other tensors.
     """
     grouped = score.unflatten(0, (kv_heads, -1))
     units, threshold = score.shape[2], threshold.contiguous()
@@ -63,9 +64,12 @@ def select_cpp(score: Tensor, threshold: Tensor, cost: Tensor | None, allowance:
     chosen = torch.empty(kv_heads, units, dtype=torch.bool, device="cpu")
     differ = torch.empty(kv_heads, dtype=torch.bool, device="cpu")
     taken = torch.empty(kv_heads, dtype=torch.int64, device="cpu")
-    tensors = (grouped, threshold, cost, keys, places, chosen, differ, taken)
+    made = (keys, places, chosen, differ, taken)
     call = _Call(
-        *(None if x is None else x.data_ptr() for x in tensors), *grouped.shape, allowance, *grouped.stride()[:3],
+        address_of("scores", grouped, torch.float32, grouped.shape, dense=False),
+        address_of("thresholds", threshold, torch.float32, score.shape[:1]),
+        None if cost is None else address_of("costs", cost, torch.int64, (kv_heads, units)),
+        *(x.data_ptr() for x in made), *grouped.shape, allowance, *grouped.stride()[:3],
         torch.get_num_threads(), team(),
     )  # fmt: skip
     selection_library().function("select_units")(ctypes.byref(call))

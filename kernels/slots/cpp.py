@@ -9,14 +9,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from semkv.kernels.addresses import address_of
 from semkv.kernels.cpp import Library, library, team
 from semkv.kernels.slots.reference import EMPTY, Even, Segments
 
 TEMPLATE = Path(__file__).parent / "template.cpp"
-TENSORS = (
-    "wanted", "held", "length", "position", "start", "segment", "tokens", "positions", "kept", "missing",
-    "at", "owner", "place", "where",
-)  # fmt: skip
+TENSORS = {
+    "wanted": (torch.bool, "HS"), "held": (torch.bool, "HK"),
+    "length": (torch.int64, "S"), "position": (torch.int64, "S"), "start": (torch.int64, "S"),
+    "segment": (torch.int64, "HN"), "tokens": (torch.int64, "HN"), "positions": (torch.int32, "HN"),
+    "kept": (torch.int64, "H"), "missing": (torch.int64, "H"),
+    "at": (torch.int64, "M"), "owner": (torch.int64, "M"), "place": (torch.int64, "M"), "where": (torch.int32, "M"),
+}  # fmt: skip
+"""Dtype and sizes of what the template reads and writes: H heads, S segments, K of them known, N slots, M tokens that are missing."""
 NUMBERS = ("heads", "segments", "known", "slots", "empty", "even_length", "even_position", "even_start", "threads")
 
 
@@ -59,9 +64,9 @@ def assign_slots_cpp(
 
 def extent_cpp(segment: Tensor) -> int:
     """As `extent_reference`."""
-    last = torch.empty((), dtype=torch.int64, device="cpu")
+    last = torch.empty(len(segment), dtype=torch.int64, device="cpu")
     _run("extent", None, segment=segment, kept=last)
-    return int(last)
+    return int(last[0])
 
 
 def _run(name: str, segments: Segments | None, **tensors: Tensor) -> None:
@@ -70,10 +75,24 @@ def _run(name: str, segments: Segments | None, **tensors: Tensor) -> None:
     if segments is not None and not even.length:
         tables = {"length": segments.length, "position": segments.position, "start": segments.start}
         tensors |= {name: table.contiguous() for name, table in tables.items()}
-    slots = tensors["segment"].shape
+    heads, slots = tensors["segment"].shape
+    sizes = {"H": heads, "N": slots, "S": 0, "K": 0, "M": 0}
+    for field, letter in (("wanted", "S"), ("held", "K"), ("at", "M")):
+        if field in tensors:
+            sizes[letter] = tensors[field].shape[-1]
+    given = {
+        field: address_of(field, x, TENSORS[field][0], tuple([sizes[letter] for letter in TENSORS[field][1]]))
+        for field, x in tensors.items()
+    }
     call = _Call(
-        *(tensors[field].data_ptr() if field in tensors else None for field in TENSORS), slots[0],
-        *(tensors[field].shape[1] if field in tensors else 0 for field in ("wanted", "held")), slots[1], EMPTY, *even,
-        torch.get_num_threads(), team(),
-    )  # fmt: skip
+        *(given.get(field) for field in TENSORS),
+        heads,
+        sizes["S"],
+        sizes["K"],
+        slots,
+        EMPTY,
+        *even,
+        torch.get_num_threads(),
+        team(),
+    )
     slots_library().function(name)(ctypes.byref(call))

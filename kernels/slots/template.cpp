@@ -97,7 +97,7 @@ void release(const Call* call) { share(*call, release_head, call->heads); }
 // Give each missing token of a head its first free slot, in the order of segments, and list them: `at`, `owner`, `place`, `where`.
 void assign(const Call* call) { share(*call, assign_head, call->heads); }
 
-// One more than the last slot that any head uses, to `kept`.
+// One more than the last slot that any head uses, to the first of `kept`.
 void extent(const Call* call) {
   int64_t last = 0;
   for (int64_t head = 0; head < call->heads; ++head)
