@@ -20,8 +20,10 @@ from semkv.live_model import LiveModel, program_of
 from semkv.methods import find_method
 from semkv.methods.auto import AUTO, measured_best
 from semkv.profiles.schema import Profile
+from semkv.runtime.modes import undisturbed
 
 
+@undisturbed
 def compile(
     model: nn.Module,
     profile: Profile | None = None,
@@ -98,6 +100,7 @@ def _refuse_budget(name: str, compresses: bool, budget: Any) -> None:
     raise BudgetError(f"method {name!r} keeps everything: pass no budget with it (got {budget!r})")
 
 
+@undisturbed
 def load(path: str | os.PathLike[str], *, device: str | torch.device = "cpu") -> CompiledModel:
     """A compiled model from an artifact folder written by `CompiledModel.save`.
 

@@ -16,6 +16,7 @@ from semkv.ir.graph import copy_graph_module
 from semkv.passes.base import PassOptions
 from semkv.passes.canonicalise import Canonicalise
 from semkv.passes.find_attention import FindAttention
+from semkv.passes.pin_defaults import PinDefaults
 from semkv.pipeline import run_passes
 
 INTEGERS = (torch.int64, torch.int32)
@@ -58,7 +59,7 @@ def semkv(
             source = _Regrounded(_with_floats(gm, dict(zip(floats, values))), roles, arguments)
             with torch._guards.tracing(None):  # a trace of its own: else its sizes become guards of Dynamo's
                 program = run_passes(
-                    capture(source, within_dynamo=True), (Canonicalise(), FindAttention()), PassOptions()
+                    capture(source, within_dynamo=True), (Canonicalise(), PinDefaults(), FindAttention()), PassOptions()
                 )
             variants[values] = _with_weights_as_inputs(program.body)
         return variants[values]

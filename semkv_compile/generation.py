@@ -16,7 +16,7 @@ from semkv.generation_arguments import check_arguments, given_state, new_tokens,
 from semkv.huggingface import CACHE
 from semkv.input_ids import check_positions, in_columns, padding_mask, real_tokens
 from semkv.reading import Reader
-from semkv.runtime.modes import without_grad
+from semkv.runtime.modes import undisturbed
 from semkv.runtime.state import State
 from semkv.runtime.turn import Turn
 from semkv.stopping import FinishedRows
@@ -46,7 +46,7 @@ class Generation(GenerationMixin, Reader):
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
-    @without_grad
+    @undisturbed
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -173,7 +173,7 @@ class Generation(GenerationMixin, Reader):
         """States replace caches: none is made ahead."""
         model_kwargs.setdefault(CACHE, None)
 
-    @without_grad
+    @undisturbed
     def generate(self, inputs: Tensor | None = None, *args: Any, state: State | None = None, **kwargs: Any) -> Any:
         """Hugging Face's `generate`, with the same arguments and results.
 

@@ -25,13 +25,16 @@ from semkv.passes.group_heads import GroupHeads
 from semkv.passes.insert_retrieval_head import InsertRetrievalHead
 from semkv.passes.lift_positions import LiftPositions
 from semkv.passes.lower_kernels import LowerKernels
+from semkv.passes.pin_defaults import PinDefaults
 from semkv.passes.place_memory import PlaceMemory
 from semkv.passes.rewrite_attention import RewriteAttention
 from semkv.passes.stream_weights import StreamWeights
 from semkv.passes.surprisal_head import SurprisalHead
+from semkv.runtime.modes import undisturbed
 
 UNDERSTAND: tuple[Pass, ...] = (
     Canonicalise(),  # captured: no guards, plain ATen
+    PinDefaults(),  # captured: no dtype or device is left to the defaults of the process
     FindAttention(),  # captured -> found: one semkv::attention node and one AttentionSite per attention
     LiftPositions(),  # found: positions made inside the graph become functions of the position input
     CheckDependence(),  # found: proof that tokens mix at sites only, and whether rows may be batched
@@ -62,6 +65,7 @@ PLACE: tuple[Pass, ...] = (
 """What depends on the device as well; it changes nothing computed."""
 
 
+@undisturbed
 def captured_program(model: torch.nn.Module, *, dump: Path | None = None) -> Program:
     """The model's program with its sites found and its head split off; independent of method, profile and budget.
 
@@ -80,6 +84,7 @@ def captured_program(model: torch.nn.Module, *, dump: Path | None = None) -> Pro
     return program if source is model else moved(program, device_of(model), originals)
 
 
+@undisturbed
 def on_latents(program: Program) -> Program:
     """A `captured_program` whose attention reads latents where the model makes its heads from them (MLA).
 
@@ -96,11 +101,13 @@ def on_latents(program: Program) -> Program:
     return found
 
 
+@undisturbed
 def lower(program: Program, options: PassOptions, *, dump: Path | None = None) -> Program:
     """The lowered program of a `captured_program` for one method and profile."""
     return run_passes(program, LOWER, options, ran=[p.name for p in UNDERSTAND], dump=dump)
 
 
+@undisturbed
 def place(program: Program, options: PassOptions) -> Program:
     """A lowered program whose sites say where their folded tokens wait, by `options.thresholds`, and which kernels they call."""
     return run_passes(program, PLACE, options, ran=[p.name for p in (*UNDERSTAND, *LOWER)])

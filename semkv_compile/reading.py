@@ -15,7 +15,7 @@ from semkv.input_ids import check_vocabulary, real_tokens
 from semkv.ir.program import Program
 from semkv.kernel_builds import as_run
 from semkv.runtime.heap import return_freed
-from semkv.runtime.modes import without_grad
+from semkv.runtime.modes import undisturbed
 from semkv.runtime.record import RowRecord
 from semkv.runtime.row_memory import RowMemory
 from semkv.runtime.spans import waiting_cost_bytes
@@ -70,7 +70,7 @@ class Reader(Following):
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
-    @without_grad
+    @undisturbed
     def prefill_record(
         self, ids: Tensor, *, surprisal: bool | None = None, all_queries: bool | None = None
     ) -> RowRecord:
@@ -113,7 +113,7 @@ class Reader(Following):
         )
         return tokens * (read + waiting)
 
-    @without_grad
+    @undisturbed
     def compress(self, record: RowRecord | list[RowRecord], *, release: bool = False) -> State:
         """A state of this model's method and budget from records, a row each; records serve any number of states.
 
@@ -147,7 +147,7 @@ class Reader(Following):
         return_freed()
         return State(self.placement, rows, torch.stack([one.logits for one in records]))
 
-    @without_grad
+    @undisturbed
     def prefill(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> State:
         """Read prompts [B, T] (padded on either side where `attention_mask` says so) and return their state.
 
@@ -191,7 +191,7 @@ class Reader(Following):
             self.placement, [row for one in states for row in one.rows], torch.cat([one.logits for one in states])
         )
 
-    @without_grad
+    @undisturbed
     def extend(
         self, state: State, input_ids: Tensor, attention_mask: Tensor | None = None, *, all_logits: bool = False
     ) -> Tensor:

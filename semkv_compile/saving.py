@@ -23,7 +23,7 @@ from semkv.kernels.tuning import Tuning
 from semkv.methods import find_method
 from semkv.profiles.schema import Profile
 from semkv.runtime.components import Components
-from semkv.runtime.modes import without_grad
+from semkv.runtime.modes import undisturbed
 from semkv.runtime.row_memory import RowMemory
 from semkv.runtime.snapshot import row_from_tensors, row_to_tensors
 from semkv.runtime.state import State
@@ -32,6 +32,7 @@ KERNELS = "kernels"
 """Under which a manifest's `extra` keeps tuned layouts."""
 
 
+@undisturbed
 def save_compiled(compiled: CompiledModel, path: str | os.PathLike[str]) -> None:
     """Write the artifact folder of `compiled`; see docs/artifact.md. `ProfileError`: its profile is of weights that the model had."""
     if compiled.profile is not None and compiled.fingerprint is not None:
@@ -47,6 +48,7 @@ def save_compiled(compiled: CompiledModel, path: str | os.PathLike[str]) -> None
     )  # fmt: skip
 
 
+@undisturbed
 def load_compiled(path: str | os.PathLike[str], *, device: str | torch.device = "cpu") -> CompiledModel:
     """The compiled model of an artifact folder; `ArtifactError` where it is damaged, altered or foreign."""
     program, manifest = load_program(path, device)
@@ -85,6 +87,7 @@ def load_compiled(path: str | os.PathLike[str], *, device: str | torch.device = 
         ) from error
 
 
+@undisturbed
 def save_state(state: State, path: str | os.PathLike[str]) -> None:
     """Write a state as one file: every tier of every row. `StateError` where its model has other weights by now."""
     if state.placement.weights is not None:
@@ -100,7 +103,7 @@ def save_state(state: State, path: str | os.PathLike[str]) -> None:
     save_tensors(path, "state", meta, tensors, fingerprint=program_fingerprint(state.placement.program))
 
 
-@without_grad
+@undisturbed
 def load_state(compiled: CompiledModel, path: str | os.PathLike[str]) -> State:
     """A state that `compiled`, or a compiled model equal to it, saved; `ArtifactError` for any other."""
     placement = compiled.placement

@@ -73,6 +73,7 @@ def test_the_list_is_in_order():
     names = [step.name for step in (*UNDERSTAND, *LOWER)]
     assert names == [
         "canonicalise",
+        "pin_defaults",
         "find_attention",
         "lift_positions",
         "dependence",

@@ -14,6 +14,7 @@ from torch.fx import GraphModule, Node
 
 from semkv.errors import SpecError
 from semkv.ir import memory
+from semkv.ir.defaults import reads_default
 from semkv.ir.graph import BODY_INPUTS, attention_nodes, attribute, describe, placeholders, shape_of
 from semkv.ir.ops import attention, linear, mixed_attention
 from semkv.ir.program import Program, Stage
@@ -100,7 +101,7 @@ def _captured(program: Program) -> list[str]:
 
 def _found(program: Program) -> list[str]:
     problems = _graph_problems(program.body, "body", BODY_INPUTS, frozenset({attention}))
-    problems += _no_guards(program.body, "body")
+    problems += _no_guards(program.body, "body") + _no_defaults(program.body, "body")
     problems += _sites_are_numbered(program.sites)
     nodes = attention_nodes(program.body.graph)
     indices = [node.kwargs.get("site") for node in nodes]
@@ -115,6 +116,7 @@ def _found(program: Program) -> list[str]:
     if program.head is not None:
         # The head of a program that was lowered once, and is lowered anew, has the other operator already.
         problems += _graph_problems(program.head, "head", ("hidden",), frozenset({linear}))
+        problems += _no_defaults(program.head, "head")
     return problems
 
 
@@ -149,7 +151,7 @@ def _lowered(program: Program) -> list[str]:
         problems += _graph_problems(
             module, label, (*BODY_INPUTS, "memory"), MEMORY_FUNCTIONS | {mixed_attention, linear}
         )
-        problems += _no_guards(module, label)
+        problems += _no_guards(module, label) + _no_defaults(module, label)
         writer = memory.record if label == "prefill" else memory.entries
         written = [node.args[1] for node in module.graph.nodes if node.target is writer]
         expected = [site.index for site in program.sites]
@@ -176,7 +178,11 @@ def _selector(program: Program, selector: GraphModule) -> list[str]:
         seen[label] = [node.args[1] for node in nodes if node.target is memory.observe]
     reads = "features" in placeholders(selector.graph)
     problems = _graph_problems(selector, "selector", (*BODY_INPUTS, "features") if reads else BODY_INPUTS, frozenset())
-    problems += _no_guards(selector, "selector") + _shares_parameters(program.body, selector, "selector")
+    problems += (
+        _no_guards(selector, "selector")
+        + _no_defaults(selector, "selector")
+        + _shares_parameters(program.body, selector, "selector")
+    )
     if len({tuple(sorted(sites)) for sites in seen.values()}) > 1 or reads != bool(seen["decode"]):
         problems.append(
             f"selector: {'reads' if reads else 'does not read'} features, but the graphs observe sites {seen}"
@@ -189,6 +195,14 @@ def _no_guards(module: GraphModule, label: str) -> list[str]:
         f"{label}: {describe(node)} is a guard; canonicalise removes them"
         for node in module.graph.nodes
         if isinstance(node.target, torch._ops.OpOverload) and node.target.name().startswith(FORBIDDEN_NAMES)
+    ]
+
+
+def _no_defaults(module: GraphModule, label: str) -> list[str]:
+    return [
+        f"{label}: {describe(node)} takes its dtype from the default of the process; name it (pin_defaults does)"
+        for node in module.graph.nodes
+        if reads_default(node)
     ]
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from semkv.errors import BudgetError, StateError
 from semkv.ir.memory import Entries
 from semkv.runtime.join import stack_rows
-from semkv.runtime.modes import without_grad
+from semkv.runtime.modes import undisturbed
 from semkv.runtime.row_memory import Placement, RowMemory
 from semkv.runtime.timeline import Timeline
 from semkv.runtime.turn import Turn
@@ -196,7 +196,7 @@ class State:
             "states are not pickled: state.save(path) writes one, compiled.load_state(path) reads it in this or another process"
         )
 
-    @without_grad
+    @undisturbed
     def select(self, rows: list[int]) -> State:
         """A state of the given rows, copied; a row may be taken several times."""
         with self.in_use():

@@ -7,13 +7,13 @@ from torch import Tensor
 
 from semkv.ir.program import Program
 from semkv.runtime.host_tier import HostTier
-from semkv.runtime.modes import without_grad
+from semkv.runtime.modes import undisturbed
 from semkv.runtime.record import RowRecord, head_orders, next_surprisal
 from semkv.runtime.recorder import Recorder
 from semkv.runtime.state import State
 
 
-@without_grad
+@undisturbed
 def prefill_row(
     program: Program, ids: Tensor, kv_dtype: torch.dtype, *, surprisal: bool, all_queries: bool = False,
     chunk: int | None = None, tier: HostTier | None = None, logits: int = 1,
@@ -46,7 +46,7 @@ def prefill_row(
     return record
 
 
-@without_grad
+@undisturbed
 def step(program: Program, state: State, ids: Tensor, *, all_logits: bool = False) -> Tensor:
     """Add the tokens ids int64 [B, T] to the rows of `state`.
 

@@ -17,6 +17,8 @@ from semkv.ir.program import Program
 from semkv.passes.base import PassOptions
 from semkv.passes.canonicalise import Canonicalise
 from semkv.passes.find_attention import FindAttention
+from semkv.passes.pin_defaults import PinDefaults
+from semkv.pipeline import run_passes
 
 aten = torch.ops.aten
 VOCAB, HIDDEN, HEADS, KV_HEADS, DIM = 41, 24, 4, 2, 6
@@ -236,7 +238,7 @@ class Router(Fused):
 
 
 def find(module: nn.Module) -> Program:
-    program = FindAttention().run(Canonicalise().run(capture(module), PassOptions()), PassOptions())
+    program = run_passes(capture(module), (Canonicalise(), PinDefaults(), FindAttention()), PassOptions())
     spec.check(program)
     return program
 

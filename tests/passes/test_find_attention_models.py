@@ -13,6 +13,8 @@ from semkv.ir.program import Program
 from semkv.passes.base import PassOptions
 from semkv.passes.canonicalise import Canonicalise
 from semkv.passes.find_attention import FindAttention
+from semkv.passes.pin_defaults import PinDefaults
+from semkv.pipeline import run_passes
 
 VOCAB = 67
 COMMON = {
@@ -85,7 +87,7 @@ def build(family: str, settings: dict, implementation: str) -> PreTrainedModel:
 
 
 def find(model: PreTrainedModel) -> Program:
-    program = FindAttention().run(Canonicalise().run(capture(model), PassOptions()), PassOptions())
+    program = run_passes(capture(model), (Canonicalise(), PinDefaults(), FindAttention()), PassOptions())
     spec.check(program)
     return program
 
