@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
@@ -94,9 +95,10 @@ def evict(folder: Path, kept: int = KEPT) -> None:
 
 
 def entry_key(model: nn.Module, fingerprint: str) -> str:
-    """Digest of the model, of the passes and their source, and of versions; `CaptureError` for a model without an identity."""
-    versions = current_versions().model_dump_json()
-    parts = (fingerprint, model_identity(model), versions, identity(), _source_digest())
+    """Digest of the model, of the passes and their source, of versions, and of the default dtype, which a model's forward may read while
+    it is captured; `CaptureError` for a model without an identity."""
+    versions, default = current_versions().model_dump_json(), str(torch.get_default_dtype())
+    parts = (fingerprint, model_identity(model), versions, identity(), _source_digest(), default)
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 import threading
 import warnings
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -64,7 +64,7 @@ class Answer(NamedTuple):
     tokens: torch.Tensor
     scores: torch.Tensor
     again: torch.Tensor
-    sampled: torch.Tensor
+    beams: torch.Tensor
     nbytes: dict[str, int]
 
 
@@ -81,7 +81,7 @@ def conversation(compiled: CompiledModel, folder: Path) -> Answer:
     made = compiled.generate(
         QUESTION[:, :3],
         state=state,
-        max_new_tokens=8,
+        max_new_tokens=6,
         do_sample=False,
         output_scores=True,
         return_dict_in_generate=True,
@@ -89,8 +89,8 @@ def conversation(compiled: CompiledModel, folder: Path) -> Answer:
     compiled.save(folder / "artifact")
     other = semkv.load(folder / "artifact")
     again = other.extend(other.load_state(folder / "state"), QUESTION[:, :3], all_logits=True)
-    sampled = compiled.generate(PROMPT[:1, :60], max_new_tokens=4, do_sample=False, num_beams=2)
-    return Answer(prefill, extend, made.sequences, torch.stack(made.scores), again, sampled, state.nbytes)
+    beams = compiled.generate(PROMPT[:1], max_new_tokens=3, do_sample=False, num_beams=2)
+    return Answer(prefill, extend, made.sequences, torch.stack(made.scores), again, beams, state.nbytes)
 
 
 def assert_same(found: Answer, wanted: Answer) -> None:
@@ -196,12 +196,43 @@ HOSTILE = {
 }  # fmt: skip
 
 
-@pytest.fixture(params=HOSTILE)
-def hostile(request) -> Iterator[AbstractContextManager]:
-    """A global to set; what was there before comes back."""
-    before = torch.get_default_dtype(), torch.get_default_device(), torch.is_grad_enabled()
-    yield HOSTILE[request.param]()
-    assert (torch.get_default_dtype(), torch.get_default_device(), torch.is_grad_enabled()) == before
+TOGETHER = {
+    "first": ("default dtype bfloat16", "default device meta", "deterministic", "warnings are errors", "gradients"),
+    "second": ("default dtype float64", "autocast", "inference mode", "another seed"),
+    "third": ("default dtype float16", "device context meta", "no gradients", "numpy raises"),
+}
+"""All of them, several at once; each by itself is a slow test."""
+
+Hostile = Callable[[], AbstractContextManager]
+
+
+def hostile_of(names: tuple[str, ...]) -> Hostile:
+    """What sets these globals; what was there before comes back at its end."""
+
+    @contextmanager
+    def setting() -> Iterator[None]:
+        before = torch.get_default_dtype(), torch.get_default_device(), torch.is_grad_enabled()
+        with ExitStack() as stack:
+            for name in names:
+                stack.enter_context(HOSTILE[name]())
+            yield
+        assert (torch.get_default_dtype(), torch.get_default_device(), torch.is_grad_enabled()) == before
+
+    return setting
+
+
+@pytest.fixture(
+    params=[
+        *(pytest.param(names, id=name) for name, names in TOGETHER.items()),
+        *(pytest.param((name,), id=name, marks=pytest.mark.slow) for name in HOSTILE),
+    ]
+)
+def hostile(request) -> Hostile:
+    return hostile_of(request.param)
+
+
+def test_every_global_is_in_the_default_tests() -> None:
+    assert sorted(HOSTILE) == sorted(name for names in TOGETHER.values() for name in names)
 
 
 # -- the same answer ---------------------------------------------------------------------------------------------------
@@ -210,35 +241,31 @@ def hostile(request) -> Iterator[AbstractContextManager]:
 @pytest.mark.parametrize("name", METHODS)
 def test_set_after_compiling(name, hostile, quiet, wanted, tmp_path) -> None:
     compiled = of(quiet, name)
-    with hostile:
+    with hostile():
         found = conversation(compiled, tmp_path)
     assert_same(found, wanted[name])
 
 
-def test_set_before_compiling(hostile, model, wanted, tmp_path) -> None:
-    with hostile:
+def test_set_before_compiling(hostile, model, quiet, wanted, tmp_path) -> None:
+    """The program is the same, and so are its answers without the globals."""
+    with hostile():
         compiled = compiled_for(model)
         small = of(compiled, "sekv")
-    assert_same(conversation(compiled, tmp_path / "full"), wanted["full"])
-    assert_same(conversation(small, tmp_path / "sekv"), wanted["sekv"])
-
-
-def test_the_captured_program_is_the_same(hostile, model, quiet) -> None:
-    with hostile:
-        compiled = compiled_for(model)
     for label in ("body", "head", "prefill", "extend", "decode"):
         assert str(getattr(compiled.program, label).graph) == str(getattr(quiet.program, label).graph)
+    assert_same(conversation(small, tmp_path), wanted["sekv"])
 
 
-def test_what_was_made_under_a_global_lives_on_without_it(hostile, quiet, wanted) -> None:
-    """And the other way round; a state of inference mode among them, which could not be changed outside of it."""
+def test_a_state_goes_on_under_other_globals_than_it_was_made_under(hostile, quiet, wanted) -> None:
+    """A state that was made in inference mode among them, which could not be changed outside of it."""
     compiled = of(quiet, "sekv")
-    with hostile:
+    with hostile():
         state = compiled.prefill(PROMPT)
     assert torch.equal(compiled.extend(state, QUESTION, all_logits=True), wanted["sekv"].extend)
     state = compiled.prefill(PROMPT)
-    with hostile if not isinstance(hostile, torch.device) else torch.device("meta"):
-        assert torch.equal(compiled.extend(state.fork(), QUESTION, all_logits=True), wanted["sekv"].extend)
+    with hostile():
+        found = compiled.extend(state.fork(), QUESTION, all_logits=True)
+    assert torch.equal(found, wanted["sekv"].extend)
 
 
 # -- from another thread -----------------------------------------------------------------------------------------------
@@ -255,7 +282,7 @@ def in_another_thread(*settings) -> Iterator[list[int]]:
             turns[0] += 1
             stop.wait(1e-4)
 
-    dtype, threads, seed = torch.get_default_dtype(), torch.get_num_threads(), torch.get_rng_state()
+    dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
     thread = threading.Thread(target=work)
     thread.start()
     try:
@@ -265,7 +292,6 @@ def in_another_thread(*settings) -> Iterator[list[int]]:
         thread.join()
         torch.set_default_dtype(dtype)
         torch.set_num_threads(threads)
-        torch.set_rng_state(seed)
 
 
 DTYPES = tuple(
@@ -284,9 +310,13 @@ def test_the_default_dtype_switched_by_another_thread(name, quiet, wanted, tmp_p
 
 
 def test_the_default_dtype_switched_while_compiling(model, wanted, tmp_path) -> None:
+    """And nothing is drawn from the process's generators meanwhile."""
+    numbers = torch.get_rng_state(), random.getstate()
     with in_another_thread(*DTYPES) as turns:
         compiled = compiled_for(model)
         assert turns[0] > 20
+    assert torch.equal(torch.get_rng_state(), numbers[0])
+    assert random.getstate() == numbers[1]
     assert_same(conversation(compiled, tmp_path), wanted["full"])
 
 
@@ -304,11 +334,11 @@ def test_threads_changed_by_another_thread(quiet, wanted, tmp_path) -> None:
 # -- and nothing of it is touched --------------------------------------------------------------------------------------
 
 
-def test_no_generator_of_the_process_is_read(model, tmp_path) -> None:
-    """Compiling and answering greedily draw no number from anybody's sequence."""
+def test_no_generator_of_the_process_is_read(quiet, tmp_path) -> None:
+    """Lowering for a method and answering greedily draw no number from anybody's sequence."""
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
-    compiled = compiled_for(model)
-    conversation(of(compiled, "sekv"), tmp_path)
+    for name in METHODS:
+        conversation(of(quiet, name), tmp_path / name)
     assert torch.equal(torch.get_rng_state(), before[0])
     assert random.getstate() == before[1]
     assert np.random.get_state()[1].tolist() == before[2]
