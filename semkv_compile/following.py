@@ -15,7 +15,7 @@ from semkv.ir.program import Program
 from semkv.live_model import LiveModel, LiveWeights, outdated
 from semkv.methods import Method
 from semkv.profiles.schema import Profile
-from semkv.runtime.modes import without_grad
+from semkv.runtime.modes import undisturbed
 from semkv.runtime.row_memory import Placement
 from semkv.shared_weights import SharedWeights
 
@@ -36,7 +36,7 @@ class Following(SharedWeights):
         """Lower `source` for this model's method, budget and settings, and run on it from now on."""
         raise NotImplementedError
 
-    @without_grad
+    @undisturbed
     def _follow(self, *, sample: bool = True) -> None:
         """Run on the weights that the model has now; `StaleModelError` where that takes another capture. See `LiveModel.look`."""
         live = self._live
@@ -58,7 +58,7 @@ class Following(SharedWeights):
         """`_follow`, which for one token per row compares no numbers: that is a step of somebody's loop."""
         self._follow(sample=isinstance(ids, Tensor) and ids.dim() > 1 and ids.shape[1] > 1)
 
-    @without_grad
+    @undisturbed
     def refresh(self, profile: Profile | None = None) -> None:
         """Capture the model again as it is now, in place: after adapters were merged, switched or added, modules replaced, and what
         else no captured graph can follow. Method, budget and settings stay; states and records made before are refused.
