@@ -47,7 +47,7 @@ def _tensors_differ(short: Any, long: Any) -> bool:
 
 @dataclass(frozen=True)
 class Observed:
-    """Values of the nodes that depend on sizes alone, at two lengths and B = 1."""
+    """Values of the nodes that depend on sizes alone, at two lengths and B = 1; None for those that no length changes."""
 
     short: dict[Node, Any]
     long: dict[Node, Any]
@@ -57,13 +57,13 @@ class Observed:
         return node in self.short and _tensors_differ(self.short[node], self.long[node])
 
 
-def _static_nodes(body: GraphModule) -> set[Node]:
-    """Nodes whose value does not depend on ids or positions, only on parameters and sizes."""
-    static: set[Node] = set()
+def _static_nodes(body: GraphModule) -> dict[Node, bool]:
+    """Nodes whose value does not depend on ids or positions, only on parameters and sizes: whether it does on sizes."""
+    static: dict[Node, bool] = {}
     for node in body.graph.nodes:
         computed = node.op == "call_function" and all(operand in static for operand in node.all_input_nodes)
         if computed or node.op == "get_attr" or reads_sizes_only(node):
-            static.add(node)
+            static[node] = reads_sizes_only(node) or any(static.get(operand) for operand in node.all_input_nodes)
     return static
 
 
@@ -76,12 +76,13 @@ def observe(body: GraphModule) -> Observed:
     return Observed(*kept)
 
 
-def _static_values(body: GraphModule, static: set[Node], length: int) -> dict[Node, Any]:
+def _static_values(body: GraphModule, static: dict[Node, bool], length: int) -> dict[Node, Any]:
     kept: dict[Node, Any] = {}
 
     def keep(node: Node, value: Any) -> Any:
         if node in static:
-            kept[node] = value
+            # What is made of weights alone, dequantised ones for example, may be as large as the model.
+            kept[node] = value if static[node] else None
         return value
 
     run_locally(body, *example_inputs(body, 1, length), keep)

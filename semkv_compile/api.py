@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from semkv.artifact.fingerprint import model_fingerprint
+from semkv.capture.checks import check_model
 from semkv.capture.device import usable
 from semkv.compiled import CompiledModel
 from semkv.config import CompileConfig, check_budget
@@ -21,6 +22,7 @@ from semkv.methods import find_method
 from semkv.methods.auto import AUTO, measured_best
 from semkv.profiles.schema import Profile
 from semkv.runtime.modes import undisturbed
+from semkv.wrappers import unwrapped
 
 
 @undisturbed
@@ -63,6 +65,8 @@ def compile(
     elif method is None:
         method = _default_method(profile, budget)
     chosen = find_method(method, settings.method_options)
+    model = unwrapped(model)
+    check_model(model)
     fingerprint = model_fingerprint(model)
     if profile is not None:
         profile.check_model(fingerprint)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from semkv.ir.graph import copy_graph_module
 from semkv.ir.program import Program
 from semkv.model_snapshot import Snapshot, model_tensors
 from semkv.pipeline import captured_program, on_latents
+from semkv.plain_tensors import place, plain_tensors
 from semkv.program_cache import cached_program
 
 NAMED = 3
@@ -145,9 +146,10 @@ class LiveModel:
         model = self.model
         fingerprint = model_fingerprint(model)
         changed = self._changed_since(since)
-        if changed & set(source.evaluated):
+        if _touched(source.evaluated, changed):
             return program_of(model, settings, self.device, fingerprint), fingerprint
-        tensors = model_tensors(model, self._read)
+        held = model_tensors(model, self._read)
+        tensors = dict(pair for name, tensor in held.items() for pair in plain_tensors(name, tensor))
         body = _on(source.body, tensors, changed)
         head = None if source.head is None else _on(source.head, tensors, changed)
         same = body is source.body and head is source.head
@@ -156,7 +158,7 @@ class LiveModel:
     def copied(self, program: Program, source: Program, since: LiveWeights) -> bool:
         """Whether `program`, lowered from `source`, holds tensors of its own that may have been made of weights that changed."""
         held = _paths(source)
-        if any(not isinstance(held.get(name), nn.Parameter) for name in self._changed_since(since) & held.keys()):
+        if any(not isinstance(held.get(name), nn.Parameter) for name in _touched(held, self._changed_since(since))):
             return True  # constants are folded of buffers
         own = {id(x) for x in held.values()}
         return any(isinstance(x, nn.Parameter) and id(x) not in own for x in program_weights(program).values())
@@ -190,16 +192,26 @@ def _paths(program: Program) -> dict[str, Tensor]:
     }
 
 
+def _touched(paths: Iterable[str], changed: set[str]) -> set[str]:
+    """Those of `paths` that changed, or are a part of a tensor that did."""
+    return {path for path in paths if path in changed or any(name in changed for name in _outer(path))}
+
+
+def _outer(path: str) -> Iterator[str]:
+    while path := path.rpartition(".")[0]:
+        yield path
+
+
 def _on(module: GraphModule, tensors: dict[str, Tensor], changed: set[str]) -> GraphModule:
     """The graph on the model's `tensors` by name; on another device, with those that `changed` copied there."""
     others: dict[str, Tensor] = {}
     for path, held in model_tensors(module).items():
         tensor = tensors.get(path)
-        if tensor is None or tensor is held or tensor.is_meta:
+        if tensor is None or tensor.is_meta or place(tensor) == place(held):
             continue
         if tensor.device == held.device:
             others[path] = tensor
-        elif path in changed:
+        elif _touched((path,), changed):
             held.detach().copy_(tensor)
     if not others:
         return module

@@ -31,6 +31,7 @@ from semkv.passes.rewrite_attention import RewriteAttention
 from semkv.passes.stream_weights import StreamWeights
 from semkv.passes.surprisal_head import SurprisalHead
 from semkv.runtime.modes import undisturbed
+from semkv.wrappers import unwrapped
 
 UNDERSTAND: tuple[Pass, ...] = (
     Canonicalise(),  # captured: no guards, plain ATen
@@ -79,6 +80,7 @@ def captured_program(model: torch.nn.Module, *, dump: Path | None = None) -> Pro
     ------
     CaptureError: the model cannot be made incremental without risk of a wrong answer.
     """
+    model = unwrapped(model)
     source, originals = on_cpu(model)
     program = run_passes(capture(source), UNDERSTAND, PassOptions(), dump=dump)
     return program if source is model else moved(program, device_of(model), originals)

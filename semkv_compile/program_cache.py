@@ -36,6 +36,7 @@ from semkv.errors import ArtifactError, CaptureError
 from semkv.files import validate
 from semkv.ir.program import Program
 from semkv.pipeline import captured_program, identity
+from semkv.plain_tensors import named_plain_tensors, place
 
 KIND = "captured program"
 ENTRY = re.compile(r"[0-9a-f]{64}\.safetensors")
@@ -115,16 +116,17 @@ def _source_digest() -> str:
 def save_captured(program: Program, path: Path, key: str, model: nn.Module) -> None:
     """Write an entry. `ArtifactError`: the program holds what JSON cannot, or the folder cannot be written."""
     graphs, tensors = program_graphs(program)
-    own = {id(tensor): name for name, tensor in _tensors_of(model).items()}
-    storages = {tensor.untyped_storage().data_ptr() for tensor in model.parameters()}
-    constants = {key: tensor for key, tensor in tensors.items() if id(tensor) not in own}
+    named = _tensors_of(model)
+    own = {place(tensor): name for name, tensor in reversed(named.items())}
+    storages = {tensor.untyped_storage().data_ptr() for tensor in named.values() if isinstance(tensor, nn.Parameter)}
+    constants = {key: tensor for key, tensor in tensors.items() if place(tensor) not in own}
     for name, tensor in constants.items():
         if isinstance(tensor, nn.Parameter) or tensor.untyped_storage().data_ptr() in storages:
             raise ArtifactError(f"tensor {name!r} is made of the model's parameters, which a copy would not follow")
     meta: dict[str, Any] = {
         "program": program_facts(program, list(graphs)),
         "graphs": graphs,
-        "model": {key: own[id(tensor)] for key, tensor in tensors.items() if id(tensor) in own},
+        "model": {key: own[place(tensor)] for key, tensor in tensors.items() if place(tensor) in own},
     }
     try:
         save_tensors(path, KIND, meta, constants, fingerprint=key)
@@ -158,8 +160,8 @@ def load_captured(path: Path, key: str, model: nn.Module) -> Program:
 
 
 def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name."""
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    """Parameters and buffers by name, those that wrap others as what they hold."""
+    return dict(named_plain_tensors(model))
 
 
 __all__ = ["cached_program", "entry_key", "evict", "load_captured", "save_captured"]

@@ -17,7 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from semkv.artifact.graph_json import graph_tensors, graph_to_json
+from semkv.errors import CaptureError
 from semkv.ir.program import Program
+from semkv.plain_tensors import plain_tensors
+from semkv.wrappers import unwrapped
 
 MIXED_ATTENTION = "semkv::mixed_attention.default"
 BOUND = ("kernel", "layout")
@@ -32,8 +35,10 @@ def weights_digest(tensors: Mapping[str, Tensor]) -> str:
     """SHA-256 of names, shapes and sampled values.
 
     Floating values count in bfloat16, so that a model and its cast from float32 or float64 to bfloat16 agree. A tensor
-    under several names counts once, under the first in the alphabet.
+    under several names counts once, under the first in the alphabet. One that wraps others, as quantised weights do, counts as
+    those that it holds.
     """
+    tensors = dict(pair for name, tensor in tensors.items() for pair in plain_tensors(name, tensor))
     first: dict[tuple[object, ...], str] = {}
     for name in sorted(tensors):
         tensor = tensors[name]
@@ -48,9 +53,39 @@ def weights_digest(tensors: Mapping[str, Tensor]) -> str:
 def model_fingerprint(model: nn.Module) -> str:
     """The fingerprint of a model's weights: `weights_digest` of its parameters and persistent buffers.
 
-    What profiles carry. Tied weights count once; caches such as cos/sin tables, which are not saved, do not count.
+    What profiles carry. Tied weights count once; caches such as cos/sin tables, which are not saved, do not count. A model in
+    `torch.compile` or `DataParallel` is the model inside. What else modules save (packed weights in tuples, settings) counts too.
+
+    Raises
+    ------
+    CaptureError: a weight without data (on the meta device), or something saved that is no data; the message names it.
     """
-    return weights_digest(model.state_dict(keep_vars=True))
+    tensors: dict[str, Tensor] = {}
+    others: list[str] = []
+    for name, value in unwrapped(model).state_dict(keep_vars=True).items():
+        _collect(name, value, tensors, others)
+    digest = weights_digest(tensors)
+    return hashlib.sha256("\n".join([digest, *others]).encode()).hexdigest() if others else digest
+
+
+def _collect(name: str, value: object, tensors: dict[str, Tensor], others: list[str]) -> None:
+    """Put what a model saves under `name` among the tensors, by name, or as text among what is none."""
+    if isinstance(value, Tensor):
+        if value.is_meta:
+            raise CaptureError(
+                f"weight {name!r} has no data (device meta): load the model's weights, without offload, before it is used"
+            )
+        tensors[name] = value.dequantize() if value.is_quantized else value
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            _collect(f"{name}.{index}", item, tensors, others)
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            _collect(f"{name}.{key}", item, tensors, others)
+    elif isinstance(value, (type(None), bool, int, float, str, bytes, torch.dtype)):
+        others.append(f"{name}={value!r}")
+    else:
+        raise CaptureError(f"the model saves {name!r}, a {type(value).__name__}; expected tensors, numbers and text")
 
 
 def program_weights(program: Program) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from semkv.capture.weights import check_weights
 from semkv.errors import CaptureError, InputError
 
 CONTEXT_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "n_ctx")
@@ -22,11 +23,13 @@ def check_model(model: nn.Module) -> None:
     Raises
     ------
     InputError: not a module, without parameters, or in training mode.
-    CaptureError: encoder-decoder, attention hidden in a kernel, or rotary scaling that branches in Python.
+    CaptureError: weights that no program can read (`check_weights`), encoder-decoder, attention hidden in a kernel, or rotary
+        scaling that branches in Python.
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"model is a {type(model).__name__}; expected a torch.nn.Module from token ids to logits")
     name = type(model).__name__
+    check_weights(model)
     if next(model.parameters(), None) is None:
         raise InputError(f"{name} has no parameters; expected a decoder with weights")
     training = next((path for path, module in model.named_modules() if module.training), None)

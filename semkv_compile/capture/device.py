@@ -17,6 +17,7 @@ from torch.fx.node import map_aggregate
 from semkv.errors import ConfigError
 from semkv.ir.graph import copy_graph_module
 from semkv.ir.program import Program
+from semkv.plain_tensors import plain_tensors
 
 Key = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
 
@@ -42,7 +43,8 @@ def usable(device: str | torch.device) -> torch.device:
 def on_cpu(model: nn.Module) -> tuple[nn.Module, dict[Key, Tensor]]:
     """A copy of the model on the CPU, and the model's own tensors by the identity of their copies.
 
-    The model itself, and nothing, where it is on the CPU already. No second copy is made on the model's device.
+    The model itself, and nothing, where it is on the CPU already. No second copy is made on the model's device. The copy is without
+    accelerate's hooks, which would send what it computes to that device.
     """
     if device_of(model).type in ("cpu", "meta"):
         return model, {}
@@ -56,8 +58,13 @@ def on_cpu(model: nn.Module) -> tuple[nn.Module, dict[Key, Tensor]]:
                 if isinstance(tensor, nn.Parameter):
                     twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)
                 memo[id(tensor)] = twin
-                originals[_key(twin)] = tensor
-    return copy.deepcopy(model, memo), originals
+                for (_, inner), (_, original) in zip(plain_tensors("", twin), plain_tensors("", tensor)):
+                    originals[_key(inner)] = original
+    copied = copy.deepcopy(model, memo)
+    for module in copied.modules():
+        if vars(module).pop("_hf_hook", None) is not None:
+            vars(module)["forward"] = vars(module).pop("_old_forward")
+    return copied, originals
 
 
 def moved(program: Program, device: str | torch.device, originals: Mapping[Key, Tensor] | None = None) -> Program:

@@ -12,13 +12,15 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.export import Dim, ExportedProgram
+from torch.export import Dim, ExportedProgram, default_decompositions
 from torch.export.graph_signature import InputKind, OutputKind
+from torch.func import functional_call
 from torch.fx import Graph, GraphModule, Node
 
 from semkv.capture.agreement import Agreement
 from semkv.capture.checks import accepts, check_model, declared_context, text_config
 from semkv.capture.guards import Guards, lengths_up_to
+from semkv.capture.inner_weights import InnerWeights
 from semkv.capture.inputs import check_inputs, check_runs
 from semkv.capture.preserve import preserved
 from semkv.capture.same_graph import same_operations
@@ -40,6 +42,15 @@ LEAST_DECLARED = 512
 PREFIX = "model."
 """Where `_Stateless` holds the user's model; names in the program are those of the user's model."""
 
+INNER = "inner.tensors."
+"""Where it holds what is inside weights that wrap others."""
+
+OWN = ("aten", "prims")
+"""Namespaces of the operators that a graph keeps as they are."""
+
+UNCHECKED = (torch.ops.aten._weight_norm.default, torch.ops.aten._weight_norm_interface.default)
+"""But these, which trust their arguments, so that no artifact may hold them."""
+
 
 class _Stateless(nn.Module):
     """The model as a function of ids and positions alone: no cache, no mask, logits out."""
@@ -47,6 +58,7 @@ class _Stateless(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
+        self.inner = InnerWeights(model)
         self.takes_positions = accepts(model, "position_ids")
         options = {"use_cache": False, "return_dict": True}
         self.options = {name: value for name, value in options.items() if accepts(model, name)}
@@ -57,8 +69,12 @@ class _Stateless(nn.Module):
         options: dict[str, Any] = dict(self.options)
         if self.takes_positions:
             options["position_ids"] = positions
-        result = self.model(input_ids=input_ids, **options) if self.by_name else self.model(input_ids, **options)
-        return _logits_of(result)
+        given: tuple[Tensor, ...] = (input_ids,)
+        if self.by_name:
+            given, options["input_ids"] = (), input_ids
+        if self.inner.wrappers:
+            return _logits_of(functional_call(self.model, self.inner.rebuilt(), given, options))
+        return _logits_of(self.model(*given, **options))
 
 
 def _logits_of(result: Any) -> Tensor:
@@ -172,7 +188,8 @@ def _export(
                 raise
             except Exception as error:  # export raises whatever the model's Python raises
                 failures.append(
-                    f"batch {rows}, {'strict' if strict else 'lenient'}: {type(error).__name__}: {_first_line(error)}"
+                    f"batch {rows}, {'strict' if strict else 'lenient'}: {type(error).__name__}{_place_of(error, model)}: "
+                    f"{_first_line(error)}"
                 )
                 continue
             batch_free, length_free = _free_axes(exported)
@@ -206,16 +223,40 @@ def _trace(wrapper: _Stateless, rows: int, length: int, strict: bool) -> Exporte
     return _functional(torch.export.export(wrapper, (ids, positions), dynamic_shapes=(axes, axes), strict=strict))
 
 
+def _place_of(error: Exception, model: nn.Module) -> str:
+    """` in layers.0.mlp (LlamaMLP)`: the innermost module of the model that was running; nothing where none was."""
+    paths = {id(module): path for path, module in model.named_modules()}
+    found, trace = "", error.__traceback__
+    while trace is not None:
+        running = trace.tb_frame.f_locals.get("self")
+        if paths.get(id(running)):
+            found = f" in {paths[id(running)]} ({type(running).__name__})"
+        trace = trace.tb_next
+    return found
+
+
 def _first_line(error: Exception) -> str:
     text = str(error).strip()
     return text.splitlines()[0][:300] if text else "no message"
 
 
 def _functional(exported: ExportedProgram) -> ExportedProgram:
-    """Without operations that write to their arguments: values then have one meaning wherever they are read."""
-    if any(_writes(node) for node in exported.graph.nodes):
-        return exported.run_decompositions({})
+    """Without operations that write to their arguments: values then have one meaning wherever they are read. And without those of
+    other libraries that are made of ATen's, which stand in their place."""
+    replaced = {node.target for node in exported.graph.nodes if _is_replaced(node)}
+    known = default_decompositions() if replaced else {}
+    composed = {target: known[target] for target in replaced if target in known}
+    if composed:
+        composed |= {target: known[target] for target in UNCHECKED}  # one is made of the other
+    if composed or any(_writes(node) for node in exported.graph.nodes):
+        return exported.run_decompositions(composed)
     return exported
+
+
+def _is_replaced(node: Node) -> bool:
+    """Whether the operator that the node calls is another library's, or unchecked."""
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and (target.namespace not in OWN or target in UNCHECKED)
 
 
 def _writes(node: Node) -> bool:
@@ -285,7 +326,7 @@ def _same_at(wrapper: _Stateless, attempt: _Attempt, length: int) -> ExportedPro
     return other if same_operations(attempt.exported, other, attempt.rows, length) else None
 
 
-def _unlift(exported: ExportedProgram, wrapper: nn.Module) -> GraphModule:
+def _unlift(exported: ExportedProgram, wrapper: _Stateless) -> GraphModule:
     """A GraphModule that reads parameters, buffers and constants as attributes: the user's tensors and names."""
     root = nn.Module()
     graph = Graph()
@@ -296,6 +337,8 @@ def _unlift(exported: ExportedProgram, wrapper: nn.Module) -> GraphModule:
             spec = specs[node.name]
             if spec.kind == InputKind.USER_INPUT:
                 copied[node] = graph.placeholder(node.name)
+            elif wrapper.inner.wrappers and not node.users:
+                continue  # a weight that wraps those which are read
             else:
                 name = _attach(root, exported, wrapper, spec)
                 copied[node] = graph.get_attr(name)
@@ -317,7 +360,7 @@ def _unlift(exported: ExportedProgram, wrapper: nn.Module) -> GraphModule:
     return module
 
 
-def _attach(root: nn.Module, exported: ExportedProgram, wrapper: nn.Module, spec: Any) -> str:
+def _attach(root: nn.Module, exported: ExportedProgram, wrapper: _Stateless, spec: Any) -> str:
     """Register the tensor that a lifted input stands for under its name in the user's model; return that name."""
     target = spec.target
     if spec.kind == InputKind.PARAMETER:
@@ -329,6 +372,8 @@ def _attach(root: nn.Module, exported: ExportedProgram, wrapper: nn.Module, spec
         if not isinstance(tensor, Tensor):
             raise CaptureError(f"the forward reads {target}, a {type(tensor).__name__}; expected tensors only")
     name = target.removeprefix(PREFIX)
+    if target.startswith(INNER):
+        name = wrapper.inner.paths[int(target.removeprefix(INNER))]
     owner = root
     *path, leaf = name.split(".")
     for part in path:
@@ -363,5 +408,6 @@ def _describe_model(model: nn.Module, module: GraphModule) -> tuple[int, torch.d
         )
     declared = getattr(text_config(model), "vocab_size", None)
     vocab_size = declared if isinstance(declared, int) and declared > 0 else int(shape[2])
-    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    return vocab_size, dtype
+    dtypes = (p.dtype for p in model.parameters() if p.is_floating_point())
+    # Numbers of one byte are a form that weights are kept in, not one that attention computes in.
+    return vocab_size, next((dtype for dtype in dtypes if dtype.itemsize > 1), logits.meta["val"].dtype)

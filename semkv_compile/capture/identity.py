@@ -6,9 +6,12 @@ model of which a part cannot be read as data has no identity rather than a doubt
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import sys
 from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from enum import Enum
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -16,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from semkv.errors import CaptureError
+from semkv.plain_tensors import Wrapper, plain_tensors, wraps
 
 PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size)
 
@@ -23,6 +27,8 @@ IGNORED = frozenset(
     {
         *("_parameters", "_buffers", "_modules", "generation_config", "name_or_path", "_name_or_path", "_load_config"),
         *("_tp_plan", "_ep_plan", "_pp_plan", "_fsdp_plan", "_weight_conversions", "transformers_version"),
+        *("_hf_hook", "hf_quantizer", "_compiled_call_impl", "extra_repr"),
+        *("to", "cuda", "xpu", "npu", "mlu", "musa", "sdaa"),  # accelerate puts functions that warn there
         *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
     }
 )
@@ -45,6 +51,8 @@ def model_identity(model: nn.Module) -> str:
     """
     digest = hashlib.sha256()
     types: set[type] = set()
+    if (hooks := nn.modules.module)._global_forward_hooks or hooks._global_forward_pre_hooks:
+        raise CaptureError("there are hooks for all modules, whose code is not known; remove them")
     for path, module in model.named_modules(remove_duplicate=False):
         if any(getattr(module, name, None) for name in HOOKS):
             raise CaptureError(f"module {path!r} has hooks, whose code is not known; remove them")
@@ -54,6 +62,10 @@ def model_identity(model: nn.Module) -> str:
             digest.update(f"{name}={_text(vars(module)[name], f'{path}.{name}')};".encode())
     for name, parameter in model.named_parameters(remove_duplicate=False):
         digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)} {parameter.device.type};".encode())
+        if wraps(parameter):
+            library = sys.modules[type(parameter).__module__.split(".")[0]]
+            version = getattr(library, "__version__", "")
+            digest.update(f"{library.__name__} {version} {_text(Wrapper.of(parameter), name)};".encode())
     for name, buffer in model.named_buffers(remove_duplicate=False):
         digest.update(f"{name} {_text(buffer, name)};".encode())
     for line in sorted(_code_of(types)):
@@ -67,6 +79,8 @@ def _text(value: Any, place: str, depth: int = 0) -> str:
         raise CaptureError(f"{place} is nested more than {MAX_DEPTH} deep; expected plain settings")
     if isinstance(value, PLAIN):
         return repr(value)
+    if isinstance(value, Tensor) and wraps(value):
+        return f"{_text(Wrapper.of(value), place, depth + 1)} {_text(dict(plain_tensors('', value)), place, depth + 1)}"
     if isinstance(value, Tensor):
         data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         return f"{value.dtype} {tuple(value.shape)} {hashlib.sha256(data).hexdigest()}"
@@ -79,14 +93,21 @@ def _text(value: Any, place: str, depth: int = 0) -> str:
         return f"set{sorted(_text(item, place, depth + 1) for item in value)}"
     if isinstance(value, nn.Module):
         return f"module {type(value).__qualname__}"  # its own attributes are read where it is a layer
-    if isinstance(value, MethodType):
+    if isinstance(value, MethodType) and isinstance(value.__func__, FunctionType):
         return f"{value.__module__}.{value.__qualname__} {_code(value.__func__.__code__)}"
     if isinstance(value, FunctionType) and value.__closure__ is None:
         return f"{value.__module__}.{value.__qualname__} {_code(value.__code__)}"
+    if isinstance(value, functools.partial):
+        return f"partial {_text([value.func, value.args, value.keywords], place, depth + 1)}"
+    if isinstance(value, Enum):
+        return f"{type(value).__module__}.{type(value).__qualname__}.{value.name}"
     if isinstance(value, type):
         return f"{value.__module__}.{value.__qualname__}"
     if callable(getattr(value, "to_dict", None)):
         own = {name: item for name, item in vars(value).items() if name not in IGNORED}
+        return f"{type(value).__module__}.{type(value).__qualname__} {_text(own, place, depth + 1)}"
+    if is_dataclass(value) and not isinstance(value, type):
+        own = {each.name: getattr(value, each.name) for each in fields(value)}
         return f"{type(value).__module__}.{type(value).__qualname__} {_text(own, place, depth + 1)}"
     raise CaptureError(f"{place} is a {type(value).__name__}, which cannot be read as data")
 

@@ -9,18 +9,23 @@ from typing import Any
 import torch
 from torch import nn
 
+from semkv.wrappers import unwrapped
+
 CONTAINERS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 
 
 @contextmanager
 def preserved(model: nn.Module) -> Iterator[None]:
-    """On exit, every module has the attributes, parameters, buffers and configuration values that it had on entry.
+    """On exit, every module has the attributes, parameters, buffers and configuration values that it had on entry. Until then, modules
+    that `torch.compile` was given run as they are: nothing is compiled for a comparison.
 
     Tensors are restored by identity, buffers by value as well: what is run on real tensors may write to them.
     """
     before = [(module, _snapshot(module)) for module in model.modules()]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     configs = {id(c): (c, dict(vars(c))) for m in model.modules() if (c := _config(m)) is not None}
+    for module in model.modules():
+        _run_plainly(module)
     try:
         yield
     finally:
@@ -35,6 +40,14 @@ def preserved(model: nn.Module) -> Iterator[None]:
                 buffer.copy_(value)
         for config, attributes in configs.values():
             _restore(vars(config), attributes)
+
+
+def _run_plainly(module: nn.Module) -> None:
+    inner = unwrapped(module)
+    if inner is not module:
+        module.__dict__["forward"] = inner.__call__  # torch.compile(module)
+    if module.__dict__.get("_compiled_call_impl") is not None:
+        module.__dict__["_compiled_call_impl"] = None  # module.compile()
 
 
 def _config(module: nn.Module) -> Any:

@@ -14,7 +14,7 @@ FOLDERS = {"semkv_compile": (), "passes": ("passes",), "kernels": ("kernels",), 
 ORDER: tuple[tuple[str, ...], ...] = (
     ("errors", "profiles"),
     ("settings",),
-    ("cache_folder", "config", "files", "huggingface", "ir"),
+    ("cache_folder", "config", "files", "huggingface", "ir", "plain_tensors", "wrappers"),
     ("tensor_file", "profiles.bundled"),
     ("profiles.schema",),
     ("passes", "kernels"),
