@@ -145,7 +145,7 @@ def main() -> None:
         if (method, residency, budget) in done:
             continue
         if residency not in bases:
-            config = semkv.CompileConfig(kv_dtype="float16", residency=residency)
+            config = semkv.CompileConfig(kv_dtype="float16", floor=0, residency=residency)
             bases[residency] = semkv.compile(
                 model, semkv.bundled.profile(), method=method, budget=budget, config=config
             )

@@ -48,7 +48,7 @@ tokens); bytes on the device at its peak, on the host, and moved per step."""
 def measure(bench: Bench, contenders: Sequence[Contender], length: int) -> dict[str, Costs]:
     """Costs by label. Prefills take turns, and then steps, so that what else the machine does meets all."""
     ids = as_ids(make_sample(bench.tokenizer, "dense", length, 0, seed=0, questions=1).ids)
-    config = CompileConfig(kv_dtype="float16")
+    config = CompileConfig(kv_dtype="float16", floor=0)
     compiled = {c.label: bench.compiled.with_method(c.method, c.budget, config=config, **c.options) for c in contenders}
     states, first = {}, {label: [] for label in compiled}
     for _ in range(PREFILLS):

@@ -71,7 +71,7 @@ class Bench:
         given = Profile.load(arguments.profile) if arguments.profile and profile is None else profile
         self.profile: Any = given or bundled.profile()
         # The weights are stored in float16; so is the KV, or summaries would look cheaper than they are in practice.
-        config = CompileConfig(kv_dtype="float16")
+        config = CompileConfig(kv_dtype="float16", floor=0)
         self.compiled = compile_model(self.model, self.profile, method="sekv", budget=0.1, config=config)
         self.identify()
 

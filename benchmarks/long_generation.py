@@ -76,7 +76,7 @@ class Run:
         self.folder = folder / method
         self.folder.mkdir(parents=True, exist_ok=True)
         model = build(LAYERS)
-        config = semkv.CompileConfig(residency="elastic")
+        config = semkv.CompileConfig(floor=0, residency="elastic")
         full = semkv.compile(model, random_profile(model), method="full", config=config)
         self.compiled = full.with_method(method, BUDGET, **OPTIONS[method])
         self.times, self.busy = array("d"), array("d")

@@ -29,13 +29,14 @@ import semkv
 from semkv.evaluation.environment import describe, now
 
 BUDGET = 0.1
+STRICT = semkv.CompileConfig(floor=0)
 BAR = 1.25
 """Largest ratio of `sekv` to `full` at 8K tokens that counts as cheap."""
 
 
 def bundled() -> tuple[Any, Any]:
     """(sekv, full) of the bundled model with its profile."""
-    full = semkv.compile(semkv.bundled.load()[0], semkv.bundled.profile(), method="full")
+    full = semkv.compile(semkv.bundled.load()[0], semkv.bundled.profile(), method="full", config=STRICT)
     return full.with_method("sekv", BUDGET), full
 
 
@@ -46,7 +47,7 @@ def decoder() -> tuple[Any, Any]:
         vocab_size=4096, hidden_size=1024, intermediate_size=2816, num_hidden_layers=8, num_attention_heads=16,
         num_key_value_heads=8, head_dim=128, max_position_embeddings=262144, rope_theta=5e5,
     )  # fmt: skip
-    full = semkv.compile(LlamaForCausalLM(config).eval())
+    full = semkv.compile(LlamaForCausalLM(config).eval(), config=STRICT)
     return full.with_method("sekv", BUDGET, router="coarse"), full
 
 

@@ -81,7 +81,7 @@ def segment_nbytes(memory: SiteMemory) -> torch.Tensor:
 @torch.no_grad()
 def formulas(bench: Bench, length: int) -> dict[str, float]:
     """Eq. 16-20 for a state whose spans are all factored, and the bytes that it has: after a context, and in one step of a question."""
-    config = CompileConfig(kv_dtype="float16")
+    config = CompileConfig(kv_dtype="float16", floor=0)
     compiled = bench.compiled.with_method("sekv", BUDGET, config=config, forms="factored")
     sample = make_sample(bench.tokenizer, "dense", length, 0, seed=0, questions=1)
     state = compiled.prefill(as_ids(sample.ids))

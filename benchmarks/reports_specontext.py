@@ -84,7 +84,7 @@ def grid(samples: int, length: int) -> Grid:
 
 def compiled_as(bench: Bench, budget: float | int, options: dict[str, Any], **settings: Any):
     """The bundled model under `specontext` with other settings."""
-    config = CompileConfig(kv_dtype="float16", **settings)
+    config = CompileConfig(kv_dtype="float16", floor=0, **settings)
     return bench.compiled.with_method("specontext", budget=budget, config=config, **options)
 
 

@@ -9,8 +9,8 @@ model, tokenizer = semkv.bundled.load()
 profile = semkv.bundled.profile()
 compiled = semkv.compile(model, profile, method="sekv", budget=0.10)
 
-# A text of about 2000 tokens in which every sentence could be asked for, and one question about it.
-haystack = make_haystack("confusable", 2000, seed=5)
+# A text of about 3000 tokens in which every sentence could be asked for, and one question about it.
+haystack = make_haystack("confusable", 3000, seed=5)
 question = haystack.questions[0]
 prompt = tokenizer(haystack.context + question.text, return_tensors="pt").input_ids
 

@@ -26,8 +26,9 @@ from semkv.passes.base import PassOptions
 from semkv.pipeline import lower, place
 from semkv.profiles.schema import Profile
 from semkv.runtime.budget import Budget
+from semkv.runtime.floor import Demand, with_floor
 from semkv.runtime.host_tier import HostTier
-from semkv.runtime.row_memory import Placement, in_pages
+from semkv.runtime.placement import Placement, in_pages
 from semkv.runtime.state import State
 
 
@@ -88,10 +89,15 @@ class CompiledModel(Generation):
         check_graphs(settings.cuda_graphs, device)
         start_builds(source, settings.kernels, device, routes=method.compresses)
         dtype = settings.torch_kv_dtype(source.dtype)
-        decided = method.for_budget(source, profile, Budget(budget, dtype))
+        cap = Budget(budget, dtype, page_size=settings.page_size)
+        decided = method.for_budget(source, profile, cap)
         program = source if lowered else lower(source, _pass_options(source, decided, profile))
         plan = decided.plan(program, profile)
-        limits = offload_thresholds(program, plan, profile, Budget(budget, dtype), settings)
+        minimum = in_pages(method.minimum_tokens, settings.page_size)
+        counted = tuple(store for store in program.stores if store.treatment == "method")
+        demand = Demand.of(method.name, counted, plan, cap, minimum, program.max_positions)
+        cap = with_floor(cap, demand, settings.floor)
+        limits = offload_thresholds(program, plan, profile, cap, settings)
         program = place(
             program,
             PassOptions(
@@ -104,8 +110,8 @@ class CompiledModel(Generation):
             program=program,
             method=method.name,
             plan=plan,
-            budget=Budget(budget, dtype),
-            minimum_tokens=in_pages(method.minimum_tokens, settings.page_size),
+            budget=cap,
+            minimum_tokens=minimum,
             residency=settings.residency,
             page_size=settings.page_size,
             tier=HostTier(

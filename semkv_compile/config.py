@@ -38,6 +38,10 @@ class CompileConfig(Settings):
     residency: `shared`: unfolded spans sit in one workspace that the layers use in turn, so that little is resident and
         much is moved; `elastic`: each layer keeps its unfolded spans and moves only the set difference.
     host: where folded spans wait: `ram` or `disk` (a memory-mapped file).
+    floor: tokens per KV head and layer that every row may hold where the budget is a fraction, however short the row is: one of up to
+        so many tokens is exact, a longer one is held within them until the fraction of its length is more. Where the method needs
+        more to serve every length, that. 0: the fraction alone, and rows that are too short for it are refused (`BudgetError`):
+        for measurements. A budget in tokens has none, nor has 1.0, which keeps every token.
     page_size: tokens in a page, the granularity in which exact entries are charged to the budget; 1 to 64.
     disk_folder: `disk` only: folder on whose disk the files are; they have no name there. Default: the system's temporary folder.
     prefill_chunk: tokens of a prompt that run at once; each chunk attends to the exact keys and values of all before it, which
@@ -79,6 +83,7 @@ class CompileConfig(Settings):
     residency: Literal["shared", "elastic"] = "shared"
     host: Literal["ram", "disk"] = "ram"
     disk_folder: str | None = None
+    floor: int = Field(default=256, ge=0)
     page_size: int = Field(default=8, ge=1, le=64)
     prefill_chunk: int | None = Field(default=None, ge=1)
     extend_chunk: int | None = Field(default=None, ge=1)

@@ -27,6 +27,7 @@ def describe(compiled: CompiledModel, *, verbose: bool = False) -> str:
     facts = [
         f"KV in {str(compiled.placement.budget.dtype).removeprefix('torch.')}, "
         f"residency {compiled.settings.residency}, host {compiled.settings.host}",
+        _floor(compiled),
         f"attention of a step by {compiled.kernels}",
         f"rows {'run together' if program.batched else 'run one at a time'}; context {program.max_positions or 'not declared'}; "
         f"vocabulary {program.vocab_size}",
@@ -41,6 +42,22 @@ def describe(compiled: CompiledModel, *, verbose: bool = False) -> str:
     text = out.export_text()
     print(text, end="")
     return text
+
+
+def _floor(compiled: CompiledModel) -> str:
+    """What short rows have."""
+    budget = compiled.placement.budget
+    if budget.keeps_all or budget.value is None:
+        return "every token of every row is exact"
+    if budget.floor:
+        return (
+            f"rows of up to {budget.floor} tokens are exact; from {budget.in_force_from} tokens on the fraction is in force, in between "
+            f"{budget.floor} tokens per KV head"
+        )
+    return (
+        f"no floor: the budget is for rows of every length, the least that {compiled.method.name} needs is "
+        f"{compiled.placement.minimum_tokens} tokens per KV head"
+    )
 
 
 def _dims(site: AttentionSite) -> str:

@@ -64,6 +64,7 @@ def offload_demand(
         budget=budget.value,
         rows=settings.rows,
         beside=True,
+        floor=budget.floor,
     )
 
 

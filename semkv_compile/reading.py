@@ -218,16 +218,19 @@ class Reader(Following):
         counts = [len(row) for row in rows]
         state.check_room(counts)
         try:
-            if len(set(counts)) == 1 and counts[0]:
+            exact = self.settings.extend_chunk or UNCAPPED_CHUNK
+            if len(set(counts)) == 1 and counts[0] and state.alike(counts[0]):
                 logits = extend(
-                    self._running, state, torch.stack(rows), self._chunk(counts[0] - unread), all_logits=all_logits
-                )
+                    self._running, state, torch.stack(rows), self._chunk(counts[0] - unread), exact_chunk=exact,
+                    all_logits=all_logits,
+                )  # fmt: skip
                 return list(logits[:, unread:] if all_logits else logits)
             parts = []
             for index, row in enumerate(rows):
                 one = State(self.placement, [state.rows[index]], state.logits[index : index + 1])
                 if len(row):
-                    made = extend(self._running, one, row[None], self._chunk(len(row)), all_logits=all_logits)[0]
+                    chunk = self._chunk(len(row) - unread)
+                    made = extend(self._running, one, row[None], chunk, exact_chunk=exact, all_logits=all_logits)[0]
                     parts.append(made[unread:] if all_logits else made)
                 else:
                     parts.append(one.logits[:0] if all_logits else one.logits)

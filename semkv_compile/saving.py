@@ -141,7 +141,8 @@ def load_state(compiled: CompiledModel, path: str | os.PathLike[str]) -> State:
 
 def _identity(state: State) -> dict[str, Any]:
     placement = state.placement
-    return {
+    floor = {"floor": placement.budget.floor} if placement.budget.floor else {}
+    return floor | {
         "method": placement.method,
         "plan": [
             [store, part.first, part.last, part.share, _composition(part.components)]

@@ -42,7 +42,7 @@ def before(model) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def full(model, before):
-    return semkv.compile(model)
+    return semkv.compile(model, config=semkv.CompileConfig(floor=0))
 
 
 @pytest.fixture(scope="module")

@@ -88,7 +88,7 @@ def test_a_compilation_uses_the_cache_where_it_is_asked_to(model, folder, captur
 
 
 def compiled_of(model, program, method: str, **options) -> CompiledModel:
-    return CompiledModel(program, None, find_method(method, options), 0.5, CompileConfig(), fingerprint=None)
+    return CompiledModel(program, None, find_method(method, options), 0.5, CompileConfig(floor=0), fingerprint=None)
 
 
 def test_an_entry_gives_the_same_answers_without_a_capture(model, program, fingerprint, folder, captures):

@@ -33,7 +33,8 @@ class MemoryDemand:
     exact: the same at full resolution, as the device holds what was selected.
     staying: bytes per token that never leave the device: the retrieval head's keys, half of a layer, and the buffer of
         repeated heads, as many layers as a group has query heads (alpha).
-    budget: B, tokens per KV head and layer that a step selects, or a fraction of the sequence.
+    budget: B, tokens per KV head and layer that a step selects, or a fraction of the sequence. floor: tokens that a step may select
+        where a fraction is less.
     rows: R, sequences at once.
     beside: whether a store on the device holds its budget (exact tokens, indexes, what is unfolded) beside the tokens that
         wait there, as this runtime does; else it holds each token once, as in Eq. 7.
@@ -47,6 +48,7 @@ class MemoryDemand:
     staying: int = 0
     rows: int = 1
     beside: bool = False
+    floor: int = 0
 
     def __post_init__(self) -> None:
         if not self.beside and self.waiting != self.exact:
@@ -56,7 +58,7 @@ class MemoryDemand:
         """Tokens per KV head and layer that a step selects of a sequence."""
         if isinstance(self.budget, int):
             return Fraction(min(tokens, self.budget))
-        return Fraction(self.budget) * tokens
+        return max(Fraction(self.budget) * tokens, Fraction(min(tokens, self.floor)))
 
     def slopes(self, offloaded: int) -> tuple[int, int]:
         """Bytes per token of the sequence, and per selected token, of one row whose last `offloaded` stores wait on the host."""
@@ -83,10 +85,15 @@ class MemoryDemand:
         if free < 0:
             return 0
         every, selected = self.slopes(offloaded)
-        if not isinstance(self.budget, int):
-            return _whole(free, every + selected * Fraction(self.budget))
+        most = (
+            self.budget if isinstance(self.budget, int) else self.floor
+        )  # selected tokens while a longer row selects no more
         short = _whole(free, every + selected)
-        return short if short < self.budget else _whole(free - selected * self.budget, every)
+        if short >= most:
+            short = max(most, _whole(free - selected * most, every))
+        if isinstance(self.budget, int) or short * Fraction(self.budget) < most:
+            return short
+        return _whole(free, every + selected * Fraction(self.budget))
 
 
 def _whole(free: Fraction, slope: Fraction | int) -> int:

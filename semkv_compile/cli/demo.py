@@ -46,7 +46,7 @@ def run_demo(out: Path, length: int, budget: int | float, samples: int, calibrat
     profile = _profile(console, model, tokenizer, out, calibrate_steps)
     console.print(f"\n[bold]3. Compile[/bold]: sekv, {grid.variants[-1].budget_text} of the full KV on the device")
     # The weights are stored in float16; the memory is measured against keys and values in the same.
-    config = CompileConfig(kv_dtype="float16")
+    config = CompileConfig(kv_dtype="float16", floor=0)
     compiled = compile_model(model, profile, method="sekv", budget=budget, config=config)
     console.print(f"   {compiled}")
     _example(console, compiled, tokenizer, length, budget)

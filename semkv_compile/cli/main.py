@@ -141,7 +141,9 @@ def eval_command(
                 seed=seed,
                 json=json,
                 plot=plot,
-                config=CompileConfig.model_validate({"kv_dtype": kv_dtype, "latents": latents, "residency": residency}),
+                config=CompileConfig.model_validate(
+                    {"kv_dtype": kv_dtype, "floor": 0, "latents": latents, "residency": residency}
+                ),
                 device=device,
                 tasks=[] if tasks is None else words(tasks, "--tasks"),
                 sources=source or [],
@@ -343,7 +345,7 @@ def bench_command(
         if timeline is not None and timeline.suffix != ".json":
             refuse(f"--timeline {timeline}: expected a file that ends in .json; its picture ends in .png")
         settings = {
-            "kv_dtype": kv_dtype, "latents": latents, "residency": residency, "host": host, "disk_folder": disk_folder,
+            "kv_dtype": kv_dtype, "floor": 0, "latents": latents, "residency": residency, "host": host, "disk_folder": disk_folder,
             "prefetch": prefetch,
         }  # fmt: skip
         from semkv.cli.bench import BenchRequest, run_bench

@@ -70,7 +70,7 @@ def run_choice(
         tasks = build_tasks(TEXT_TASKS, sources={"haystack": str(text)})
         described = f"needles in {text.name}"
     # Half precision is what the KV is kept in where models are served; in float32 every summary would look cheaper.
-    settings = CompileConfig(kv_dtype="float16" if bundled else None, latents=latents)
+    settings = CompileConfig(kv_dtype="float16" if bundled else None, floor=0, latents=latents)
     compiled = compile_model(model, profile, method="full", config=settings)
     identity = subject_identity(model, profile, settings, compiled.dtype)
     workers = default_workers(model, compiled.device) if workers is None else workers

@@ -14,16 +14,17 @@ from semkv.profiles.schema import Profile
 
 UNTOLD = {"method_options", "cache", "disk_folder", "prefill_chunk", "kernels", "cuda_graphs", "prefetch"}
 """Settings that do not change what is computed (or, for options, that cells tell): rows measured under others count."""
-LATER = {"latents": False}
+LATER = {"latents": False, "floor": 0}
 """Settings that came when there were rows already, and the value under which those were measured: left out where it is that."""
 
 
 def subject_identity(model: nn.Module, profile: Profile | None, config: CompileConfig | None, dtype: Any = None) -> str:
     """A hash of the model's weights, the profile's content and how memory is stored; methods are part of cells.
 
-    dtype: of the model's computation, where it differs from what the weights tell.
+    config: None: the defaults without a floor, so that a cell's budget is what it says. dtype: of the model's computation, where it
+    differs from what the weights tell.
     """
-    settings = (config or CompileConfig()).model_dump(mode="json", exclude=UNTOLD)
+    settings = (config or CompileConfig(floor=0)).model_dump(mode="json", exclude=UNTOLD)
     settings = {name: value for name, value in settings.items() if name not in LATER or LATER[name] != value}
     parts: dict[str, Any] = {"model": model_fingerprint(model), "settings": settings, "dtype": str(dtype)}
     if profile is not None:

@@ -22,7 +22,7 @@ from semkv.evaluation.tasks.base import Task
 from semkv.evaluation.tasks.bundled import family_tasks
 from semkv.evaluation.workers import check_workers, in_processes
 from semkv.methods import METHODS
-from semkv.runtime.row_memory import Placement
+from semkv.runtime.placement import Placement
 
 Progress = Callable[[int, int, str], None]
 """Called with (units done, units in all, what runs now); a unit is one variant on one context."""

@@ -33,7 +33,7 @@ class Subject:
         """The compiled model at one variant's method, budget and options. Raises what `with_method` raises."""
         key = variant.model_dump_json(exclude={"label"})
         if key not in self._variants:
-            settings = self.compiled.settings
+            settings = self.compiled.settings.model_copy(update={"floor": 0})  # a cell's budget is what it says
             if variant.residency is not None:
                 settings = settings.model_copy(update={"residency": variant.residency})
             self._variants[key] = self.compiled.with_method(

@@ -112,5 +112,5 @@ class ClusterKV(Method):
         return Components(
             segmenter=KeyClusters(self.tokens_per_cluster, self.rounds, frame), router=MeanKeyRouter(self.bits),
             outside="folded", fixed_share=self.fixed_share, floor_tokens=64, window=self.window, window_share=frame.share,
-            fold_chunk=self.fold_chunk,
+            fold_chunk=self.fold_chunk, unit=self.tokens_per_cluster,
         )  # fmt: skip

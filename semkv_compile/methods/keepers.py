@@ -34,7 +34,8 @@ class WindowKeeper(ABC):
 
     window: queries that observe, at most 64; they stay exact themselves. kernel: odd width of the 1-D pooling of scores, so
     that neighbours of a strong token are kept with it. pool: `max` or `mean`. recent: the last tokens that stay exact, where
-    that is more than `window`. The budget shrinks what stays, and observes, to half of the room.
+    that is more than `window`. The budget shrinks what stays, and observes, to half of the room; a row that is in the middle of
+    its text has half of it for the last tokens.
     """
 
     window: int = 32
@@ -49,7 +50,7 @@ class WindowKeeper(ABC):
             raise ConfigError(f"kernel {self.kernel}: the pooling width is odd and positive")
 
     def keep(self, site: AttentionSite, record: RowRecord, room: int, page_size: int) -> tuple[Tensor, int]:
-        wanted = min(max(self.window, self.recent), room // 2)
+        wanted = room // 2 if record.going_on else min(max(self.window, self.recent), room // 2)
         tail = min(record.tokens, max(page_size, wanted // page_size * page_size))
         before = record.tokens - tail
         count = max(0, min(room - tail, before))

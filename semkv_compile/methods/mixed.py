@@ -138,6 +138,7 @@ class Mixed(Sketch):
             after_prompt=ahead,
             notes={**plan.notes, **ahead.notes()},
             features=head.section.feature_sites,
+            charge=ahead.charge(),
         )
 
     def router(self, program: Program, profile: Profile | None) -> SketchRouter:

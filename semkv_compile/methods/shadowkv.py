@@ -102,5 +102,5 @@ class ShadowKV(Method):
         return Components(
             segmenter=OutlierPages(Pages(self.chunk, frame), self.outliers), router=MeanKeyRouter(self.bits), outside="folded",
             fixed_share=self.fixed_share, floor_tokens=40, window=self.window, window_share=frame.share,
-            fold_chunk=frame.fold_chunk,
+            fold_chunk=frame.fold_chunk, unit=self.chunk,
         )  # fmt: skip

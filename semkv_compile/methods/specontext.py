@@ -67,5 +67,5 @@ class SpeContext(Method):
         speculation = Speculation(program.selector, head.section, self.strict, batch=self.selection == "batch")
         return Plan(
             plan.parts, before=speculation, notes=speculation.notes(), after_prompt=speculation,
-            features=head.section.feature_sites,
+            features=head.section.feature_sites, charge=speculation.charge(),
         )  # fmt: skip

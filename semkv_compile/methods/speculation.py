@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from semkv.errors import BudgetError
 from semkv.ir.site import AttentionSite
 from semkv.kernels.mixed_attention.streaming import scores
 from semkv.methods.routers import MeansSuffice
 from semkv.profiles.schema.retrieval_head import RetrievalHeadSection, group_scores, matched_heads
-from semkv.runtime.components import Cap, Note
+from semkv.runtime.components import Cap, Charge, Note
 from semkv.runtime.quantization import Quantized, bytes_per_vector, products, quantize
 from semkv.runtime.record import RowRecord
 from semkv.runtime.spans import FoldedSpans
@@ -73,21 +72,18 @@ class Speculation:
         seen = {f"features.{site}": Note((None, None), torch.float32) for site in self.section.feature_sites}
         return kept | seen | {UNREAD: Note((None,), torch.int64)}
 
+    def charge(self) -> Charge:
+        """What keys take at most."""
+        heads, dim = self.section.kv_heads, self.section.head_dim
+        if self.strict:
+            return Charge(heads * bytes_per_vector(dim, 8), self.share)
+        return Charge(heads * dim * torch.float16.itemsize)
+
     # -- prompt --------------------------------------------------------------------------------------------------------
 
     def read(self, record: RowRecord, notes: dict[str, Tensor], cap: Cap) -> None:
-        """Keys of a prompt, within what they may take.
-
-        Raises
-        ------
-        BudgetError: the budget is a number of tokens, which keys of every token outgrow.
-        """
+        """Keys of a prompt, within what they may take."""
         n = record.tokens
-        if not self.strict and cap(2 * n) == cap(n) != float("inf"):
-            raise BudgetError(
-                "the budget of 'specontext' is a number of tokens, but its retrieval head holds a key of every token: give a "
-                "fraction of the full KV, or strict=True, which keeps the newest tokens' keys in few bits"
-            )
         bits = 16 if not self.strict else 8 if self._most(8, n, cap) >= n else 4
         most = self._most(bits, n, cap)
         first = max(0, n - most)

@@ -189,6 +189,7 @@ class Components:
         unfolded units.
     floor_tokens: fixed parts may always take this many tokens per KV head.
     fill: unfold in order of score up to the cap (SeKV Sec. 4.1); False: only those above the threshold (Sec. 3.3).
+    unit: tokens of a folded unit where the index of so many fits; else they are larger.
     most: tokens per KV head that are unfolded at most, whatever room there is; 0: no such limit.
     unfold: False keeps everything folded (coarse only).
     window: tokens that stay exact behind the newest, before the budget shrinks it to `window_share` of the fixed parts.
@@ -210,6 +211,7 @@ class Components:
     fixed_share: float = 1.0
     floor_tokens: int = 0
     fill: bool = True
+    unit: int = 8
     most: int = 0
     unfold: bool = True
     window: int = 0
@@ -258,6 +260,14 @@ class Note:
         return x
 
 
+@dataclass(frozen=True)
+class Charge:
+    """What a method's charged notes take at most: `token_nbytes` device bytes for each token of a row, and `share` of its budget."""
+
+    token_nbytes: float = 0.0
+    share: float = float("inf")
+
+
 Cap = Callable[[int], float]
 """Device bytes of a row's whole budget at a number of tokens; infinite without a budget."""
 
@@ -289,8 +299,9 @@ class Plan:
 
     allocator: divides the budget among layers per prompt; None: the sites' own shares. before: see `BeforeStep`.
     after_prompt: see `AfterPrompt`. at_site: by site index, see `AtSite`.
-    notes: what its components keep in `Step.notes`, by name. features: sites whose entering hidden states the row keeps of the
-        last step, as notes `features.SITE` [T, H], and records of the whole prompt.
+    notes: what its components keep in `Step.notes`, by name; charge: what those of them that are charged take.
+    features: sites whose entering hidden states the row keeps of the last step, as notes `features.SITE` [T, H], and
+        records of the whole prompt.
     """
 
     parts: Mapping[int, tuple[Part, ...]]
@@ -300,6 +311,7 @@ class Plan:
     after_prompt: AfterPrompt | None = None
     at_site: Mapping[int, AtSite] = field(default_factory=dict)
     features: tuple[int, ...] = ()
+    charge: Charge = Charge()
 
     def all_components(self) -> tuple[Components, ...]:
         """The distinct compositions, in order."""

@@ -30,6 +30,9 @@ class RowRecord:
     head_orders: per KV store the user's model's KV head at each place, where the program that made it moved heads.
     known: what components have computed of the record, by name, so that other budgets find it there.
     model: fingerprint of the model that read the prompt; None where nobody says. weights: those it had, where it may change.
+    model: fingerprint of the model that read the prompt; None where nobody says.
+    going_on: it is no prompt but a row in the middle of its text, which its method takes over: what is newest counts as much as the
+        rest of it.
     """
 
     ids: Tensor
@@ -45,6 +48,7 @@ class RowRecord:
     known: dict[str, Tensor] = field(default_factory=dict)
     model: str | None = None
     weights: Weights | None = None
+    going_on: bool = False
 
     @property
     def tokens(self) -> int:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
 from typing import NoReturn
 
 import torch
@@ -14,15 +13,15 @@ from torch import Tensor
 
 from semkv.errors import BudgetError
 from semkv.ir.memory import Entries
-from semkv.ir.program import Program
 from semkv.ir.site import AttentionSite
 from semkv.kernels.mixed_attention.dispatch import DTYPES
-from semkv.profiles.schema.memory import offloaded_stores
-from semkv.runtime.budget import Budget, bounded_shares
-from semkv.runtime.components import Components, Continuing, Evictor, Part, Plan
-from semkv.runtime.host_tier import HostTier
+from semkv.profiles.schema.memory import UNBOUNDED, offloaded_stores
+from semkv.runtime.budget import bounded_shares
+from semkv.runtime.components import Components, Continuing, Evictor, Part
 from semkv.runtime.join import join_parts
 from semkv.runtime.lookahead import Lookahead
+from semkv.runtime.past import Past
+from semkv.runtime.placement import Placement, in_pages
 from semkv.runtime.record import RowRecord
 from semkv.runtime.segments import Folding, Segmentation
 from semkv.runtime.site_memory import SiteMemory
@@ -30,77 +29,13 @@ from semkv.runtime.spans import FoldedSpans, unit_cost_bytes
 from semkv.runtime.step import Step
 from semkv.runtime.token_store import TokenStore
 from semkv.runtime.traffic import Traffic
-from semkv.runtime.weights import Weights
 from semkv.runtime.whole_heads import part_shares, unclaimed
-
-PAGE = 8
-"""Tokens in a page at which methods declare their smallest sizes."""
 
 FOLD_BLOCK, FOLD_BLOCKS = 1024, 16
 """A prompt is folded in at most `FOLD_BLOCKS` blocks of at least `FOLD_BLOCK` tokens: what is computed of one is freed before the next."""
 
 Division = tuple[int, int, int, float, float]
 """What decides how a prompt is divided: segmenter, store and first head (-1 where they do not matter), room, cost of a unit."""
-
-
-def in_pages(tokens: int, page_size: int) -> int:
-    """`tokens`, declared for pages of 8, in pages of `page_size`: larger pages need as many of them."""
-    return max(tokens, -(-tokens // PAGE) * page_size)
-
-
-@dataclass(frozen=True)
-class Placement:
-    """What is the same for every row: the program, the method's plan, the budget, and where tiers live.
-
-    minimum_tokens: smallest budget, in tokens per KV head and layer, that the method can live in at this page size.
-    thresholds: where layers leave the device progressively, the lengths of Alg. 1 (`semkv.profiles.schema.memory`), which the
-        sites' `host_from` follow from. rows: sequences that these are for; None: any number.
-    prefetch: whether rows fetch ahead of their layers what those will unfold; guesses: and what they are likely to.
-    kernels: whether Triton's kernels score and select units where there are some, see `semkv.kernels.mixed_attention.dispatch`.
-    weights: those of the model at that time, where it may change.
-    """
-
-    program: Program
-    method: str
-    plan: Plan
-    budget: Budget
-    minimum_tokens: int
-    residency: str
-    page_size: int
-    tier: HostTier
-    device: torch.device
-    thresholds: tuple[int, ...] = ()
-    rows: int | None = None
-    prefetch: bool = False
-    guesses: bool = True
-    kernels: bool = False
-    weights: Weights | None = None
-
-    def where(self, site: AttentionSite, tokens: int) -> torch.device | None:
-        """Where the folded tokens of a site wait when its sequence has `tokens` tokens: a device, or None for the host."""
-        return self.device if site.host_from is not None and tokens < site.host_from else None
-
-    @cached_property
-    def budgeted(self) -> tuple[AttentionSite, ...]:
-        """The stores that the budget counts."""
-        return tuple(store for store in self.program.stores if store.treatment == "method")
-
-    @cached_property
-    def stores(self) -> dict[int, AttentionSite]:
-        """The site that owns each store, by the store's number."""
-        return {store.store: store for store in self.program.stores}
-
-    @cached_property
-    def row_cap(self) -> Callable[[int], float]:
-        """Device bytes of the budget of a row with so many tokens; every layer of a step asks for the same."""
-        if self.budget.value is None:
-            return lambda tokens: float("inf")
-        return lru_cache(maxsize=64)(partial(self.budget.cap_bytes, self.budgeted))
-
-    def parts(self, store: AttentionSite) -> tuple[Part, ...]:
-        """How the KV heads of a store are divided; stores that no method treats are whole."""
-        given = self.plan.parts.get(store.store) if store.treatment == "method" else None
-        return given or (Part(0, store.kv_heads, Components()),)
 
 
 class RowMemory:
@@ -110,13 +45,26 @@ class RowMemory:
     ids: the tokens that it has read. stores: per KV store the memories of its parts, in the order of their heads. shares: per
     budgeted store, its part of
     the row's budget in bytes. notes: what components remember between steps. lookahead: what fetches ahead of the layers, made
-    by the first step. stepping: a step has begun and not ended, so that layers may differ in what they hold.
+    by the first step. stepping: a step has begun and not ended, so that layers may differ in what they hold. exact: the row holds
+    every token, whatever the method; past: what the method will need when the row outgrows the budget's floor, None where it cannot.
     """
 
     lookahead: Lookahead | None = None
-    stepping = False
+    stepping = exact = False
+    past: Past | None = None
 
     def __init__(self, placement: Placement, record: RowRecord, *, release: bool = False) -> None:
+        """Of a prompt; where the budget holds it whole, every token of it is exact, whatever the method."""
+        if placement.budget.exact(record.tokens):
+            self.exact = True
+            self.past = Past.of(placement, record) if placement.outgrown else None
+            placement = placement.whole
+        self._make(placement, record, {}, release)
+
+    def _make(
+        self, placement: Placement, record: RowRecord, stores: Mapping[int, tuple[SiteMemory, ...]], release: bool
+    ) -> None:
+        """Make the memories of a prompt but for those of `stores`, which there are."""
         self.placement = placement
         self.tokens = record.tokens
         self.ids = array("i", record.ids.tolist())
@@ -131,12 +79,38 @@ class RowMemory:
         self.part_shares = part_shares(placement, self.shares, self.tokens)
         self._check_budget()
         divided: dict[Division, Segmentation] = {}
-        self.stores: dict[int, tuple[SiteMemory, ...]] = {}
+        self.stores: dict[int, tuple[SiteMemory, ...]] = dict(stores)
         for number, store in placement.stores.items():
+            if number in stores:
+                continue
             self.stores[number] = tuple(self._build(store, part, record, divided) for part in placement.parts(store))
             if release and not placement.plan.reads_others:
                 record.release(number)
-        self._check_reach()
+        if not self.is_short:  # the floor is such that they reach
+            self._check_reach()
+
+    def outgrow(self, more: int) -> None:
+        """The method takes over a row that `more` tokens take beyond the budget's floor, as if its text so far were a prompt. Either that,
+        or the row is as it was."""
+        if self.past is None or self.placement.budget.exact(self.tokens + more):
+            return
+        others = {number: own for number, own in self.stores.items() if own[0].site.treatment != "method"}
+        grown = object.__new__(RowMemory)
+        grown._make(self.past.placement, self.past.record(self.text, self.stores), others, release=True)
+        grown.traffic = self.traffic
+        self.__dict__ = grown.__dict__
+
+    @property
+    def text(self) -> Tensor:
+        """The tokens that it has read, int64 [n]."""
+        return torch.tensor(self.ids, dtype=torch.int64, device="cpu")
+
+    @property
+    def exact_tokens(self) -> int:
+        """Tokens that may follow before the method takes over; 0 where it has."""
+        if not self.exact:
+            return 0
+        return UNBOUNDED if self.past is None else self.placement.budget.floor - self.tokens
 
     # -- budget ------------------------------------------------------------------------------------------------------
 
@@ -245,6 +219,19 @@ class RowMemory:
         """Device bytes of the notes that the budget counts."""
         known = self.placement.plan.notes
         return sum(x.nbytes for name, x in self.notes.items() if name in known and known[name].charged)
+
+    @property
+    def is_short(self) -> bool:
+        """Whether the cap is the budget's floor."""
+        return self.tokens < self.placement.budget.in_force_from
+
+    @property
+    def above_fraction_nbytes(self) -> int:
+        """Device bytes that the row holds above the fraction of its length, because of the budget's floor."""
+        if not self.is_short:
+            return 0
+        held = self.device_nbytes() + self.charged_nbytes
+        return max(0, held - self.placement.budget.strict_bytes(self.placement.budgeted, self.tokens))
 
     def _part_cap(self, store: AttentionSite, part: Part, tokens: int) -> float:
         if part.components.whole:
@@ -377,7 +364,7 @@ class RowMemory:
         kept = kept if kept.dim() == 2 else kept[None]
         per_head = kept.expand(site.kv_heads, -1)
         heads = torch.arange(site.kv_heads, dtype=torch.int64, device="cpu")[:, None]
-        uncapped = site.treatment != "method" or placement.budget.value is None
+        uncapped = site.treatment != "method" or placement.budget.uncapped
         scored = [None, None] if scores is None else [scores[heads, per_head].to(device), scores[:, recent].to(device)]
         return SiteMemory(
             site, made.components,
@@ -408,6 +395,8 @@ class RowMemory:
 
     def observe(self, site: int, hidden: Tensor) -> None:
         """Keep the hidden states [T, H] that enter a site's layer, where the method reads them in the next step."""
+        if self.past is not None:
+            self.past.observe(site, hidden)
         if site in self.placement.plan.features:
             self.notes[f"features.{site}"] = hidden.to("cpu", copy=True)
 
@@ -432,6 +421,8 @@ class RowMemory:
                 limit = self.cap_bytes(tokens) / 4 / store.kv_heads
                 allowance = self.fixed_allowance(store, part, tokens)
                 memory.append(k[heads], v[heads], positions, ids, surprisal, allowance, limit)
+        if self.past is not None:
+            self.past.asked(site, q)
         step = self.step_of(site, ids, q)
         if site.index in self.placement.plan.at_site:
             self.placement.plan.at_site[site.index].stored(step)
@@ -500,6 +491,8 @@ class RowMemory:
 
     def patch_surprisal(self, surprisal: Tensor) -> None:
         """Set the surprisal of the newest tokens, known only after their step: float32 [t]."""
+        if self.past is not None:
+            self.past.patch_surprisal(surprisal)
         for memory in self.memories():
             count = min(len(surprisal), len(memory.recent_surprisal))
             if count:
@@ -512,6 +505,8 @@ class RowMemory:
         copy.placement, copy.tokens, copy.shares = self.placement, self.tokens, self.shares
         copy.ids = self.ids[:]
         copy.part_shares = self.part_shares
+        copy.exact = self.exact
+        copy.past = None if self.past is None else self.past.clone()
         copy.traffic, copy.notes, copy.passing, copy._staying = self.traffic.clone(), dict(self.notes), {}, {}
         copy.stores = {store: tuple(memory.clone() for memory in parts) for store, parts in self.stores.items()}
         return copy

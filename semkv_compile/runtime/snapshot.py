@@ -10,8 +10,10 @@ from torch import Tensor
 
 from semkv.ir.site import AttentionSite
 from semkv.runtime.components import Part
+from semkv.runtime.past import Past
+from semkv.runtime.placement import Placement
 from semkv.runtime.quantization import Quantized
-from semkv.runtime.row_memory import Placement, RowMemory
+from semkv.runtime.row_memory import RowMemory
 from semkv.runtime.site_memory import SiteMemory
 from semkv.runtime.spans import FACTORS, TOKENS, FoldedSpans
 from semkv.runtime.token_store import TokenStore
@@ -27,8 +29,11 @@ def row_to_tensors(row: RowMemory) -> tuple[dict[str, Any], dict[str, Tensor]]:
     facts: dict[str, Any] = {"tokens": row.tokens, "stores": sorted(row.stores), "folded": []}
     facts["shares"] = [[store, share] for store, share in sorted(row.shares.items())]
     facts["part_shares"] = [[store, first, share] for (store, first), share in sorted(row.part_shares.items())]
+    facts["exact"] = row.exact
     tensors = {f"notes.{name}": x.contiguous() for name, x in row.notes.items()}
     tensors["ids"] = torch.tensor(row.ids, dtype=torch.int32, device="cpu")
+    if row.past is not None:
+        tensors |= {f"past.{name}": x.contiguous() for name, x in row.past.to_tensors().items()}
     for store, parts in row.stores.items():
         for number, memory in enumerate(parts):
             own = {f"kept.{name}": x for name, x in memory.kept.to_tensors().items()}
@@ -73,27 +78,35 @@ def _span_tensors(spans: FoldedSpans) -> dict[str, Tensor]:
 def row_from_tensors(placement: Placement, facts: dict[str, Any], tensors: dict[str, Tensor]) -> RowMemory:
     """The row that `row_to_tensors` described; `ValueError` or `KeyError` where facts and tensors do not fit `placement`."""
     row = object.__new__(RowMemory)
-    row.placement, row.traffic, row.passing = placement, Traffic(), {}
-    row.tokens = facts["tokens"]
+    row.tokens, row.exact = facts["tokens"], facts.get("exact", False) is True
     stores = placement.stores
     if not isinstance(row.tokens, int) or row.tokens < 1 or facts["stores"] != sorted(stores):
         raise ValueError(f"{row.tokens!r} tokens in stores {facts['stores']!r}, expected stores {sorted(stores)}")
     row.ids = _ids(tensors["ids"], row.tokens, placement.program.vocab_size)
+    if row.exact:
+        if not placement.budget.exact(row.tokens):
+            raise ValueError(f"it holds all of {row.tokens} tokens, which its budget does not")
+        row.past = Past.from_tensors(placement, _named(tensors, "past."), row.tokens) if placement.outgrown else None
+        placement = placement.whole
+    row.placement, row.traffic, row.passing, row._staying = placement, Traffic(), {}, {}
     row.shares = _shares(placement, facts["shares"])
     row.part_shares = _part_shares(placement, facts.get("part_shares", []))
     row.notes = {}
-    for name in [name.removeprefix("notes.") for name in tensors if name.startswith("notes.")]:
+    for name, x in _named(tensors, "notes.").items():
         if name not in placement.plan.notes:
             raise ValueError(f"it remembers {name!r}, which this method does not")
-        row.notes[name] = placement.plan.notes[name].check(tensors[f"notes.{name}"], name).clone()
+        row.notes[name] = placement.plan.notes[name].check(x, name).clone()
     row.stores = {}
     for number, store in stores.items():
         memories = []
         for place, part in enumerate(placement.parts(store)):
-            prefix = f"{number}.{place}."
-            own = {name[len(prefix) :]: x for name, x in tensors.items() if name.startswith(prefix)}
+            own = _named(tensors, f"{number}.{place}.")
             memories.append(_memory(placement, store, part, own, [number, place] in facts["folded"], row.tokens))
         row.stores[number] = tuple(memories)
+        if row.exact and store.treatment == "method" and memories[0].recent.length != row.tokens:
+            raise ValueError(
+                f"store {number} holds {memories[0].recent.length} tokens of a row that keeps all {row.tokens}"
+            )
     return row
 
 
@@ -101,6 +114,11 @@ def _ids(ids: Tensor, tokens: int, vocab_size: int) -> array[int]:
     if ids.dtype != torch.int32 or ids.shape != (tokens,) or not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
         raise ValueError(f"ids {ids.dtype} {tuple(ids.shape)}, expected {tokens} of a vocabulary of {vocab_size}")
     return array("i", ids.tolist())
+
+
+def _named(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """The tensors whose names begin with `prefix`, by the rest of them."""
+    return {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
 
 
 def _shares(placement: Placement, listed: list[list[Any]]) -> dict[int, float]:
@@ -126,7 +144,7 @@ def _memory(
 ) -> SiteMemory:
     """The memory of one part of a store."""
     site = store.part(part.first, part.last, part.share)
-    uncapped = site.treatment != "method" or placement.budget.value is None
+    uncapped = site.treatment != "method" or placement.budget.uncapped
     heads, dtype, device = site.kv_heads, placement.budget.dtype, placement.device
     exact = {}
     for name in ("kept", "recent"):

@@ -17,7 +17,8 @@ from semkv.errors import BudgetError, StateError
 from semkv.ir.memory import Entries
 from semkv.runtime.join import stack_rows
 from semkv.runtime.modes import undisturbed
-from semkv.runtime.row_memory import Placement, RowMemory
+from semkv.runtime.placement import Placement
+from semkv.runtime.row_memory import RowMemory
 from semkv.runtime.timeline import Timeline
 from semkv.runtime.turn import Turn
 
@@ -44,6 +45,7 @@ class Stats:
     hit_rate: float = 0.0
     ahead_bytes_per_step: float = 0.0
     stall_ms_per_step: float = 0.0
+    short_rows: int = 0
 
 
 class State:
@@ -86,7 +88,7 @@ class State:
     @property
     def ids(self) -> list[Tensor]:
         """The text of each row, int64 [n]: the tokens that it has read, and the pending one."""
-        read = [torch.tensor(row.ids, dtype=torch.int64, device="cpu") for row in self.rows]
+        read = [row.text for row in self.rows]
         return read if self.pending is None else [torch.cat(pair) for pair in zip(read, self.pending.cpu())]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -112,11 +114,11 @@ class State:
         stores, which the budget does not count. resident: folded tokens of layers that have not left the device yet
         (`CompileConfig(offload="progressive")`), beside what the budget counts. reserved: device memory allocated ahead. prefetch: device
         buffers of what is fetched ahead, a constant beside the budget.
-        host, disk: folded tokens that wait there, the tables of both in memory.
+        host, disk: folded tokens that wait there, the tables of both in memory; of rows that are exact still, what their method
+        will need. floor: of `device`, what rows hold above the fraction of their length because of the budget's floor.
         """
-        out = dict.fromkeys(
-            ("device", "peak", "workspace", "window", "resident", "reserved", "prefetch", "host", "disk"), 0
-        )
+        names = ("device", "peak", "workspace", "window", "resident", "reserved", "prefetch", "host", "disk", "floor")
+        out = dict.fromkeys(names, 0)
         for row in self.rows:
             for memory in row.memories():
                 where = "window" if memory.site.treatment == "window" else "device"
@@ -131,6 +133,8 @@ class State:
             out["device"] += row.charged_nbytes
             out["prefetch"] += 0 if row.lookahead is None else row.lookahead.nbytes
             out["peak"] += row.traffic.peak_bytes
+            out["host"] += 0 if row.past is None else row.past.nbytes
+            out["floor"] += row.above_fraction_nbytes
         out["device"] += out["workspace"]
         out["peak"] = max(out["peak"], out["device"])
         return out
@@ -156,6 +160,7 @@ class State:
             hit_rate=hits / max(1, hits + missed),
             ahead_bytes_per_step=sum(t.ahead_bytes for t in traffic) / max(1, steps),
             stall_ms_per_step=1000 * sum(t.stalled_seconds for t in traffic) / max(1, most),
+            short_rows=sum(row.is_short for row in self.rows),
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -209,6 +214,19 @@ class State:
         """The most tokens that one step may add within the budget of every row."""
         return min(row.chunk_limit() for row in self.rows)
 
+    def outgrow(self, more: int) -> None:
+        """Methods take over the rows that `more` tokens take beyond the budget's floor."""
+        for row in self.rows:
+            row.outgrow(more)
+
+    def exact_tokens(self, most: int) -> int:
+        """Of `most` tokens, those that may follow before a method has anything to do with any of the rows."""
+        return min(min(most, row.exact_tokens) for row in self.rows)
+
+    def alike(self, more: int) -> bool:
+        """Whether `more` tokens of each row may run in the same steps as they would if the row were alone."""
+        return more == 1 or len({min(more, row.exact_tokens) for row in self.rows}) == 1
+
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Replace the rows by copies of those at `beam_idx` int64 [B], in place, as beam search asks."""
         chosen = self.select(beam_idx.tolist())
@@ -243,6 +261,7 @@ class State:
     def begin_step(self, ids: Tensor) -> None:
         """Note the tokens `ids` [B, T] about to run and their surprisal: the first follows from `logits`, the rest come later."""
         self.check_room([ids.shape[1]] * len(self.rows))
+        self.outgrow(ids.shape[1])
         self._ids = ids.cpu()  # once: each layer notes them
         if self.timeline is not None:
             self.timeline.begin_step()
@@ -275,6 +294,8 @@ class State:
             row.tokens += ids.shape[1]
             row.ids.extend(self._ids[index].tolist())
             row.traffic.steps += 1
+            if row.past is not None:
+                row.past.read(self._surprisal[index])
             if known is not None:
                 row.patch_surprisal(known[index])
             row.stepping = False

@@ -69,11 +69,17 @@ def step(program: Program, state: State, ids: Tensor, *, all_logits: bool = Fals
     return logits if all_logits else logits[:, -1:]
 
 
-def extend(program: Program, state: State, ids: Tensor, chunk: int, *, all_logits: bool = False) -> Tensor:
-    """`step` over ids [B, T] in chunks of at most `chunk` tokens, smaller ones where the budget has less room."""
+def extend(
+    program: Program, state: State, ids: Tensor, chunk: int, *, exact_chunk: int | None = None, all_logits: bool = False
+) -> Tensor:
+    """`step` over ids [B, T] in chunks of at most `chunk` tokens, smaller ones where the budget has less room; of `exact_chunk`, where
+    that is another number, as long as every row is exact."""
+    exact_chunk = chunk if exact_chunk is None else exact_chunk
     parts, start = [], 0
     while start < ids.shape[1]:
-        part = ids[:, start : start + min(chunk, state.chunk_limit())]
+        state.outgrow(1)
+        exact = state.exact_tokens(exact_chunk)
+        part = ids[:, start : start + (exact or min(chunk, state.chunk_limit()))]
         parts.append(step(program, state, part, all_logits=all_logits))
         start += part.shape[1]
     return torch.cat(parts, dim=1) if all_logits else parts[-1]

@@ -12,7 +12,7 @@ from semkv.runtime.budget import bounded_shares
 from semkv.runtime.components import Part
 
 if TYPE_CHECKING:
-    from semkv.runtime.row_memory import Placement
+    from semkv.runtime.placement import Placement
 
 
 def sharing_parts(placement: Placement) -> list[tuple[AttentionSite, Part]]:
@@ -45,15 +45,10 @@ def part_shares(placement: Placement, shares: Mapping[int, float], tokens: int) 
 
     Raises
     ------
-    BudgetError: the budget is a number of tokens, or whole heads leave too little of it; names the smallest that would do.
+    BudgetError: whole heads leave too little of the budget; names the smallest that would do.
     """
     if not placement.plan.keeps_whole_heads or placement.budget.value is None:
         return {}
-    if isinstance(placement.budget.value, int):
-        raise BudgetError(
-            f"budget {placement.budget.value} is a number of tokens, but {placement.method!r} keeps every token of some heads: "
-            "give a fraction of the full KV"
-        )
     sharing, least = sharing_parts(placement), placement.minimum_tokens
     sites = [store.part(part.first, part.last, 1.0) for store, part in sharing]
     token = sum(site.values_per_token for site in sites) * placement.budget.dtype.itemsize

@@ -161,7 +161,9 @@ def profile(model) -> Profile:
 def compiled(model, profile):
     """The model compiled once per method, by method."""
     return {
-        name: semkv.compile(model, profile if name == "sekv" else None, method=name, budget=budget)
+        name: semkv.compile(
+            model, profile if name == "sekv" else None, method=name, budget=budget, config=semkv.CompileConfig(floor=0)
+        )
         for name, budget in BUDGETS.items()
     }
 

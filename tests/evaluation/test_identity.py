@@ -23,6 +23,11 @@ def test_what_computes_the_same_has_the_same_identity(subject):
     assert same == subject_identity(model, kept, CompileConfig(cache=True, method_options={"sinks": 1}))
 
 
+def test_rows_without_settings_were_measured_without_a_floor(subject):
+    model, profile = subject
+    assert subject_identity(model, profile, None) == subject_identity(model, profile, CompileConfig(floor=0))
+
+
 def test_what_computes_another_thing_has_another(subject):
     model, profile = subject
     tensors = dict(profile.tensors)
@@ -34,5 +39,6 @@ def test_what_computes_another_thing_has_another(subject):
         subject_identity(model, profile, CompileConfig(residency="elastic")),
         subject_identity(model, profile, CompileConfig(kv_dtype="float16")),
         subject_identity(model, profile, CompileConfig(latents=True)),
+        subject_identity(model, profile, CompileConfig(floor=0)),
     }
-    assert len(made) == 6
+    assert len(made) == 7

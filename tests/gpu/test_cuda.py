@@ -39,7 +39,7 @@ def prompts() -> torch.Tensor:
 def test_tokens_equal_those_of_the_cpu(
     model: Any, prompts: torch.Tensor, method: str, budget: float | None, options: dict
 ) -> None:
-    config = semkv.CompileConfig(method_options=options)
+    config = semkv.CompileConfig(floor=0, method_options=options)
     here = semkv.compile(model, method=method, budget=budget, config=config)
     there = semkv.compile(model, method=method, budget=budget, config=config, device="cuda")
     assert there.device.type == "cuda"
@@ -62,7 +62,7 @@ def test_half_precision_runs_within_the_budget(
     model: Any, prompts: torch.Tensor, dtype: torch.dtype, residency: str
 ) -> None:
     half = LlamaForCausalLM(model.config).eval().to("cuda", dtype)
-    config = semkv.CompileConfig(residency=residency, method_options={"router": "coarse"})
+    config = semkv.CompileConfig(floor=0, residency=residency, method_options={"router": "coarse"})
     compiled = semkv.compile(half, method="sekv", budget=0.5, config=config)
     state = compiled.prefill(prompts.cuda())
     compiled.generate(prompts[:, :1].cuda(), state=state, max_new_tokens=40, do_sample=False)
@@ -73,7 +73,7 @@ def test_half_precision_runs_within_the_budget(
 
 
 def test_states_and_artifacts_move_between_devices(model: Any, prompts: torch.Tensor, tmp_path: Path) -> None:
-    config = semkv.CompileConfig(method_options={"router": "coarse"})
+    config = semkv.CompileConfig(floor=0, method_options={"router": "coarse"})
     compiled = semkv.compile(model, method="sekv", budget=0.5, config=config, device="cuda")
     state = compiled.prefill(prompts.cuda())
     state.save(tmp_path / "state")
@@ -104,7 +104,7 @@ def single(model: Any) -> Any:
     """The model in float32 on the GPU, as `full`."""
     there = LlamaForCausalLM(model.config).eval().to("cuda", torch.float32)
     there.load_state_dict({name: x.float() for name, x in model.state_dict().items()})
-    return semkv.compile(there)
+    return semkv.compile(there, config=semkv.CompileConfig(floor=0))
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_steps_of_tritons_kernel_are_those_of_pytorch(
     """Two rows of one length, token by token."""
     logits = {}
     for kernels in ("torch", "auto"):
-        config = semkv.CompileConfig(kernels=kernels, residency=residency, extend_chunk=1)
+        config = semkv.CompileConfig(floor=0, kernels=kernels, residency=residency, extend_chunk=1)
         compiled = single.with_method(method, budget, config=config, **options)
         assert compiled.kernels.split(":")[0] == ("triton" if kernels == "auto" else "torch")
         state = compiled.prefill(prompts.cuda())
@@ -136,7 +136,7 @@ def test_steps_of_recorded_graphs_are_those_of_plain_ones(
     for rows in (1, 2):
         logits = {}
         for graphs in (False, True):
-            config = semkv.CompileConfig(cuda_graphs=graphs)
+            config = semkv.CompileConfig(floor=0, cuda_graphs=graphs)
             compiled = single.with_method(method, budget, config=config, **options)
             with warnings.catch_warnings():
                 warnings.filterwarnings("error", message=".*without a CUDA graph")
@@ -160,7 +160,7 @@ def test_recorded_graphs_outlive_what_others_let_go_of(llama: Any) -> None:
 
 
 def test_threads_step_at_once_with_graphs_of_their_own(single: Any, prompts: torch.Tensor) -> None:
-    compiled = single.with_method("snapkv", 0.4, config=semkv.CompileConfig(cuda_graphs=True))
+    compiled = single.with_method("snapkv", 0.4, config=semkv.CompileConfig(floor=0, cuda_graphs=True))
     plain = single.with_method("snapkv", 0.4)
     alone = [plain.generate(row[None].cuda(), max_new_tokens=24, do_sample=False).tolist() for row in prompts]
     with ThreadPoolExecutor(len(prompts)) as pool:
@@ -186,7 +186,7 @@ def test_a_tuned_layout_gives_the_same_tokens(
 def test_a_prompt_in_chunks_gives_the_tokens_of_one_piece(model: Any, prompts: torch.Tensor) -> None:
     found = []
     for chunk in (64, 4096):
-        config = semkv.CompileConfig(prefill_chunk=chunk, method_options={"router": "coarse"})
+        config = semkv.CompileConfig(floor=0, prefill_chunk=chunk, method_options={"router": "coarse"})
         compiled = semkv.compile(model, method="sekv", budget=0.5, config=config, device="cuda")
         found.append(compiled.generate(prompts.cuda(), max_new_tokens=24, do_sample=False).tolist())
     assert found[0] == found[1]

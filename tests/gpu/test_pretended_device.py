@@ -30,7 +30,7 @@ def model(llama: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def base(model: Any) -> Any:
-    return semkv.compile(model)
+    return semkv.compile(model, config=semkv.CompileConfig(floor=0))
 
 
 def _moved(
@@ -109,7 +109,7 @@ CASES = [
 def test_a_conversation_stays_on_its_device(
     base: Any, pretended_cuda: Any, method: str, budget: float | None, options: dict[str, Any], residency: str
 ) -> None:
-    settings = semkv.CompileConfig(residency=residency, method_options=options, **REAL)
+    settings = semkv.CompileConfig(floor=0, residency=residency, method_options=options, **REAL)
     ids = torch.randint(1, VOCAB, (2, PROMPT), generator=torch.Generator().manual_seed(1))
     wanted = base.with_method(method, budget, config=settings, **options).generate(
         ids, max_new_tokens=NEW, do_sample=False
@@ -132,9 +132,9 @@ def test_a_conversation_stays_on_its_device(
 def test_layers_leave_the_device_for_the_host(base: Any, pretended_cuda: Any, options: dict[str, Any]) -> None:
     options = {"router": "untrained"} | options
     there = {"offload": "progressive", "method_options": options, "kv_dtype": "float16", **REAL}
-    probe = base.with_method("sekv", 0.5, config=semkv.CompileConfig(**there, device_memory="1TB"), **options)
+    probe = base.with_method("sekv", 0.5, config=semkv.CompileConfig(floor=0, **there, device_memory="1TB"), **options)
     demand = offload_demand(probe.program, probe.placement.plan, None, probe.placement.budget, probe.settings)
-    settings = semkv.CompileConfig(**there, device_memory=int(demand.device_bytes(PROMPT, 0)))
+    settings = semkv.CompileConfig(floor=0, **there, device_memory=int(demand.device_bytes(PROMPT, 0)))
     moved_there = _moved(base, pretended_cuda, "sekv", 0.5, settings)
     ids = torch.randint(1, VOCAB, (1, PROMPT), generator=torch.Generator().manual_seed(1))
     state = moved_there.prefill(pretended_cuda.mark(ids.clone()))

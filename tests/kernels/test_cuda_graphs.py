@@ -149,7 +149,7 @@ def llama() -> LlamaForCausalLM:
 
 def compiled_and_recorded(llama, method: str, budget: float | None, **options: Any) -> tuple[Any, Any]:
     """A compiled model and its program with recorded runs."""
-    config = semkv.CompileConfig(kernels="torch", method_options=options)
+    config = semkv.CompileConfig(floor=0, kernels="torch", method_options=options)
     compiled = semkv.compile(llama, method=method, budget=budget, config=config)
     return compiled, compiled.program.evolve(decode=record_runs(compiled.program.decode, Recorder))
 

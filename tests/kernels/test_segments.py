@@ -199,8 +199,8 @@ def test_a_decode_step_is_a_call_a_layer():
         vocab_size=41, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         head_dim=8, max_position_embeddings=300,
     )  # fmt: skip
-    compiled = semkv.compile(LlamaForCausalLM(config).eval(), config=semkv.CompileConfig(kernels="cpp"))
-    plain = compiled.with_method("full", config=semkv.CompileConfig(kernels="torch"))
+    compiled = semkv.compile(LlamaForCausalLM(config).eval(), config=semkv.CompileConfig(floor=0, kernels="cpp"))
+    plain = compiled.with_method("full", config=semkv.CompileConfig(floor=0, kernels="torch"))
     ids = torch.randint(41, (2, 20), generator=torch.Generator().manual_seed(0))
     states = [one.prefill(ids) for one in (compiled, plain)]
     for step in range(3):

@@ -40,7 +40,7 @@ def main(artifact: str, method: str, budget: str, options: str, steps: str, kv_d
     turn = torch.randint(1, 60, (2, int(steps)), generator=torch.Generator().manual_seed(2))
     found = {}
     for kernels in ("torch", "triton"):
-        config = semkv.CompileConfig(kernels=kernels, kv_dtype=kv_dtype, extend_chunk=1)
+        config = semkv.CompileConfig(floor=0, kernels=kernels, kv_dtype=kv_dtype, extend_chunk=1)
         compiled = saved.with_method(method, json.loads(budget), config=config, **json.loads(options))
         assert compiled.kernels.startswith(kernels)
         found[kernels] = compiled.extend(compiled.prefill(ids), turn, all_logits=True)

@@ -56,7 +56,9 @@ def with_head(head: RetrievalHead):
 @pytest.fixture(scope="module")
 def whole():
     model, _ = bundled.load()
-    return compile_model(model, with_head(make_head()), method="full", config=CompileConfig(kv_dtype="float16"))
+    return compile_model(
+        model, with_head(make_head()), method="full", config=CompileConfig(floor=0, kv_dtype="float16")
+    )
 
 
 def prompt(tokens: int, seed: int) -> torch.Tensor:
@@ -207,7 +209,7 @@ def check(row) -> None:
     (0.15, {"retrieval": "layers"}, "shared"),
 ])  # fmt: skip
 def test_the_budget_is_a_hard_cap_with_the_heads_keys_in_it(whole, budget, options, residency):
-    settings = CompileConfig(kv_dtype="float16", residency=residency)
+    settings = CompileConfig(floor=0, kv_dtype="float16", residency=residency)
     compiled = whole.with_method("specontext", budget, config=settings, **options)
     state = compiled.prefill(prompt(320, 5))
     check(state.rows[0])
@@ -241,7 +243,10 @@ def test_what_layers_unfold_is_one_selection(whole):
     """Per KV head the same tokens in every layer; in a batch-level selection also in every head; generated ones as well."""
     for selection in ("head", "batch"):
         compiled = whole.with_method(
-            "specontext", 0.4, selection=selection, config=CompileConfig(kv_dtype="float16", residency="elastic")
+            "specontext",
+            0.4,
+            selection=selection,
+            config=CompileConfig(floor=0, kv_dtype="float16", residency="elastic"),
         )
         state = compiled.prefill(prompt(200, 9))
         for token in prompt(80, 10)[0]:
@@ -259,7 +264,9 @@ def test_what_layers_unfold_is_one_selection(whole):
 
 def test_layers_share_one_selection(whole, monkeypatch):
     """It is made once a step; made again in every layer it is the same."""
-    compiled = whole.with_method("specontext", 0.4, config=CompileConfig(kv_dtype="float16", residency="elastic"))
+    compiled = whole.with_method(
+        "specontext", 0.4, config=CompileConfig(floor=0, kv_dtype="float16", residency="elastic")
+    )
     state = compiled.prefill(prompt(200, 9))
     other, asked = state.fork(), []
     monkeypatch.setattr(site_memory, "choose_units", lambda *given: asked.append(1) or choose_units(*given))

@@ -186,7 +186,7 @@ def by_heads(deepseek) -> CompiledModel:
 
 @pytest.fixture(scope="module")
 def on_latents(deepseek) -> CompiledModel:
-    return compile_model(deepseek, method="full", config=CompileConfig(latents=True))
+    return compile_model(deepseek, method="full", config=CompileConfig(floor=0, latents=True))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -200,7 +200,7 @@ def test_families_with_latents(family):
         expected = model(ids).logits[:, -1]
     states = []
     for latents in (True, False):
-        compiled = compile_model(model, method="full", config=CompileConfig(latents=latents, prefill_chunk=32))
+        compiled = compile_model(model, method="full", config=CompileConfig(floor=0, latents=latents, prefill_chunk=32))
         states.append(compiled.prefill(ids[:, :100]))
         compiled.extend(states[-1], ids[:, 100:])
     bound = 1e-5 * float(expected.abs().max())
@@ -246,7 +246,7 @@ def test_a_model_without_latents_is_refused():
     with pytest.raises(
         ConfigError, match=r"latents=True is for models that make keys and values of all heads from one latent"
     ):
-        compile_model(model, method="full", config=CompileConfig(latents=True))
+        compile_model(model, method="full", config=CompileConfig(floor=0, latents=True))
 
 
 def test_a_profile_of_heads_is_refused_for_latents(deepseek, by_heads):
@@ -260,4 +260,4 @@ def test_a_profile_of_heads_is_refused_for_latents(deepseek, by_heads):
     profile = Profile(ProfileInfo(fingerprint=by_heads.fingerprint, model=facts))
     profile.check_stores(by_heads.program.stores)
     with pytest.raises(ProfileError, match=r"8 KV heads of 24 \+ 16 numbers in layer 0.*1 of 24 \+ 16.*--latents"):
-        compile_model(deepseek, profile, method="full", config=CompileConfig(latents=True))
+        compile_model(deepseek, profile, method="full", config=CompileConfig(floor=0, latents=True))

@@ -169,7 +169,7 @@ def test_bytes_of_a_budget_are_measured_ones(full, decoder, records, tokens, bud
     """The device holds at most the budget, and leaves less of it than the pages that would not fit. Folded tokens are all but the
     exact ones, at most half of the budget, plus tables. At least half of the budget is for unfolded tokens and all of it at most,
     so a step moves, at the overlap that was measured, once to twice what is predicted, but for those pages."""
-    compiled = full.with_method("quest", budget, config=CompileConfig(residency=residency))
+    compiled = full.with_method("quest", budget, config=CompileConfig(floor=0, residency=residency))
     state = compiled.compress(records[tokens])
     for token in range(4):
         compiled.extend(state, torch.tensor([[7 + token]]))
@@ -184,7 +184,7 @@ def test_bytes_of_a_budget_are_measured_ones(full, decoder, records, tokens, bud
 
 @pytest.mark.parametrize("budget", [0.3, 128])
 def test_thresholds_are_those_of_the_runtime(full, decoder, budget):
-    settings = CompileConfig(offload="progressive", device_memory="24MB", rows=2)
+    settings = CompileConfig(floor=0, offload="progressive", device_memory="24MB", rows=2)
     placed = full.with_method("quest", budget, config=settings).placement
     weights = weight_bytes(full.program)
     machine = replace(MACHINE, memory=settings.device_memory)

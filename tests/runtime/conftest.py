@@ -52,7 +52,9 @@ def compile_as() -> Callable[..., CompiledModel]:
 
     def make(program, method, budget=None, *, options=None, **config) -> CompiledModel:
         options = UNTRAINED.get(method, {}) | (options or {})
-        return CompiledModel(program, None, find_method(method, options), budget, CompileConfig(**config))
+        return CompiledModel(
+            program, None, find_method(method, options), budget, CompileConfig(**{"floor": 0, **config})
+        )
 
     return make
 

@@ -61,7 +61,7 @@ class Divided(Method):
 def test_heads_apart_are_heads_together(wide_program, prompt, kind, residency):
     """The same composition for every head with an even share: the same tokens (heads apart pay for their own positions,
     which whole pages hide)."""
-    settings = CompileConfig(kv_dtype="float32", residency=residency, page_size=8)
+    settings = CompileConfig(floor=0, kv_dtype="float32", residency=residency, page_size=8)
     made = {}
     for method in (kind, Divided(kinds=(kind,))):
         compiled = CompiledModel(wide_program, None, method, 0.4, settings)
@@ -78,7 +78,9 @@ def test_heads_apart_are_heads_together(wide_program, prompt, kind, residency):
 
 def test_a_mixture_holds_its_budget_and_survives_saving(double_program, prompt, resident, tmp_path):
     mixture = Divided(kinds=(StreamingLLM(), SeKV(router="coarse", min_span=4, fixed_share=0.6)), shares=(0.3, 0.7))
-    compiled = CompiledModel(double_program, None, mixture, 0.5, CompileConfig(kv_dtype="float64", page_size=1))
+    compiled = CompiledModel(
+        double_program, None, mixture, 0.5, CompileConfig(floor=0, kv_dtype="float64", page_size=1)
+    )
     state = compiled.prefill(prompt(200))
     streaming, sekv = state.rows[0].stores[0]
     assert streaming.spans is None

@@ -1,0 +1,92 @@
+"""What is the same for every row of a compiled model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache, partial
+
+import torch
+
+from semkv.ir.program import Program
+from semkv.ir.site import AttentionSite
+from semkv.profiles.schema.memory import UNBOUNDED
+from semkv.runtime.budget import Budget
+from semkv.runtime.components import Components, Part, Plan
+from semkv.runtime.host_tier import HostTier
+from semkv.runtime.weights import Weights
+
+PAGE = 8
+"""Tokens in a page at which methods declare their smallest sizes."""
+
+
+def in_pages(tokens: int, page_size: int) -> int:
+    """`tokens`, declared for pages of 8, in pages of `page_size`: larger pages need as many of them."""
+    return max(tokens, -(-tokens // PAGE) * page_size)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What is the same for every row: the program, the method's plan, the budget, and where tiers live.
+
+    minimum_tokens: smallest budget, in tokens per KV head and layer, that the method can live in at this page size.
+    thresholds: where layers leave the device progressively, the lengths of Alg. 1 (`semkv.profiles.schema.memory`), which the
+        sites' `host_from` follow from. rows: sequences that these are for; None: any number.
+    prefetch: whether rows fetch ahead of their layers what those will unfold; guesses: and what they are likely to.
+    kernels: whether Triton's kernels score and select units where there are some, see `semkv.kernels.mixed_attention.dispatch`.
+    weights: those of the model at that time, where it may change.
+    """
+
+    program: Program
+    method: str
+    plan: Plan
+    budget: Budget
+    minimum_tokens: int
+    residency: str
+    page_size: int
+    tier: HostTier
+    device: torch.device
+    thresholds: tuple[int, ...] = ()
+    rows: int | None = None
+    prefetch: bool = False
+    guesses: bool = True
+    kernels: bool = False
+    weights: Weights | None = None
+
+    def where(self, site: AttentionSite, tokens: int) -> torch.device | None:
+        """Where the folded tokens of a site wait when its sequence has `tokens` tokens: a device, or None for the host."""
+        return self.device if site.host_from is not None and tokens < site.host_from else None
+
+    @cached_property
+    def budgeted(self) -> tuple[AttentionSite, ...]:
+        """The stores that the budget counts."""
+        return tuple(store for store in self.program.stores if store.treatment == "method")
+
+    @cached_property
+    def stores(self) -> dict[int, AttentionSite]:
+        """The site that owns each store, by the store's number."""
+        return {store.store: store for store in self.program.stores}
+
+    @cached_property
+    def row_cap(self) -> Callable[[int], float]:
+        """Device bytes of the budget of a row with so many tokens; every layer of a step asks for the same."""
+        if self.budget.value is None:
+            return lambda tokens: float("inf")
+        return lru_cache(maxsize=64)(partial(self.budget.cap_bytes, self.budgeted))
+
+    @cached_property
+    def whole(self) -> Placement:
+        """The same for rows that keep every token under the same cap, whatever the method."""
+        every = Components(whole=True)
+        return replace(self, plan=Plan({store.store: (Part(0, store.kv_heads, every),) for store in self.budgeted}))
+
+    @property
+    def outgrown(self) -> bool:
+        """Whether rows that begin whole can grow beyond what the budget holds whole."""
+        longest = self.program.max_positions
+        return not self.budget.exact(UNBOUNDED if longest is None else longest)
+
+    def parts(self, store: AttentionSite) -> tuple[Part, ...]:
+        """How the KV heads of a store are divided; stores that no method treats are whole."""
+        given = self.plan.parts.get(store.store) if store.treatment == "method" else None
+        return given or (Part(0, store.kv_heads, Components()),)
