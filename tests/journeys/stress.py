@@ -260,6 +260,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--only", nargs="+", default=None, metavar="JOURNEY", help="journeys to draw from; default: all"
     )
+    parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS, help="what to draw; default: both")
     made = parser.parse_args(given)
     usual = [one.name for one in all_journeys().values() if not one.alone and not one.slow]
     unknown = sorted(set(made.only or ()) - set(usual))
@@ -275,7 +276,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     asked = arguments()
     print(f"seed {asked.seed}: {len(asked.only)} journeys, {asked.threads} threads in 2 processes", flush=True)
-    tasks = [Task(name, seed, kind) for name in asked.only for seed in range(asked.texts) for kind in KINDS]
+    tasks = [Task(name, seed, kind) for name in asked.only for seed in range(asked.texts) for kind in asked.kinds]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         expected = calm(tasks, folder)
