@@ -149,6 +149,12 @@ class SharedWeights(nn.Module):
         made.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return made
 
+    def __copy__(self) -> Any:
+        """Another object with the same program and weights."""
+        made = self.__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        return made
+
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise ConfigError(
             "compiled models are not pickled: compiled.save(path) writes one, semkv.load(path) reads it in this or another process"
