@@ -6,8 +6,6 @@ import pytest
 import torch
 from journey import BUDGET, Journey, all_journeys, difference
 
-import semkv
-
 JOURNEYS = [
     pytest.param(one, id=one.name, marks=[pytest.mark.slow] if one.slow else []) for one in all_journeys().values()
 ]
@@ -33,7 +31,6 @@ def test_in_full_it_is_the_plain_models(one, compiled_by, desk, expected):
     assert difference(one.run(compiled_by("full"), desk()), expected(one)) is None
 
 
-@pytest.mark.skipif("floor" not in semkv.CompileConfig.model_fields, reason="short rows have no floor")
 @pytest.mark.parametrize("one", JOURNEYS)
 def test_at_ten_percent_it_ends_well(one, compiled_by, desk, expected):
     """With the model's answers where the method finds them; else twice with the same."""

@@ -29,10 +29,7 @@ def compiled(full, request):
     if request.param == "full":
         return full
     options = {"router": "coarse"} if request.param == "sekv" else {}
-    return full.with_method(request.param, 0.5, config=semkv.CompileConfig(method_options=options, **FLOOR))
-
-
-FLOOR = {"floor": 0} if "floor" in semkv.CompileConfig.model_fields else {}
+    return full.with_method(request.param, 0.5, config=semkv.CompileConfig(method_options=options, floor=0))
 
 
 def plain(model, text: list[int], new: int, **options) -> list[int]:

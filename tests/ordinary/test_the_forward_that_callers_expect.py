@@ -13,8 +13,6 @@ import semkv
 from semkv.errors import ConfigError, InputError
 from semkv.huggingface import CACHE
 
-FLOOR = {"floor": 0} if "floor" in semkv.CompileConfig.model_fields else {}
-
 
 @pytest.fixture(scope="module")
 def model(make_llama):
@@ -28,7 +26,7 @@ def full(model):
 
 @pytest.fixture(scope="module")
 def small(full):
-    return full.with_method("snapkv", 0.5, config=semkv.CompileConfig(**FLOOR))
+    return full.with_method("snapkv", 0.5, config=semkv.CompileConfig(floor=0))
 
 
 @pytest.fixture

@@ -16,7 +16,6 @@ from semkv.errors import BatchError, BudgetError, ConfigError, InputError, State
 from semkv.huggingface import CACHE
 
 NEW = {"do_sample": False, "pad_token_id": 0}
-FLOOR = {"floor": 0} if "floor" in semkv.CompileConfig.model_fields else {}
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +31,7 @@ def full(model):
 @pytest.fixture(scope="module")
 def small(full):
     """Its smallest budget is 24 tokens: rows below 48 have no room at half of the KV."""
-    return full.with_method("snapkv", 0.5, config=semkv.CompileConfig(**FLOOR))
+    return full.with_method("snapkv", 0.5, config=semkv.CompileConfig(floor=0))
 
 
 def test_a_deep_copy_of_a_state_is_a_fork(small, ids):
