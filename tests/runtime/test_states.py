@@ -235,7 +235,7 @@ def test_elastic_loading_moves_less_for_the_same_tokens(double_program, compile_
 def test_everything_unfolded_raw_is_full_attention(double_program, compile_as, full, prompt):
     """No approximation is left when all spans are unfolded from raw tokens: layer by layer the entries are all tokens."""
     compiled = compile_as(
-        double_program, "sekv", 1.0, options={"forms": "raw", "window": 8, "fixed_share": 0.2}, kv_dtype="float64"
+        double_program, "sekv", 0.97, options={"forms": "raw", "window": 8, "fixed_share": 0.2}, kv_dtype="float64"
     )
     state, reference = compiled.prefill(prompt(300)), full.prefill(prompt(300))
     row = state.rows[0]
