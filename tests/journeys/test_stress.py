@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 import subprocess
 import sys
 import warnings
@@ -88,6 +89,7 @@ def test_the_surroundings_are_hostile():
     try:
         while chaos.turns < 60:
             dtypes.add(torch.get_default_dtype())
+            time.sleep(0.001)
     finally:
         chaos.stop()
         torch.set_num_threads(threads)
