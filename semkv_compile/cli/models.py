@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from semkv.cli.common import quiet_libraries, refuse
+from semkv.cli.gguf import gguf_file, load_gguf
 from semkv.errors import ConfigError
 
 BUNDLED = "bundled"
@@ -25,7 +26,7 @@ class Loaded:
 def load_model(
     name: str, profile: Path | None = None, *, dtype: str | None = None, device: str | None = None
 ) -> Loaded:
-    """The bundled model, a local folder or a Hugging Face name, in evaluation mode.
+    """The bundled model, a local folder, a GGUF file or a folder with one, or a Hugging Face name, in evaluation mode.
 
     profile: as in `load_profile`.
     Raises ConfigError where the model or its tokenizer cannot be loaded, ProfileError for a damaged profile.
@@ -71,9 +72,13 @@ def load_weights(name: str) -> tuple[Any, Any]:
 def _pretrained(name: str) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    if (name.startswith((".", "/", "~")) or name.count("/") > 1) and not Path(name).expanduser().is_dir():
-        raise ConfigError(f"model {name}: no such folder; give a folder, a Hugging Face name, or `bundled`")
-    source = str(Path(name).expanduser()) if Path(name).expanduser().is_dir() else name
+    path = Path(name).expanduser()
+    weights = gguf_file(path)
+    if weights is not None:
+        return load_gguf(weights)
+    if (name.startswith((".", "/", "~")) or name.count("/") > 1) and not path.is_dir():
+        raise ConfigError(f"model {name}: no such folder; give a folder, a GGUF file, a Hugging Face name, or `bundled`")
+    source = str(path) if path.is_dir() else name
     try:
         return AutoModelForCausalLM.from_pretrained(source, dtype="auto").eval(), AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError, KeyError, ImportError) as error:
