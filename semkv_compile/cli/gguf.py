@@ -23,7 +23,9 @@ def gguf_file(path: Path) -> Path | None:
         return None
     found = sorted(path.glob("*.gguf"))
     if len(found) > 1:
-        raise ConfigError(f"model {path}: holds {len(found)} GGUF files ({', '.join(x.name for x in found)}); name one of them")
+        raise ConfigError(
+            f"model {path}: holds {len(found)} GGUF files ({', '.join(x.name for x in found)}); name one of them"
+        )
     return found[0] if found else None
 
 
@@ -43,7 +45,9 @@ def load_gguf(path: Path) -> tuple[Any, Any]:
     except Exception as error:  # a parser of binary files raises whatever it stumbles over
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         hint = "; pip install 'semkv[gguf]'" if "gguf" in first and isinstance(error, ImportError) else ""
-        raise ConfigError(f"model {path}: this GGUF file cannot be loaded ({type(error).__name__}: {first}){hint}") from error
+        raise ConfigError(
+            f"model {path}: this GGUF file cannot be loaded ({type(error).__name__}: {first}){hint}"
+        ) from error
     model.hf_quantizer, model.is_quantized = None, False  # of the file; the weights are plain now
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config

@@ -19,7 +19,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-MODEL_HELP = "`bundled`, a local folder, or a Hugging Face name."
+MODEL_HELP = "`bundled`, a local folder, a GGUF file or a folder with one, or a Hugging Face name."
 PROFILE_HELP = "Folder that `semkv-profile` wrote. Default: the bundled model's own; none for others."
 FAMILIES = ("single", "multi", "confusable", "dense")
 METHODS_HELP = "Methods, separated by commas; `auto` is the one that the profile measured to be best at the budget."

@@ -77,7 +77,9 @@ def _pretrained(name: str) -> tuple[Any, Any]:
     if weights is not None:
         return load_gguf(weights)
     if (name.startswith((".", "/", "~")) or name.count("/") > 1) and not path.is_dir():
-        raise ConfigError(f"model {name}: no such folder; give a folder, a GGUF file, a Hugging Face name, or `bundled`")
+        raise ConfigError(
+            f"model {name}: no such folder; give a folder, a GGUF file, a Hugging Face name, or `bundled`"
+        )
     source = str(path) if path.is_dir() else name
     try:
         return AutoModelForCausalLM.from_pretrained(source, dtype="auto").eval(), AutoTokenizer.from_pretrained(source)

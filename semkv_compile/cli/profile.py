@@ -39,7 +39,7 @@ OTHER_NAMES = {"router": "sekv"}
 HELP = """Calibrate a model and write a profile that semkv.compile(model, profile, budget=...) takes. The model itself is
 frozen; running text is all that is needed.
 
-MODEL is a Hugging Face name, a local folder, or 'bundled' (the default): the small trained model that comes with semkv,
+MODEL is a Hugging Face name, a local folder, a GGUF file, or 'bundled' (the default): the small trained model that comes with semkv,
 with text that it generates itself.
 
 Steps, in the order in which they run (--steps takes some of them, separated by commas; by default all run):
@@ -102,7 +102,7 @@ class _Request:
 
 @app.command(help=HELP)
 def profile(
-    model: Annotated[str, typer.Argument(help="Hugging Face name, local folder, or 'bundled'.")] = BUNDLED,
+    model: Annotated[str, typer.Argument(help="Hugging Face name, local folder, GGUF file, or 'bundled'.")] = BUNDLED,
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder of the profile that is written.")] = ...,  # type: ignore[assignment]
     data: Annotated[
         list[Path] | None,

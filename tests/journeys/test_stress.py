@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-import time
 import subprocess
 import sys
+import time
 import warnings
 from pathlib import Path
 
