@@ -41,10 +41,10 @@ def load_gguf(path: Path) -> tuple[Any, Any]:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-        model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+        model: Any = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
     except Exception as error:  # a parser of binary files raises whatever it stumbles over
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        hint = "; pip install 'semkv[gguf]'" if "gguf" in first and isinstance(error, ImportError) else ""
+        hint = "; pip install gguf" if "gguf" in first and isinstance(error, ImportError) else ""
         raise ConfigError(
             f"model {path}: this GGUF file cannot be loaded ({type(error).__name__}: {first}){hint}"
         ) from error
