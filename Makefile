@@ -47,7 +47,7 @@ demo: $(STAMP)
 	$(BIN)/semkv demo $(ARGS)
 
 test: $(STAMP)
-	$(PYTEST) -n $(JOBS) -m "not slow" --durations=15 $(ARGS)
+	$(PYTEST) -n $(JOBS) --dist worksteal -m "not slow" --durations=15 $(ARGS)
 
 test-slow: $(STAMP)
 	$(PYTEST) -n $(JOBS) -m slow --timeout=3600 --durations=15 $(ARGS)

@@ -155,6 +155,7 @@ def test_auto_without_a_profile_is_refused_before_the_model_is_read(run):
     assert "method 'auto' needs a profile whose methods were measured" in result.stderr
 
 
+@pytest.mark.slow
 def test_latents_hold_less(run, tmp_path):
     torch.manual_seed(0)
     config = DeepseekV3Config(

@@ -48,6 +48,7 @@ def run(*arguments):
     return CliRunner().invoke(command.app, [str(argument) for argument in arguments])
 
 
+@pytest.mark.slow
 def test_a_local_folder_is_calibrated(folder, text, tmp_path):
     output, report = tmp_path / "tiny.profile", tmp_path / "report"
     result = run(folder, "--data", text, "-o", output, "--report", report, "--device-memory", "8GB", *TINY)

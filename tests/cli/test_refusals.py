@@ -40,7 +40,7 @@ def refused(result, message):
         (("--residency", "nowhere"), "setting residency = 'nowhere': Input should be 'shared' or 'elastic'"),
         (
             ("--model", "./not/there"),
-            "model ./not/there: no such folder; give a folder, a Hugging Face name, or `bundled`",
+            "model ./not/there: no such folder; give a folder, a GGUF file, a Hugging Face name, or `bundled`",
         ),
         (
             ("--profile", "missing.profile"),

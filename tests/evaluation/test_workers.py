@@ -103,6 +103,7 @@ def test_small_models_have_a_process_per_thread():
     assert default_workers(large, CPU) == 1
 
 
+@pytest.mark.slow
 def test_a_grid_gives_the_rows_of_one_process():
     model, tokenizer = semkv.bundled.load()
     compiled = semkv.compile(model, semkv.bundled.profile(), method="full", config=CompileConfig(kv_dtype="float16"))

@@ -37,6 +37,7 @@ def test_quickstart_shows_answers_and_a_memory_within_budget():
     assert 0.0 < share <= 10.0
 
 
+@pytest.mark.slow
 def test_several_turns_reads_the_text_once():
     lines = output("several_turns.py").splitlines()
     assert len(lines) == 7

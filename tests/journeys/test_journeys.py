@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from journey import BUDGET, Journey, all_journeys, difference
 
-JOURNEYS = [
-    pytest.param(one, id=one.name, marks=[pytest.mark.slow] if one.slow else []) for one in all_journeys().values()
-]
+
+def journeys(quick: Callable[[Journey], bool]) -> list:
+    """All journeys; those that are not `quick` run with the slow tests."""
+    return [
+        pytest.param(one, id=one.name, marks=[] if quick(one) else [pytest.mark.slow])
+        for one in all_journeys().values()
+    ]
+
+
+def first_of_its_method() -> Callable[[Journey], bool]:
+    """Whether a journey is the first that runs with its method, of those that neither take long nor want the process for themselves."""
+    seen: dict[str, str] = {}
+
+    def quick(one: Journey) -> bool:
+        return not (one.slow or one.alone) and seen.setdefault(one.method, one.name) == one.name
+
+    return quick
 
 
 @pytest.fixture(scope="session")
@@ -26,12 +42,12 @@ def expected(bundled, tmp_path_factory):
     return of
 
 
-@pytest.mark.parametrize("one", JOURNEYS)
+@pytest.mark.parametrize("one", journeys(lambda one: not one.slow))
 def test_in_full_it_is_the_plain_models(one, compiled_by, desk, expected):
     assert difference(one.run(compiled_by("full"), desk()), expected(one)) is None
 
 
-@pytest.mark.parametrize("one", JOURNEYS)
+@pytest.mark.parametrize("one", journeys(first_of_its_method()))
 def test_at_ten_percent_it_ends_well(one, compiled_by, desk, expected):
     """With the model's answers where the method finds them; else twice with the same."""
     compiled = compiled_by(one.method)

@@ -74,6 +74,7 @@ def test_a_process_that_is_killed_is_reported(tmp_path, capsys):
     assert "WRONG: chat 0 full (process A, thread 0)\nresult: 1, expected 2" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_surroundings_are_hostile():
     """Modes of a thread, and defaults of the process, do change, and come back."""
     seen = set()

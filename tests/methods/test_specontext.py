@@ -205,8 +205,10 @@ def check(row) -> None:
 
 
 @pytest.mark.parametrize(("budget", "options", "residency"), [
-    (0.2, {}, "shared"), (0.25, {}, "elastic"), (0.15, {"strict": True}, "shared"), (80, {"strict": True}, "elastic"),
-    (0.15, {"retrieval": "layers"}, "shared"),
+    (0.2, {}, "shared"), (80, {"strict": True}, "elastic"),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        (0.25, {}, "elastic"), (0.15, {"strict": True}, "shared"), (0.15, {"retrieval": "layers"}, "shared"),
+    )),
 ])  # fmt: skip
 def test_the_budget_is_a_hard_cap_with_the_heads_keys_in_it(whole, budget, options, residency):
     settings = CompileConfig(floor=0, kv_dtype="float16", residency=residency)

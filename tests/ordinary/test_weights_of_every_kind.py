@@ -232,6 +232,7 @@ def test_quantised_activations_are_those_of_the_model(torchao: Any):
     assert (compiled - logits).abs().max() < 0.1 * distance
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_transformers_quantises_while_it_loads(torchao: Any, tmp_path: Path):
     from transformers import TorchAoConfig
 
@@ -255,6 +256,7 @@ def check_memory(compiled: semkv.CompiledModel, model: nn.Module) -> None:
     assert sum(sizes.values()) < 0.6 * sum(x.nbytes for x in plain().parameters())
 
 
+@pytest.mark.slow
 def test_the_cache_of_captured_programs_takes_quantised_and_dispatched_models(
     torchao: Any, tmp_path: Path, monkeypatch
 ):
@@ -319,6 +321,7 @@ def test_a_compiled_model_follows_new_quantised_weights(torchao: Any):
     assert (expected - changed).abs().max() > 0.01
 
 
+@pytest.mark.slow
 def test_a_model_that_is_quantised_after_it_was_compiled_is_refused(torchao: Any):
     model = plain()
     compiled = semkv.compile(model)

@@ -189,7 +189,13 @@ def on_latents(deepseek) -> CompiledModel:
     return compile_model(deepseek, method="full", config=CompileConfig(floor=0, latents=True))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+QUICK = ("DeepseekV3", "MiniCPM3")
+"""The others run with the slow tests."""
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(family, marks=[] if family in QUICK else [pytest.mark.slow]) for family in FAMILIES]
+)
 def test_families_with_latents(family):
     """Logits as the model's own, and a cache of 40 numbers per token and layer in place of 320."""
     if not hasattr(transformers, f"{family}ForCausalLM"):

@@ -13,7 +13,7 @@ COMPRESSING = (
     "streaming_llm", "snapkv", "sekv", "h2o", "pyramidkv", "chunkkv", "cake", "semanticache", "compresskv",
 )  # fmt: skip
 SLOW = settings(
-    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True
 )
 
 

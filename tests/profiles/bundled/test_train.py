@@ -87,6 +87,7 @@ def test_gpu_preset_runs_on_whatever_is_there(tmp_path):
     assert model.config.num_hidden_layers == 6
 
 
+@pytest.mark.slow
 def test_two_processes_agree_on_one_run(tmp_path):
     folder = train(replace(TINY, processes=2, stages=((64, 2),)), tmp_path)
     assert (folder / "model.safetensors").exists()
