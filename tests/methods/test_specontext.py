@@ -95,6 +95,7 @@ def ranking(speculation, ids, before) -> torch.Tensor:
 
 @pytest.mark.parametrize("features", [True, False])
 @pytest.mark.parametrize("batch", [False, True])
+@pytest.mark.slow
 def test_the_ranking_is_the_largest_weight_of_each_group(features, batch):
     speculation = small(batch=batch) if features else small(batch=batch, feature_sites=(), features=0)
     ids, hidden = prompt(21, 1)[0] % 50, torch.randn(21, 12)

@@ -90,6 +90,7 @@ def positions(row: RowMemory, store: int) -> list[set[int]]:
 
 
 @pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.slow
 def test_short_rows_of_a_batch_are_exact_and_leave_their_neighbours_alone(made, text, exact, name):
     compiled, lengths = made(name), (1, 2, 7, 8, 9, 31, 37, 130)
     ids, mask = torch.zeros(len(lengths), 130, dtype=torch.int64), torch.zeros(len(lengths), 130, dtype=torch.int64)
@@ -345,6 +346,7 @@ def test_what_the_floor_costs_is_counted_and_explained(made, text):
 
 
 @pytest.mark.parametrize("name", ["sekv", "h2o", "snapkv", "specontext", "heterocache"])
+@pytest.mark.slow
 def test_copies_and_files_of_short_rows_cross_as_the_row_does(made, text, tmp_path: Path, name):
     compiled = made(name)
     floor = compiled.placement.budget.floor
