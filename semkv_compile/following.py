@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from abc import ABC, abstractmethod
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +21,7 @@ from semkv.runtime.row_memory import Placement
 from semkv.shared_weights import SharedWeights
 
 
-class Following(SharedWeights):
+class Following(SharedWeights, ABC):
     """What every call asks first: whether the model is still the one that was captured."""
 
     program: Program
@@ -32,9 +33,9 @@ class Following(SharedWeights):
     config: Any
     _live: LiveModel | None
 
+    @abstractmethod
     def _assemble(self, source: Program, profile: Profile | None, fingerprint: str | None) -> None:
         """Lower `source` for this model's method, budget and settings, and run on it from now on."""
-        raise NotImplementedError
 
     @undisturbed
     def _follow(self, *, sample: bool = True) -> None:

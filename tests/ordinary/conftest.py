@@ -8,6 +8,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import semkv
+
 VOCAB = 41
 
 
@@ -43,3 +45,21 @@ def make_llama() -> Callable[..., LlamaForCausalLM]:
 def ids() -> Callable[..., torch.Tensor]:
     """`ids(tokens, rows, seed)`: int64 [rows, tokens]."""
     return some_ids
+
+
+@pytest.fixture(scope="session")
+def model() -> LlamaForCausalLM:
+    """In float64; tests share it and leave it as it is."""
+    return tiny_llama()
+
+
+@pytest.fixture(scope="session")
+def full(model) -> semkv.CompiledModel:
+    """`model`, compiled to keep everything."""
+    return semkv.compile(model)
+
+
+@pytest.fixture(scope="session")
+def small(full) -> semkv.CompiledModel:
+    """`model` with half of its KV and no floor. The method's smallest budget is 24 tokens: rows below 48 have no room."""
+    return full.with_method("snapkv", 0.5, config=semkv.CompileConfig(floor=0))

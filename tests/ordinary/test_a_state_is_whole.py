@@ -13,16 +13,6 @@ from semkv.huggingface import CACHE
 NEW = {"do_sample": False, "pad_token_id": 0}
 
 
-@pytest.fixture(scope="module")
-def model(make_llama):
-    return make_llama()
-
-
-@pytest.fixture(scope="module")
-def full(model):
-    return semkv.compile(model)
-
-
 @pytest.fixture(scope="module", params=["full", "snapkv", "sekv"])
 def compiled(full, request):
     """At half of the KV, so that what is compressed is read by what follows."""

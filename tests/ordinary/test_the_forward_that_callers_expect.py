@@ -14,21 +14,6 @@ from semkv.errors import ConfigError, InputError
 from semkv.huggingface import CACHE
 
 
-@pytest.fixture(scope="module")
-def model(make_llama):
-    return make_llama()
-
-
-@pytest.fixture(scope="module")
-def full(model):
-    return semkv.compile(model)
-
-
-@pytest.fixture(scope="module")
-def small(full):
-    return full.with_method("snapkv", 0.5, config=semkv.CompileConfig(floor=0))
-
-
 @pytest.fixture
 def padded(ids):
     """Rows of 30, 19 and 7 tokens, padded on the left."""

@@ -18,22 +18,6 @@ from semkv.huggingface import CACHE
 NEW = {"do_sample": False, "pad_token_id": 0}
 
 
-@pytest.fixture(scope="module")
-def model(make_llama):
-    return make_llama()
-
-
-@pytest.fixture(scope="module")
-def full(model):
-    return semkv.compile(model)
-
-
-@pytest.fixture(scope="module")
-def small(full):
-    """Its smallest budget is 24 tokens: rows below 48 have no room at half of the KV."""
-    return full.with_method("snapkv", 0.5, config=semkv.CompileConfig(floor=0))
-
-
 def test_a_deep_copy_of_a_state_is_a_fork(small, ids):
     state = small.prefill(ids(90, 2))
     small.generate(ids(4, 2, seed=1), state=state, max_new_tokens=3, **NEW)
