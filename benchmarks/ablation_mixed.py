@@ -58,9 +58,12 @@ def grid(samples: int, length: int, families: tuple[str, ...] = FAMILIES) -> Gri
         for switch in SWITCHES
     ]
     return Grid(
-        variants=(Variant(method="full"), *variants), families=families, lengths=(length,), samples=samples,
+        variants=(Variant(method="full"), *variants),
+        families=families,
+        lengths=(length,),
+        samples=samples,
         questions_per_context=QUESTIONS,
-    )  # fmt: skip
+    )
 
 
 def contributions(report: Report, passages: Report) -> str:
@@ -76,10 +79,16 @@ def contributions(report: Report, passages: Report) -> str:
             if summary is None:
                 continue
             change = summary.ahead.get("mixed")
-            lines.append([
-                f"{100 * budget:g} %", switch.label, switch.system, percent(summary.accuracy), points(change),
-                "-" if nats is None else plain(nats),
-            ])  # fmt: skip
+            lines.append(
+                [
+                    f"{100 * budget:g} %",
+                    switch.label,
+                    switch.system,
+                    percent(summary.accuracy),
+                    points(change),
+                    "-" if nats is None else plain(nats),
+                ]
+            )
     whole = likelihood.get(("full", None))
     lines.append(["-", "full cache", "-", percent(found["full", None].accuracy), "-", plain(whole) if whole else "-"])
     return table(["budget", "composition", "whose part", "mean, %", "against mixed, points", "perplexity"], lines)

@@ -64,12 +64,15 @@ DEFAULTS = {"max_rank": 32, "alpha": 1.0, "window": 512}
 # Ranks show where every span is factored.
 GRIDS = tuple(
     Switch(
-        f"{name} {value}", {name: value} | ({"forms": "factored"} if name == "max_rank" else {}),
-        niah - TABLE_7[name][DEFAULTS[name]][0], ruler - TABLE_7[name][DEFAULTS[name]][1], base=f"{name} {DEFAULTS[name]}",
+        f"{name} {value}",
+        {name: value} | ({"forms": "factored"} if name == "max_rank" else {}),
+        niah - TABLE_7[name][DEFAULTS[name]][0],
+        ruler - TABLE_7[name][DEFAULTS[name]][1],
+        base=f"{name} {DEFAULTS[name]}",
     )
     for name, values in TABLE_7.items()
     for value, (niah, ruler) in values.items()
-)  # fmt: skip
+)
 
 
 def grid(samples: int, length: int, with_grids: bool) -> Grid:

@@ -113,9 +113,12 @@ def run(compiled: CompiledModel, ids: Tensor, new: int) -> dict[str, float]:
             watch.look(row.tokens)
     stats = state.stats
     return {
-        "device_peak_share": watch.device, "reported_peak_share": stats.peak_share, "host_share_of_raw": watch.host,
-        "moved_bytes_per_step": stats.moved_bytes_per_step, "tokens": row.tokens,
-    }  # fmt: skip
+        "device_peak_share": watch.device,
+        "reported_peak_share": stats.peak_share,
+        "host_share_of_raw": watch.host,
+        "moved_bytes_per_step": stats.moved_bytes_per_step,
+        "tokens": row.tokens,
+    }
 
 
 def prompt_ids(tokenizer: Any, tokens: int) -> Tensor:
@@ -178,9 +181,14 @@ def show(rows: list[dict]) -> None:
         table.add_column(column)
     for row in rows:
         table.add_row(
-            row["method"], row["residency"], f"{row['budget']:.0%}", f"{row['device_peak_share']:.4f}",
-            f"{row['host_share_of_raw']:.4f}", f"{row['moved_bytes_per_step'] / 1024:.1f}", "yes" if row["held"] else "NO",
-        )  # fmt: skip
+            row["method"],
+            row["residency"],
+            f"{row['budget']:.0%}",
+            f"{row['device_peak_share']:.4f}",
+            f"{row['host_share_of_raw']:.4f}",
+            f"{row['moved_bytes_per_step'] / 1024:.1f}",
+            "yes" if row["held"] else "NO",
+        )
     Console(width=110).print(table)
 
 

@@ -48,8 +48,11 @@ def run(code: str, folder: Path, *arguments: str) -> dict[str, list[float]]:
     """What one process printed: seconds by name."""
     ran = subprocess.run(
         [sys.executable, "-c", TIMED + code, *arguments],
-        capture_output=True, text=True, check=True, env={**os.environ, "SEMKV_CACHE": str(folder)},
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "SEMKV_CACHE": str(folder)},
+    )
     return json.loads(ran.stdout.splitlines()[-1])
 
 

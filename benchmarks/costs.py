@@ -68,13 +68,17 @@ def measure(bench: Bench, contenders: Sequence[Contender], length: int) -> dict[
             choosing[label].append(1000 * clocks[label].read())
     return {
         label: {
-            "first_s": statistics.median(first[label]), "step_ms": statistics.median(steps[label]),
-            "p95_ms": quantile(steps[label], 0.95), "choosing_ms": statistics.median(choosing[label]),
-            "stall_ms": state.stats.stall_ms_per_step, "device": state.nbytes["peak"], "host": state.nbytes["host"],
+            "first_s": statistics.median(first[label]),
+            "step_ms": statistics.median(steps[label]),
+            "p95_ms": quantile(steps[label], 0.95),
+            "choosing_ms": statistics.median(choosing[label]),
+            "stall_ms": state.stats.stall_ms_per_step,
+            "device": state.nbytes["peak"],
+            "host": state.nbytes["host"],
             "moved": state.stats.moved_bytes_per_step,
         }
         for label, state in states.items()
-    }  # fmt: skip
+    }
 
 
 def by_length(
@@ -95,16 +99,38 @@ def costs_table(found: Mapping[int, Mapping[str, Costs]]) -> str:
     for length, at in found.items():
         full = at[FULL.label]
         for label, cost in at.items():
-            lines.append([
-                f"{length:,}", label, f"{cost['first_s']:.2f}", f"{cost['first_s'] / full['first_s']:.2f}", f"{cost['step_ms']:.1f}",
-                f"{cost['p95_ms']:.1f}", f"{cost['step_ms'] / full['step_ms']:.2f}", f"{cost['choosing_ms']:.2f}",
-                f"{cost['stall_ms']:.2f}", size(cost["device"]), size(cost["host"]), size(cost["moved"]),
-                f"{1e6 * cost['moved'] / LINK:.1f}",
-            ])  # fmt: skip
+            lines.append(
+                [
+                    f"{length:,}",
+                    label,
+                    f"{cost['first_s']:.2f}",
+                    f"{cost['first_s'] / full['first_s']:.2f}",
+                    f"{cost['step_ms']:.1f}",
+                    f"{cost['p95_ms']:.1f}",
+                    f"{cost['step_ms'] / full['step_ms']:.2f}",
+                    f"{cost['choosing_ms']:.2f}",
+                    f"{cost['stall_ms']:.2f}",
+                    size(cost["device"]),
+                    size(cost["host"]),
+                    size(cost["moved"]),
+                    f"{1e6 * cost['moved'] / LINK:.1f}",
+                ]
+            )
     columns = [
-        "tokens", "method", "first token, s", "times full's", "step, ms", "p95", "times full's", "of it choosing", "of it fetching",
-        "device", "host", "moved per step", "on the link, us",
-    ]  # fmt: skip
+        "tokens",
+        "method",
+        "first token, s",
+        "times full's",
+        "step, ms",
+        "p95",
+        "times full's",
+        "of it choosing",
+        "of it fetching",
+        "device",
+        "host",
+        "moved per step",
+        "on the link, us",
+    ]
     return table(columns, lines)
 
 

@@ -111,35 +111,51 @@ def build(layers: int = LAYERS) -> LlamaForCausalLM:
     """The decoder, or its first layers, with Hugging Face's SDPA attention."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=1024, intermediate_size=2816, num_hidden_layers=layers, num_attention_heads=Q_HEADS,
-        num_key_value_heads=KV_HEADS, head_dim=DIM, max_position_embeddings=POSITIONS, rope_theta=5e5,
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        hidden_size=1024,
+        intermediate_size=2816,
+        num_hidden_layers=layers,
+        num_attention_heads=Q_HEADS,
+        num_key_value_heads=KV_HEADS,
+        head_dim=DIM,
+        max_position_embeddings=POSITIONS,
+        rope_theta=5e5,
+    )
     return LlamaForCausalLM(config).eval().requires_grad_(False)
 
 
 def random_profile(model: LlamaForCausalLM) -> Profile:
     """A retrieval head and sketches of the right sizes."""
     head = RetrievalHeadSection(
-        hidden=1024, q_heads=KV_HEADS, kv_heads=KV_HEADS, head_dim=32, parameters=1024 * 32 * 2 * KV_HEADS, whole=10_000_000
-    )  # fmt: skip
+        hidden=1024,
+        q_heads=KV_HEADS,
+        kv_heads=KV_HEADS,
+        head_dim=32,
+        parameters=1024 * 32 * 2 * KV_HEADS,
+        whole=10_000_000,
+    )
     layers = model.config.num_hidden_layers
     rows = ((1.0,) * KV_HEADS,) * layers
     sketch = SketchSection(
-        rank=16, candidates=((16, 4),), ranks=((16,) * KV_HEADS,) * layers, bits=((4,) * KV_HEADS,) * layers, energy=rows,
+        rank=16,
+        candidates=((16, 4),),
+        ranks=((16,) * KV_HEADS,) * layers,
+        bits=((4,) * KV_HEADS,) * layers,
+        energy=rows,
         caught=rows,
-    )  # fmt: skip
+    )
     facts = model_facts(annotated_program(model), "random")
     shapes = head.tensor_shapes(facts) | sketch.tensor_shapes(facts)
     generator = torch.Generator().manual_seed(1)
     tensors = {
-        name: torch.rand(shape, generator=generator) + 0.5 if len(shape) < 3 and "head" not in name
-        else torch.ones(shape) if len(shape) == 1
+        name: torch.rand(shape, generator=generator) + 0.5
+        if len(shape) < 3 and "head" not in name
+        else torch.ones(shape)
+        if len(shape) == 1
         else torch.randn(shape, generator=generator) * shape[-1] ** -0.5
         for name, shape in shapes.items()
-    }  # fmt: skip
-    info = ProfileInfo(
-        fingerprint=model_fingerprint(model), model=facts, sketch=sketch, retrieval_head=head
-    )  # fmt: skip
+    }
+    info = ProfileInfo(fingerprint=model_fingerprint(model), model=facts, sketch=sketch, retrieval_head=head)
     return Profile(info, tensors)
 
 
@@ -302,8 +318,14 @@ class Bench:
         state = compiled.compress(record, release=release)
         ids = torch.ones(1, 1, dtype=torch.int64)
         return Contender(
-            method, record.tokens, budget, partial(compiled.extend, state, ids), lambda: state.nbytes["device"], state, watch(state)
-        )  # fmt: skip
+            method,
+            record.tokens,
+            budget,
+            partial(compiled.extend, state, ids),
+            lambda: state.nbytes["device"],
+            state,
+            watch(state),
+        )
 
     def compare(self, *contenders: Contender) -> None:
         """Let them take turns, and keep what was found of those that are new."""
@@ -318,10 +340,19 @@ class Bench:
         for one in contenders:
             times, read = sorted(one.times), self.weights + one.resident()
             step = Step(
-                one.name, one.tokens, one.budget, statistics.median(times), times[min(len(times) - 1, int(0.95 * len(times)))],
-                read, 1000 * read / self.bandwidth, one.moved / len(times), one.held / max(1, one.moved + one.held), one.asked,
-                statistics.median(one.choosing), full,
-            )  # fmt: skip
+                one.name,
+                one.tokens,
+                one.budget,
+                statistics.median(times),
+                times[min(len(times) - 1, int(0.95 * len(times)))],
+                read,
+                1000 * read / self.bandwidth,
+                one.moved / len(times),
+                one.held / max(1, one.moved + one.held),
+                one.asked,
+                statistics.median(one.choosing),
+                full,
+            )
             if all(_place(step) != _place(other) for other in self.found):
                 self.found.append(step)
                 show(step)
@@ -398,28 +429,41 @@ def page(report: dict[str, Any]) -> Path:
     fixed = [step for step in found if step.budget == FIXED]
     steps = [
         [
-            named(step), f"{step.median_ms:.0f}", f"{step.choosing_ms:.0f}", f"{step.floor_ms:.0f}",
+            named(step),
+            f"{step.median_ms:.0f}",
+            f"{step.choosing_ms:.0f}",
+            f"{step.floor_ms:.0f}",
             judged(f"{(ahead := theirs.median_ms / step.median_ms):.1f}", ahead >= (5 if step is full else 20)),
-            judged(f"{(faster := step.full_ms / step.median_ms):.2f}", faster >= 4), f"{100 * step.overlap:.0f}",
+            judged(f"{(faster := step.full_ms / step.median_ms):.2f}", faster >= 4),
+            f"{100 * step.overlap:.0f}",
         ]
-        for step in found if step not in fixed
-    ]  # fmt: skip
+        for step in found
+        if step not in fixed
+    ]
     lengths = sorted({step.tokens for step in fixed})
     flat = []
     for name in dict.fromkeys(named(step) for step in fixed):
         of = {step.tokens: step for step in fixed if named(step) == name}
         short, long = of[lengths[0]], of[lengths[-1]]
-        flat.append([
-            name, *[f"{of[n].median_ms:.0f} ({100 * of[n].overlap:.0f} %)" for n in lengths],
-            f"{long.median_ms / short.median_ms:.2f}", *[f"{of[n].choosing_ms:.0f}" for n in lengths],
-            judged(f"{(longer := apart(long) / apart(short)):.2f}", longer <= 1.3),
-        ])  # fmt: skip
+        flat.append(
+            [
+                name,
+                *[f"{of[n].median_ms:.0f} ({100 * of[n].overlap:.0f} %)" for n in lengths],
+                f"{long.median_ms / short.median_ms:.2f}",
+                *[f"{of[n].choosing_ms:.0f}" for n in lengths],
+                judged(f"{(longer := apart(long) / apart(short)):.2f}", longer <= 1.3),
+            ]
+        )
     read = [
-        [f"{one['entries']:,}", one["dtype"], str(one["threads"]),
-         *[f"{one[way] / 1e9:.1f}" for way in ("plain", "operator", "sdpa", "matmul")],
-         judged(f"{100 * one['share']:.0f}", one["dtype"] == "float32" and one["share"] >= 0.6)]
+        [
+            f"{one['entries']:,}",
+            one["dtype"],
+            str(one["threads"]),
+            *[f"{one[way] / 1e9:.1f}" for way in ("plain", "operator", "sdpa", "matmul")],
+            judged(f"{100 * one['share']:.0f}", one["dtype"] == "float32" and one["share"] >= 0.6),
+        ]
         for one in report["readings"]
-    ]  # fmt: skip
+    ]
     return write_document(
         "decode_cpu",
         "# A decode step on two CPU cores",
@@ -510,9 +554,12 @@ def main() -> None:
     for name, value in found.items():
         print(f"{name:70}{value:8.2f}")
     report = {
-        "environment": describe(started).model_dump(mode="json"), "bandwidth": bench.bandwidth,
-        "steps": [asdict(step) for step in steps], "readings": [asdict(one) for one in read], "claims": found,
-    }  # fmt: skip
+        "environment": describe(started).model_dump(mode="json"),
+        "bandwidth": bench.bandwidth,
+        "steps": [asdict(step) for step in steps],
+        "readings": [asdict(one) for one in read],
+        "claims": found,
+    }
     output.save(report, arguments.out)
     output.finish(arguments.out)
 

@@ -47,13 +47,23 @@ from semkv.runtime.record import RowRecord
 
 ROOT = Path(__file__).resolve().parent.parent
 SHAPE = {
-    "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
-    "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256,
-}  # fmt: skip
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 128256,
+}
 TINY = {
-    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 16, "vocab_size": 1024,
-}  # fmt: skip
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 1024,
+}
 OPTIONS: dict[str, dict[str, Any]] = {
     "full": {},
     "sekv": {"router": "coarse", "forms": "int8"},
@@ -134,9 +144,12 @@ def synthetic_record(model: LlamaForCausalLM, tokens: int) -> RowRecord:
     q = draw(config.num_attention_heads, 64, config.head_dim)
     return RowRecord(
         ids=torch.randint(1, config.vocab_size, (tokens,), generator=torch.Generator().manual_seed(tokens)),
-        keys=dict.fromkeys(layers, k), values=dict.fromkeys(layers, v), queries=dict.fromkeys(layers, q),
-        surprisal=draw(tokens).float().abs(), logits=draw(config.vocab_size).to(device),
-    )  # fmt: skip
+        keys=dict.fromkeys(layers, k),
+        values=dict.fromkeys(layers, v),
+        queries=dict.fromkeys(layers, q),
+        surprisal=draw(tokens).float().abs(),
+        logits=draw(config.vocab_size).to(device),
+    )
 
 
 def wait(device: torch.device) -> None:
@@ -297,9 +310,19 @@ class Bench:
         floor = max((self.read + held) / self.bandwidth["device"], moved / self.bandwidth["link"])
         cuda = self.device.type == "cuda"
         return Result(
-            cell, statistics.median(times), percentile(0.95), percentile(0.99), 1000 * floor, None, held, 0, moved, None, None,
+            cell,
+            statistics.median(times),
+            percentile(0.95),
+            percentile(0.99),
+            1000 * floor,
+            None,
+            held,
+            0,
+            moved,
+            None,
+            None,
             torch.cuda.max_memory_allocated(self.device) - self.weights if cuda else None,
-        )  # fmt: skip
+        )
 
 
 def cells(lengths: list[int], share: float, fixed: int, steps: int, long_run: int, rows: int) -> list[Cell]:
@@ -342,8 +365,9 @@ def show(result: Result) -> None:
         stall = "-" if result.stall_ms is None else f"{result.stall_ms:.2f}"
         print(
             f"{start}{result.median_ms:>10.2f}{result.p99_ms:>9.2f}{working:>9}{result.floor_ms:>9.2f}{result.device_bytes / 2**20:>10.1f}"
-            f"{result.moved_bytes / 2**20:>9.1f}{overlap:>7}{stall:>8}{allocated:>10}", flush=True,
-        )  # fmt: skip
+            f"{result.moved_bytes / 2**20:>9.1f}{overlap:>7}{stall:>8}{allocated:>10}",
+            flush=True,
+        )
 
 
 def main() -> None:
@@ -404,10 +428,15 @@ def write(
 ) -> None:
     """The results so far, so that a run that is stopped keeps them."""
     report = {
-        "dry_run": dry, "model": model.config.to_diff_dict(), "dtype": str(model.dtype).removeprefix("torch."),
-        "kernels": bench.full.kernels, "bandwidth": bench.bandwidth, "prepared_s": prepared,
-        "environment": describe(started, str(bench.device)).model_dump(mode="json"), "results": [asdict(one) for one in found],
-    }  # fmt: skip
+        "dry_run": dry,
+        "model": model.config.to_diff_dict(),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "kernels": bench.full.kernels,
+        "bandwidth": bench.bandwidth,
+        "prepared_s": prepared,
+        "environment": describe(started, str(bench.device)).model_dump(mode="json"),
+        "results": [asdict(one) for one in found],
+    }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=1, default=str) + "\n", encoding="utf-8")
 

@@ -125,9 +125,16 @@ class Replayed(Method):
 
     def components(self, program: Program, profile: Profile | None) -> Components:
         return Components(
-            segmenter=Pages(PAGE, FRAME), router=Replay(), host_form=self.form, outside="folded", fixed_share=1 / 2, floor_tokens=32,  # type: ignore[arg-type]
-            window=FRAME.window, window_share=FRAME.share, fold_chunk=PAGE,
-        )  # fmt: skip
+            segmenter=Pages(PAGE, FRAME),
+            router=Replay(),
+            host_form=self.form,
+            outside="folded",
+            fixed_share=1 / 2,
+            floor_tokens=32,  # type: ignore[arg-type]
+            window=FRAME.window,
+            window_share=FRAME.share,
+            fold_chunk=PAGE,
+        )
 
 
 class Bench:
@@ -220,9 +227,18 @@ class Bench:
         )
         step_ms, stall_ms = (statistics.median(x[self.warmup :]) for x in (times, stalls))
         found = Stall(
-            tier, overlap, way, held / max(1, moved + held), hits / max(1, hits + missed), step_ms, stall_ms, stall_ms / step_ms,
-            moved / steps, ahead / steps, statistics.mean(cold) if cold else None,
-        )  # fmt: skip
+            tier,
+            overlap,
+            way,
+            held / max(1, moved + held),
+            hits / max(1, hits + missed),
+            step_ms,
+            stall_ms,
+            stall_ms / step_ms,
+            moved / steps,
+            ahead / steps,
+            statistics.mean(cold) if cold else None,
+        )
         show(found)
         return found
 
@@ -307,13 +323,20 @@ def page(report: dict[str, Any]) -> Path:
     off = {(x["tier"], x["asked"]): x["stall_ms"] for x in report["stalls"] if x["way"] == "off"}
     lines = [
         [
-            x["tier"], f"{100 * x['asked']:.0f}", x["way"], f"{x['step_ms']:.1f}", f"{x['stall_ms']:.2f}", f"{100 * x['share']:.1f}",
+            x["tier"],
+            f"{100 * x['asked']:.0f}",
+            x["way"],
+            f"{x['step_ms']:.1f}",
+            f"{x['stall_ms']:.2f}",
+            f"{100 * x['share']:.1f}",
             "-" if x["way"] == "off" else f"{off[x['tier'], x['asked']] / max(x['stall_ms'], 1e-3):.1f}",
-            f"{100 * x['overlap']:.1f}", f"{100 * x['hit_rate']:.0f}", f"{x['moved_bytes'] / 2**20:.1f}",
+            f"{100 * x['overlap']:.1f}",
+            f"{100 * x['hit_rate']:.0f}",
+            f"{x['moved_bytes'] / 2**20:.1f}",
             f"{x['ahead_bytes'] / 2**20:.1f}",
         ]
         for x in report["stalls"]
-    ]  # fmt: skip
+    ]
     columns = ["tier", "overlap, %", "fetched ahead", "step, ms", "stall, ms", "stall, %", "times less than off"]
     columns += ["there before, %", "hits, %", "lacked, MiB", "ahead, MiB"]
     cold = [x["cold"] for x in report["stalls"] if x["cold"] is not None]
@@ -363,9 +386,13 @@ def main() -> None:
     overlaps = tuple(map(float, arguments.overlaps.split(",")))
     stalls = [asdict(one) for tier in arguments.tiers.split(";") for one in bench.measure(tier, overlaps)]
     report = {
-        "environment": describe(started).model_dump(mode="json"), "tokens": bench.tokens, "layers": bench.layers, "steps": bench.steps,
-        "stalls": stalls, "bundled": own_hits(2 * bench.steps),
-    }  # fmt: skip
+        "environment": describe(started).model_dump(mode="json"),
+        "tokens": bench.tokens,
+        "layers": bench.layers,
+        "steps": bench.steps,
+        "stalls": stalls,
+        "bundled": own_hits(2 * bench.steps),
+    }
     output.save(report, arguments.out)
     output.finish(arguments.out)
 

@@ -43,11 +43,19 @@ def layouts_part(report: dict[str, Any], bandwidth: float) -> list[str]:
     for (entries, rows, coarse), best in fastest.items():
         own, sdpa = best["semkv"], best["SDPA"]
         read_bytes = 2 * rows * kv_heads * (entries * dim * 2 + coarse * (dim // 2 + 2))
-        lines.append([
-            f"{entries:,}", str(rows), f"{coarse:,}" if coarse else "-", f"{own['us']:.1f}", f"{sdpa['us']:.1f}",
-            f"{own['us'] / sdpa['us']:.2f}", f"{100 * read_bytes / (own['us'] / 1e6) / bandwidth:.0f}",
-            f"{own['block']} entries, {own['warps']} warps, {own['stages']} stages, {own['registers']} registers, {own['splits']} splits",
-        ])  # fmt: skip
+        lines.append(
+            [
+                f"{entries:,}",
+                str(rows),
+                f"{coarse:,}" if coarse else "-",
+                f"{own['us']:.1f}",
+                f"{sdpa['us']:.1f}",
+                f"{own['us'] / sdpa['us']:.2f}",
+                f"{100 * read_bytes / (own['us'] / 1e6) / bandwidth:.0f}",
+                f"{own['block']} entries, {own['warps']} warps, {own['stages']} stages, {own['registers']} registers, "
+                f"{own['splits']} splits",
+            ]
+        )
     return [
         "## Layouts of the kernel",
         f"What the device takes for one query token of {heads} query heads and {kv_heads} KV heads of {dim} in {report['dtype']}, with the "
@@ -70,11 +78,18 @@ def kernels_part(report: dict[str, Any]) -> list[str]:
     large, small = [x for x in own if x["nbytes"] >= LARGE], [x for x in own if x["nbytes"] < LARGE]
     lines = [
         [
-            f"{x['entries']:,}", str(x["rows"]), f"{x['nbytes'] / 2**20:.0f}", f"{x['us']:.0f}", f"{x['rate'] / 1e9:.0f}",
-            f"{100 * x['share']:.0f}", f"{x['best']:.0f}", f"{x['us'] / x['best']:.2f}", f"{x['call_us']:.0f}",
+            f"{x['entries']:,}",
+            str(x["rows"]),
+            f"{x['nbytes'] / 2**20:.0f}",
+            f"{x['us']:.0f}",
+            f"{x['rate'] / 1e9:.0f}",
+            f"{100 * x['share']:.0f}",
+            f"{x['best']:.0f}",
+            f"{x['us'] / x['best']:.2f}",
+            f"{x['call_us']:.0f}",
         ]
         for x in own
-    ]  # fmt: skip
+    ]
     mixed = [
         [
             f"{x['entries']:,}",
@@ -138,13 +153,22 @@ def steps_part(report: dict[str, Any]) -> list[str]:
     lines = []
     for (name, tokens, budget, rows), x in time_of.items():
         theirs = time_of.get((DYNAMIC, tokens, None, rows))
-        lines.append([
-            name, f"{tokens:,}", str(rows), "-" if budget is None else f"{100 * budget:g} %" if budget < 1 else f"{budget:,}",
-            f"{x['median_ms']:.2f}", f"{x['p99_ms']:.2f}", f"{x['busy_ms']:.2f}", f"{x['floor_ms']:.2f}",
-            "-" if theirs is None else f"{theirs['median_ms'] / x['median_ms']:.1f}",
-            f"{x['device_bytes'] / 2**20:,.0f}", f"{x['moved_bytes'] / 2**20:.1f}",
-            "-" if x["overlap"] is None else f"{100 * x['overlap']:.0f}",
-        ])  # fmt: skip
+        lines.append(
+            [
+                name,
+                f"{tokens:,}",
+                str(rows),
+                "-" if budget is None else f"{100 * budget:g} %" if budget < 1 else f"{budget:,}",
+                f"{x['median_ms']:.2f}",
+                f"{x['p99_ms']:.2f}",
+                f"{x['busy_ms']:.2f}",
+                f"{x['floor_ms']:.2f}",
+                "-" if theirs is None else f"{theirs['median_ms'] / x['median_ms']:.1f}",
+                f"{x['device_bytes'] / 2**20:,.0f}",
+                f"{x['moved_bytes'] / 2**20:.1f}",
+                "-" if x["overlap"] is None else f"{100 * x['overlap']:.0f}",
+            ]
+        )
     columns = ["", "tokens", "rows", "budget", "step, ms", "99th percentile", "device busy, ms", "floor, ms"]
     columns += ["times faster than DynamicCache", "KV on the device, MiB", "moved, MiB", "there before, %"]
     model = report["model"]

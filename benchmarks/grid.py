@@ -60,9 +60,19 @@ BARS = {0.1: (0.99, 0.95), 0.05: (0.97, 0.88), 0.03: (0.94, 0.75)}
 SYSTEMS = ("sekv", "heterocache", "sentencekv", "compresskv", "specontext")
 OURS = ("mixed", "sketch")
 BASELINES = (
-    "streaming_llm", "h2o", "snapkv", "pyramidkv", "chunkkv", "cake", "semanticache", "quest", "shadowkv", "omnikv", "infllm",
+    "streaming_llm",
+    "h2o",
+    "snapkv",
+    "pyramidkv",
+    "chunkkv",
+    "cake",
+    "semanticache",
+    "quest",
+    "shadowkv",
+    "omnikv",
+    "infllm",
     "clusterkv",
-)  # fmt: skip
+)
 FORMS: dict[str, dict[str, dict[str, object]]] = {
     "heterocache": {"heterocache, strict": {"strict": True}},
     "omnikv": {"omnikv, strict": {"strict": True}},
@@ -83,9 +93,16 @@ RIVALS = {
 
 
 SHOWN = (
-    "full", AUTO, "specontext, strict", "sekv", "quest", "compresskv, recoverable", "heterocache, strict",
-    "sentencekv, recoverable", "snapkv",
-)  # fmt: skip
+    "full",
+    AUTO,
+    "specontext, strict",
+    "sekv",
+    "quest",
+    "compresskv, recoverable",
+    "heterocache, strict",
+    "sentencekv, recoverable",
+    "snapkv",
+)
 """Methods in the picture: more than these cannot be told apart."""
 REFUSED = "grid_refused.json"
 NOTES = ROOT / "benchmarks" / "grid_notes.md"
@@ -127,9 +144,13 @@ class Part:
 
     def grid(self, families: tuple[str, ...] = FAMILIES) -> Grid:
         return Grid(
-            variants=self.variants(), families=families, lengths=(self.length,), questions=(self.question,),
-            samples=self.samples, questions_per_context=4,
-        )  # fmt: skip
+            variants=self.variants(),
+            families=families,
+            lengths=(self.length,),
+            questions=(self.question,),
+            samples=self.samples,
+            questions_per_context=4,
+        )
 
 
 def best_baselines(report: Report) -> tuple[str, ...]:
@@ -235,12 +256,19 @@ def bars(measuring: Measuring, part: Part) -> str:
         if mine is None or haystack is None or mine.ratio is None or haystack.ratio is None:
             continue
         top, top_dense = sparse.get((CEILING, budget)), dense.get((CEILING, budget))
-        lines.append([
-            f"{100 * budget:g} %", mine.variant.method, percent(mine.ratio), f"{100 * least:.0f}",
-            percent(top.ratio) if top else "-", percent(haystack.ratio), f"{100 * least_dense:.0f}",
-            percent(top_dense.ratio) if top_dense else "-",
-            "yes" if mine.ratio.value >= least and haystack.ratio.value >= least_dense else "no",
-        ])  # fmt: skip
+        lines.append(
+            [
+                f"{100 * budget:g} %",
+                mine.variant.method,
+                percent(mine.ratio),
+                f"{100 * least:.0f}",
+                percent(top.ratio) if top else "-",
+                percent(haystack.ratio),
+                f"{100 * least_dense:.0f}",
+                percent(top_dense.ratio) if top_dense else "-",
+                "yes" if mine.ratio.value >= least and haystack.ratio.value >= least_dense else "no",
+            ]
+        )
     return table(
         ["budget", "auto takes", "sparse, % of full", "bar", "ceiling", "dense, % of full", "bar", "ceiling", "met"],
         lines,
@@ -347,7 +375,7 @@ def notes(report: Report) -> str:
     text = NOTES.read_text(encoding="utf-8").replace("../docs/results/", "")
     return text.format(
         answers=answers, moved=moved, updates=updates, reported=reported, ahead=ahead, units=units, unfolded=unfolded
-    )  # fmt: skip
+    )
 
 
 def spread(values: list[float]) -> str:

@@ -69,9 +69,14 @@ def overlaps(first: Profile, second: Profile) -> list[dict[str, Any]]:
     found = []
     for similar in SIMILAR:
         sets = [
-            {(layer, head) for layer, row in enumerate(roles_of(one, ALWAYS, similar)) for head, r in enumerate(row) if r == "satellite"}
+            {
+                (layer, head)
+                for layer, row in enumerate(roles_of(one, ALWAYS, similar))
+                for head, r in enumerate(row)
+                if r == "satellite"
+            }
             for one in (first, second)
-        ]  # fmt: skip
+        ]
         heads = sum(len(row) for row in first.info.head_taxonomy.roles)
         found.append(
             {
@@ -92,14 +97,28 @@ def overlap_table(found: list[dict[str, Any]], names: list[str]) -> str:
         over = [f"{100 * one['both'] / count:.0f}" if count else "-" for count in (few, many)]
         chance = [f"{100 * count / one['heads']:.0f}" if few else "-" for count in (many, few)]
         verdicts = [seen_again(one["both"], few), seen_again(one["both"], many)]
-        lines.append([
-            f"{one['tau_similar']:g}", *map(str, one["satellites"]), str(one["both"]), over[0], chance[0], over[1], chance[1],
-            verdicts[0] if verdicts[0] == verdicts[1] else f"{verdicts[0]}, by the larger {verdicts[1]}",
-        ])  # fmt: skip
+        lines.append(
+            [
+                f"{one['tau_similar']:g}",
+                *map(str, one["satellites"]),
+                str(one["both"]),
+                over[0],
+                chance[0],
+                over[1],
+                chance[1],
+                verdicts[0] if verdicts[0] == verdicts[1] else f"{verdicts[0]}, by the larger {verdicts[1]}",
+            ]
+        )
     columns = [
-        "tau_sim", *(f"satellites, {name}" for name in names), "both", "of the smaller set, %", "by chance, %", "of the larger set, %",
-        "by chance, %", "seen here",
-    ]  # fmt: skip
+        "tau_sim",
+        *(f"satellites, {name}" for name in names),
+        "both",
+        "of the smaller set, %",
+        "by chance, %",
+        "of the larger set, %",
+        "by chance, %",
+        "seen here",
+    ]
     return table(columns, lines)
 
 

@@ -157,8 +157,16 @@ def drift_overlap(model: tuple[int, int, int]) -> Iterator[tuple[str, Specializa
 
 
 OPERATIONS = (
-    mixed_attention, gate_scores, sketch_scores, selection, gather, span_summaries, surprisal, rotary_append, drift_overlap
-)  # fmt: skip
+    mixed_attention,
+    gate_scores,
+    sketch_scores,
+    selection,
+    gather,
+    span_summaries,
+    surprisal,
+    rotary_append,
+    drift_overlap,
+)
 
 
 def measure(capabilities: tuple[int, ...] = CAPABILITIES) -> list[dict]:
@@ -168,10 +176,15 @@ def measure(capabilities: tuple[int, ...] = CAPABILITIES) -> list[dict]:
             for name, specialization in operation(sizes):
                 for capability in capabilities:
                     found = specialization.compile(capability).resources
-                    rows.append({
-                        "kernel": name, "model": model, "capability": capability, **asdict(found),
-                        "occupancy": found.occupancy(capability),
-                    })  # fmt: skip
+                    rows.append(
+                        {
+                            "kernel": name,
+                            "model": model,
+                            "capability": capability,
+                            **asdict(found),
+                            "occupancy": found.occupancy(capability),
+                        }
+                    )
                     print(rows[-1], flush=True)
     return rows
 

@@ -29,8 +29,13 @@ from semkv.kernels.timing import device_us
 SHAPES = ((65536, 2, 0), (131072, 1, 0), (6554, 1, 0), (6554, 1, 1638))
 """Exact entries, rows, coarse entries."""
 LAYOUTS = (
-    Configuration(), Configuration(block=64), Configuration(block=64, registers=128),
-    *(Configuration(block=block, warps=2, stages=stages, registers=255) for block, stages in ((32, 3), (32, 4), (16, 4))),
+    Configuration(),
+    Configuration(block=64),
+    Configuration(block=64, registers=128),
+    *(
+        Configuration(block=block, warps=2, stages=stages, registers=255)
+        for block, stages in ((32, 3), (32, 4), (16, 4))
+    ),
     *(
         Configuration(block=block, stages=stages, registers=255)
         for block, stages in ((16, 6), (32, 3), (32, 4), (32, 6), (64, 3), (64, 4), (128, 2), (128, 3))
@@ -40,7 +45,7 @@ LAYOUTS = (
         Configuration(block=block, warps=8, stages=stages, registers=128)
         for block, stages in ((64, 3), (64, 4), (128, 2), (128, 3), (128, 4))
     ),
-)  # fmt: skip
+)
 
 
 def main() -> None:

@@ -126,12 +126,21 @@ class Run:
         cap = sum(row.whole_cap(row.tokens) for row in self.state.rows)
         last = min(WINDOW, self.every)
         return {
-            "method": self.method, "generated": self.done, "here": here,
-            "median_ms": statistics.median(self.times[-last:]), "busy_ms": statistics.median(self.busy[-last:]),
-            "peak_share": self.state.stats.peak_share, "device_share": nbytes["device"] / cap,
-            "host": nbytes["host"], "waiting": count, "host_per_token": nbytes["host"] / max(1, count),
-            "anonymous": anonymous(), "tensors": tensors, "tensor_bytes": tensor_bytes, "threads": threading.active_count(),
-        }  # fmt: skip
+            "method": self.method,
+            "generated": self.done,
+            "here": here,
+            "median_ms": statistics.median(self.times[-last:]),
+            "busy_ms": statistics.median(self.busy[-last:]),
+            "peak_share": self.state.stats.peak_share,
+            "device_share": nbytes["device"] / cap,
+            "host": nbytes["host"],
+            "waiting": count,
+            "host_per_token": nbytes["host"] / max(1, count),
+            "anonymous": anonymous(),
+            "tensors": tensors,
+            "tensor_bytes": tensor_bytes,
+            "threads": threading.active_count(),
+        }
 
     def _save(self) -> None:
         """Write the state and all times under the number of tokens, then the rows that name them, then drop what was before."""
@@ -163,9 +172,13 @@ class Run:
             row for row in self.rows if row["here"] >= self.every
         ]  # a process's own first row has what it allocates once
         return {
-            "method": self.method, "generated": self.done, "ratio": ratio, "busy_ratio": busy_ratio,
+            "method": self.method,
+            "generated": self.done,
+            "ratio": ratio,
+            "busy_ratio": busy_ratio,
             "largest_peak_share": max(row["peak_share"] for row in self.rows),
-            "host_per_token": [first["host_per_token"], last["host_per_token"]], "form_per_token": form,
+            "host_per_token": [first["host_per_token"], last["host_per_token"]],
+            "form_per_token": form,
             "tensors": [same[0]["tensors"], same[-1]["tensors"]],
             "threads": [same[0]["threads"], same[-1]["threads"]],
             "anonymous_growth": same[-1]["anonymous"] - same[0]["anonymous"] if len(same) > 1 else None,
@@ -179,7 +192,7 @@ class Run:
                 <= same[0]["tensor_bytes"] - same[0]["host"],
                 "threads": same[-1]["threads"] <= same[0]["threads"],
             },
-        }  # fmt: skip
+        }
 
 
 def show(row: dict[str, Any]) -> None:
@@ -197,17 +210,30 @@ def show(row: dict[str, Any]) -> None:
 def page(report: dict[str, Any]) -> Path:
     """docs/results/long_generation.md from the results."""
     lines = [
-        [f"`{row['method']}`", f"{row['generated']:,}", f"{row['median_ms']:.1f}", f"{row['busy_ms']:.1f}",
-         f"{100 * row['peak_share']:.1f}", f"{row['host'] / 2**20:,.0f}", f"{row['host_per_token']:.1f}",
-         f"{row['anonymous'] / 2**20:,.0f}", str(row["tensors"]), str(row["threads"])]
+        [
+            f"`{row['method']}`",
+            f"{row['generated']:,}",
+            f"{row['median_ms']:.1f}",
+            f"{row['busy_ms']:.1f}",
+            f"{100 * row['peak_share']:.1f}",
+            f"{row['host'] / 2**20:,.0f}",
+            f"{row['host_per_token']:.1f}",
+            f"{row['anonymous'] / 2**20:,.0f}",
+            str(row["tensors"]),
+            str(row["threads"]),
+        ]
         for row in report["rows"]
-    ]  # fmt: skip
+    ]
     claims = [
-        [f"`{x['method']}`", f"{x['generated']:,}", *["-" if x[key] is None else f"{x[key]:.2f}" for key in ("ratio", "busy_ratio")],
-         f"{100 * x['largest_peak_share']:.1f}",
-         *["not said" if held is None else "yes" if held else "no" for held in x["held"].values()]]
+        [
+            f"`{x['method']}`",
+            f"{x['generated']:,}",
+            *["-" if x[key] is None else f"{x[key]:.2f}" for key in ("ratio", "busy_ratio")],
+            f"{100 * x['largest_peak_share']:.1f}",
+            *["not said" if held is None else "yes" if held else "no" for held in x["held"].values()],
+        ]
         for x in report["claims"]
-    ]  # fmt: skip
+    ]
     return write_document(
         "long_generation",
         "# Long generation in one state",
@@ -219,15 +245,32 @@ def page(report: dict[str, Any]) -> Path:
         "`processor`: the same in time of the processor. `budget`: never "
         "more on the device. `host`: bytes per waiting token are those of its form and tables throughout. `tensors`, `bytes`, `threads`: "
         "nothing is left behind.",
-        table(["", "generated", "ratio", "processor", "largest share of the budget, %", "budget", "time", "host", "tensors", "bytes",
-               "threads"], claims),
+        table(
+            [
+                "",
+                "generated",
+                "ratio",
+                "processor",
+                "largest share of the budget, %",
+                "budget",
+                "time",
+                "host",
+                "tensors",
+                "bytes",
+                "threads",
+            ],
+            claims,
+        ),
         "## As it went",
         "Step: median of the last steps, ms of a clock and of the processor. Host: MiB, and bytes per waiting token and layer. "
         "Anonymous: memory of the process, MiB.",
-        table(["", "generated", "step", "processor", "peak, %", "host", "a token", "anonymous", "tensors", "threads"], lines),
+        table(
+            ["", "generated", "step", "processor", "peak, %", "host", "a token", "anonymous", "tensors", "threads"],
+            lines,
+        ),
         "## Provenance",
         measured_on(report["environment"]),
-    )  # fmt: skip
+    )
 
 
 def main() -> None:

@@ -79,9 +79,16 @@ class Call:
         mean_k, mean_v, places, bias = self.means
         plain = [None] * len(k)
         return (
-            self.q, self.where, [*k, mean_k.codes], [*v, mean_v.codes], [*positions, places], [*plain, bias], None,
-            [*plain, mean_k.scale], [*plain, mean_v.scale],
-        )  # fmt: skip
+            self.q,
+            self.where,
+            [*k, mean_k.codes],
+            [*v, mean_v.codes],
+            [*positions, places],
+            [*plain, bias],
+            None,
+            [*plain, mean_k.scale],
+            [*plain, mean_v.scale],
+        )
 
     @property
     def nbytes(self) -> int:
@@ -153,9 +160,7 @@ def flashinfer_reader(call: Call) -> Callable[[], Tensor] | None:
         return None
     import flashinfer
 
-    return partial(
-        flashinfer.single_decode_with_kv_cache, call.q[0, :, 0], call.k[0], call.v[0], kv_layout="HND"
-    )  # fmt: skip
+    return partial(flashinfer.single_decode_with_kv_cache, call.q[0, :, 0], call.k[0], call.v[0], kv_layout="HND")
 
 
 def launched(call: Call, layout: Configuration, scale: float) -> Callable[[], object]:
@@ -249,13 +254,19 @@ def main() -> None:
                 found_lines.append(line)
                 print(
                     f"{line.reader:26}{line.entries:>8}{line.rows:>6}{line.nbytes / 2**20:>8.0f}{line.us:>10.1f}{line.rate / 1e9:>8.0f}"
-                    f"{line.share:>9.0%}{line.call_us:>10.1f}", flush=True,
-                )  # fmt: skip
+                    f"{line.share:>9.0%}{line.call_us:>10.1f}",
+                    flush=True,
+                )
     report = {
-        "dry_run": given.dry_run, "shape": shape, "dtype": str(dtype).removeprefix("torch."), "copy_bandwidth": bandwidth,
-        "layout": asdict(layout), "tuning_us": timings, "lines": [asdict(line) for line in found_lines],
+        "dry_run": given.dry_run,
+        "shape": shape,
+        "dtype": str(dtype).removeprefix("torch."),
+        "copy_bandwidth": bandwidth,
+        "layout": asdict(layout),
+        "tuning_us": timings,
+        "lines": [asdict(line) for line in found_lines],
         "environment": describe(started, str(device)).model_dump(mode="json"),
-    }  # fmt: skip
+    }
     given.out.parent.mkdir(parents=True, exist_ok=True)
     given.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 

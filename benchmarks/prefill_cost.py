@@ -44,9 +44,16 @@ def decoder() -> tuple[Any, Any]:
     """(sekv, full) of the decoder of benchmarks/decode_cpu.py."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=4096, hidden_size=1024, intermediate_size=2816, num_hidden_layers=8, num_attention_heads=16,
-        num_key_value_heads=8, head_dim=128, max_position_embeddings=262144, rope_theta=5e5,
-    )  # fmt: skip
+        vocab_size=4096,
+        hidden_size=1024,
+        intermediate_size=2816,
+        num_hidden_layers=8,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=262144,
+        rope_theta=5e5,
+    )
     full = semkv.compile(LlamaForCausalLM(config).eval(), config=STRICT)
     return full.with_method("sekv", BUDGET, router="coarse"), full
 

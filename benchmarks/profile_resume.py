@@ -33,9 +33,17 @@ from semkv.evaluation.environment import describe, now
 RESULTS = Path(__file__).resolve().parent / "results" / "profile_resume.json"
 BAR_MINUTES = 20
 REPORTS = {
-    "taxonomy": 2, "retrieval-heads": 2, "layer-errors": 2, "sketch": 2, "sentences": 2, "retrieval-head": 2, "memory": 2,
-    "teacher": 2, "train": 2, "choice": 4,
-}  # fmt: skip
+    "taxonomy": 2,
+    "retrieval-heads": 2,
+    "layer-errors": 2,
+    "sketch": 2,
+    "sentences": 2,
+    "retrieval-head": 2,
+    "memory": 2,
+    "teacher": 2,
+    "train": 2,
+    "choice": 4,
+}
 """Phases in their order, and after which of their progress reports the run is killed."""
 OF_THE_RUN = ("created", "wall_minutes", "command")
 """What a profile says of the run that made it."""
@@ -102,10 +110,13 @@ def measure() -> dict[str, Any]:
         print(f"started for the last time: {rest:.1f} minutes to the end", flush=True)
         (first, first_tensors), (second, second_tensors) = content(whole), content(killed)
         return {
-            "minutes": round(minutes, 2), "bar_minutes": BAR_MINUTES, "killed": places, "last_minutes": round(rest, 2),
+            "minutes": round(minutes, 2),
+            "bar_minutes": BAR_MINUTES,
+            "killed": places,
+            "last_minutes": round(rest, 2),
             "same_tensors": first_tensors == second_tensors,
             "differing_sections": [key for key in sorted({*first, *second}) if first.get(key) != second.get(key)],
-        }  # fmt: skip
+        }
 
 
 def holds(report: dict[str, Any]) -> bool:

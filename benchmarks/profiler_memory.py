@@ -41,9 +41,15 @@ RESULTS = Path(__file__).resolve().parent / "results" / "profiler_memory.json"
 BAR_GIB = 16
 LENGTH = 8192
 CONFIG: dict[str, Any] = {
-    "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
-    "num_key_value_heads": 8, "vocab_size": 32000, "max_position_embeddings": 32768, "tie_word_embeddings": True,
-}  # fmt: skip
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 32000,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": True,
+}
 LAST_CONTEXTS = 3
 """Contexts of the full length that `sekv` trains on: two of 1.4 GiB stay in its cache of 4 GiB, so that the third meets a full one."""
 NEEDLE_KINDS = 3
@@ -203,11 +209,14 @@ def page(report: dict[str, Any]) -> Path:
     """docs/results/profiler_memory.md from the results."""
     rows = [
         [
-            f"`{row['step']}`", f"{row['peak_gib']:.1f}", f"{row['seconds'] - row['start_seconds']:.0f}",
-            f"{row['full_hours']:.1f}", row["environment"]["commit"],
+            f"`{row['step']}`",
+            f"{row['peak_gib']:.1f}",
+            f"{row['seconds'] - row['start_seconds']:.0f}",
+            f"{row['full_hours']:.1f}",
+            row["environment"]["commit"],
         ]
         for row in report["steps"]
-    ]  # fmt: skip
+    ]
     largest = max(row["peak_gib"] for row in report["steps"])
     parameters = report["steps"][0]["parameters"] / 1e9
     return write_document(

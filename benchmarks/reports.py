@@ -54,10 +54,18 @@ def claims_table(report: Report, claims: Sequence[Claim]) -> str:
         change = summary.ahead.get(claim.base) if summary is not None else None
         if summary is None or change is None:
             continue
-        lines.append([
-            claim.label, claim.base, summary.variant.budget_text, percent(summary.accuracy), points(change), claim.way, claim.paper,
-            verdict(change, claim.way),
-        ])  # fmt: skip
+        lines.append(
+            [
+                claim.label,
+                claim.base,
+                summary.variant.budget_text,
+                percent(summary.accuracy),
+                points(change),
+                claim.way,
+                claim.paper,
+                verdict(change, claim.way),
+            ]
+        )
     columns = [
         "variant",
         "against",
@@ -106,9 +114,13 @@ def write_parts(name: str, reports: Mapping[str, Report], figures: Mapping[str, 
 
 
 def draw_curves(
-    path: Path, title: str, subtitle: str, x_label: str, curves: Mapping[str, Sequence[tuple[float, Interval]]],
+    path: Path,
+    title: str,
+    subtitle: str,
+    x_label: str,
+    curves: Mapping[str, Sequence[tuple[float, Interval]]],
     scattered: Mapping[str, Sequence[tuple[float, float]]] | None = None,
-) -> Path:  # fmt: skip
+) -> Path:
     """Accuracy in percent against a parameter, a line with its 95 % interval per curve, at evenly spaced places.
 
     scattered: points without a line, side by side where they share a place.
@@ -126,17 +138,29 @@ def draw_curves(
         below = [100 * (y.value - (y.value if y.low is None else y.low)) for _, y in line]
         above = [100 * ((y.value if y.high is None else y.high) - y.value) for _, y in line]
         axes.errorbar(
-            [places[x] + 0.05 * (i - (len(curves) - 1) / 2) for x, _ in line], [100 * y.value for _, y in line],
-            yerr=[below, above], label=label, **drawn[label], markersize=5, linewidth=1.6, elinewidth=1.0, capsize=2,
-        )  # fmt: skip
+            [places[x] + 0.05 * (i - (len(curves) - 1) / 2) for x, _ in line],
+            [100 * y.value for _, y in line],
+            yerr=[below, above],
+            label=label,
+            **drawn[label],
+            markersize=5,
+            linewidth=1.6,
+            elinewidth=1.0,
+            capsize=2,
+        )
     for label, line in scattered.items():
         seen: dict[float, int] = {}
         for x, y in line:
             seen[x] = seen.get(x, 0) + 1
             axes.plot(
-                [places[x] + 0.1 + 0.05 * seen[x]], [100 * y], **drawn[label], linestyle="none", markersize=5, alpha=0.8,
+                [places[x] + 0.1 + 0.05 * seen[x]],
+                [100 * y],
+                **drawn[label],
+                linestyle="none",
+                markersize=5,
+                alpha=0.8,
                 label=label if sum(seen.values()) == 1 else None,
-            )  # fmt: skip
+            )
     axes.set_title(f"{title}\n", loc="left", fontsize=12, fontweight="bold", color=INK)
     axes.text(0.0, 1.02, subtitle, transform=axes.transAxes, fontsize=9, color="#666666")
     axes.set_xticks(range(len(places)), [f"{value:g}" for value in places])

@@ -68,9 +68,12 @@ VOTES: tuple[tuple[str, str, dict[str, Any]], ...] = (
 VOTED: tuple[tuple[QuestionMode, float], ...] = (("seen", 0.03), ("unseen", 0.1))
 """Where: with the question in the prompt, and as in the grid."""
 NUMBERS = {
-    1: (None, "not given"), 2: ("lower", "LongBench: -0.63 (Table 2)"), 3: (None, "not given"), 6: ("equal", "LongBench: -0.17 (Table 2)"),
+    1: (None, "not given"),
+    2: ("lower", "LongBench: -0.63 (Table 2)"),
+    3: (None, "not given"),
+    6: ("equal", "LongBench: -0.17 (Table 2)"),
     8: ("equal", "12 of 32 heads: 0.00 (Table 2)"),
-}  # fmt: skip
+}
 """By heads of a layer, what the paper says against 4 of its 32; here a layer has 8."""
 
 
@@ -95,18 +98,26 @@ def grid(samples: int, length: int) -> Grid:
         for kind in ("classic", "classic_top_k")
     ]
     return Grid(
-        variants=(Variant(method="full"), *variants), families=FAMILIES, lengths=(length,), samples=samples, questions=("seen",),
+        variants=(Variant(method="full"), *variants),
+        families=FAMILIES,
+        lengths=(length,),
+        samples=samples,
+        questions=("seen",),
         questions_per_context=1,
-    )  # fmt: skip
+    )
 
 
 def votes(question: QuestionMode, budget: float, samples: int, length: int) -> Grid:
     """`VOTES` at one budget; a question that comes later shares its context with another."""
     variants = [Variant(method=method, budget=budget, label=label, options=options) for label, method, options in VOTES]
     return Grid(
-        variants=(Variant(method="full"), *variants), families=FAMILIES, lengths=(length,), samples=samples, questions=(question,),
+        variants=(Variant(method="full"), *variants),
+        families=FAMILIES,
+        lengths=(length,),
+        samples=samples,
+        questions=(question,),
         questions_per_context=1 if question == "seen" else 2,
-    )  # fmt: skip
+    )
 
 
 def votes_label(question: QuestionMode, budget: float) -> str:
@@ -146,8 +157,10 @@ CLAIMS = tuple(
         Claim("snapkv", "compresskv", "lower", "all benchmarks (Tables 1, 4)", budget),
     )
 ) + tuple(
-    Claim(heads_label(count), "compresskv", way, paper, SWEPT) for count, (way, paper) in NUMBERS.items() if way is not None
-)  # fmt: skip
+    Claim(heads_label(count), "compresskv", way, paper, SWEPT)
+    for count, (way, paper) in NUMBERS.items()
+    if way is not None
+)
 
 
 # -- masked heads ------------------------------------------------------------------------------------------------------
@@ -191,8 +204,12 @@ def masked(model: Any, heads: Sequence[tuple[int, int]]) -> Iterator[None]:
 def masking(bench: Bench, samples: int, length: int) -> Maskings:
     """The full cache's answers without the heads of every kind and number."""
     plain = Grid(
-        variants=(Variant(method="full"),), families=FAMILIES, lengths=(length,), samples=samples, questions_per_context=2
-    )  # fmt: skip
+        variants=(Variant(method="full"),),
+        families=FAMILIES,
+        lengths=(length,),
+        samples=samples,
+        questions_per_context=2,
+    )
     scores = bench.profile.info.retrieval_heads
     chosen = {(kind, n): [ranking(kind, scores)[:n]] for kind, counts in RANKED.items() for n in (0, *counts)}
     chosen |= {("random", 0): [[]]} | {("random", n): drawn(n, scores) for n in OTHERS}
@@ -224,9 +241,13 @@ def masking_picture(found: Maskings, length: int, path: Path) -> Path:
     }
     draws = [(count, accuracy_of(one).value) for count in OTHERS for one in found[f"random, {count}"]]
     return draw_curves(
-        path, "Accuracy without some query heads", f"{length} tokens, full cache, 32 query heads", "masked heads",
-        {f"the first by {kind} score": curve for kind, curve in curves.items()}, {"others: a point per draw": draws},
-    )  # fmt: skip
+        path,
+        "Accuracy without some query heads",
+        f"{length} tokens, full cache, 32 query heads",
+        "masked heads",
+        {f"the first by {kind} score": curve for kind, curve in curves.items()},
+        {"others: a point per draw": draws},
+    )
 
 
 def masking_table(found: Maskings) -> str:
@@ -287,7 +308,8 @@ def masking_verdicts(found: Maskings) -> str:
         [
             [
                 "without the first heads by semantic score answers fall: -74 % with 30 of 1024 (App. F)",
-                f"{most} of 32 masked: {percent(semantic[most])} %", "yes" if bounds(semantic[most])[1] < FALLEN else "no",
+                f"{most} of 32 masked: {percent(semantic[most])} %",
+                "yes" if bounds(semantic[most])[1] < FALLEN else "no",
             ],
             [
                 "and more than without as many by classic score: -12 % with 30 (App. F)",
@@ -295,7 +317,7 @@ def masking_verdicts(found: Maskings) -> str:
                 "yes" if clear else "open" if any(points > 0 for points in fell) else "no",
             ],
         ],
-    )  # fmt: skip
+    )
 
 
 def bounds(interval: Interval) -> tuple[float, float]:
@@ -316,26 +338,36 @@ COSTS = tuple(Contender(name, name, 512) for name in ("compresskv", "streaming_l
 EVICTING = tuple(one.label for one in COSTS[1:])
 SAID = (
     Direction(
-        "a step faster than with the full cache (Fig. 8)", "step, times full's", times_full("compresskv", "step_ms"),
+        "a step faster than with the full cache (Fig. 8)",
+        "step, times full's",
+        times_full("compresskv", "step_ms"),
         lambda values: max(values) < 1,
     ),
     Direction(
-        "and the more so the longer the context", "full's step over it", lambda _, at: at["full"]["step_ms"] / at["compresskv"]["step_ms"],
+        "and the more so the longer the context",
+        "full's step over it",
+        lambda _, at: at["full"]["step_ms"] / at["compresskv"]["step_ms"],
         lambda values: values[-1] > values[0],
     ),
     Direction(
-        "time like the other evicting methods'", "step, times the slowest of theirs",
-        lambda _, at: at["compresskv"]["step_ms"] / max(at[other]["step_ms"] for other in EVICTING), lambda values: max(values) <= 1.1,
+        "time like the other evicting methods'",
+        "step, times the slowest of theirs",
+        lambda _, at: at["compresskv"]["step_ms"] / max(at[other]["step_ms"] for other in EVICTING),
+        lambda values: max(values) <= 1.1,
     ),
     Direction(
-        "memory like theirs at a fixed budget", "device, times the largest of theirs",
-        lambda _, at: at["compresskv"]["device"] / max(at[other]["device"] for other in EVICTING), lambda values: max(values) <= 1.1,
+        "memory like theirs at a fixed budget",
+        "device, times the largest of theirs",
+        lambda _, at: at["compresskv"]["device"] / max(at[other]["device"] for other in EVICTING),
+        lambda values: max(values) <= 1.1,
     ),
     Direction(
-        "and the full cache needs more, most at long contexts", "device, times full's", times_full("compresskv", "device"),
+        "and the full cache needs more, most at long contexts",
+        "device, times full's",
+        times_full("compresskv", "device"),
         lambda values: values[-1] < values[0] < 1,
     ),
-)  # fmt: skip
+)
 
 
 def write_page(content: Mapping[str, Any]) -> Path:
@@ -358,9 +390,12 @@ def write_page(content: Mapping[str, Any]) -> Path:
     accuracy_by_budget(compared(report), "seen", length, folder / "budgets.png")
     subtitle = f"{length} tokens, {100 * SWEPT:g} % of the KV, question seen"
     draw_curves(
-        folder / "heads.png", "CompressKV: heads that choose", subtitle, "heads of a layer",
+        folder / "heads.png",
+        "CompressKV: heads that choose",
+        subtitle,
+        "heads of a layer",
         {"semantic": curve(report, SWEPT, {count: heads_label(count) for count in HEADS})},
-    )  # fmt: skip
+    )
     masking_picture(found, length, folder / "masked.png")
     return write_document(
         NAME,
@@ -390,14 +425,15 @@ def write_page(content: Mapping[str, Any]) -> Path:
         f"![budgets]({NAME}/budgets.png)",
         markdown(report),
         "## Time and memory by length (Fig. 8)",
-        ABOUT + f"A budget of {COSTS[0].budget} tokens per KV head and layer, where the paper has 1,024. Accuracy, memory and step time "
+        ABOUT
+        + f"A budget of {COSTS[0].budget} tokens per KV head and layer, where the paper has 1,024. Accuracy, memory and step time "
         "of every variant at one length are side by side above.",
         costs_table(costs),
         directions_table(costs, SAID),
         "At 64K tokens in larger layers see `compresskv, dropping` in [decode_cpu.md](decode_cpu.md).",
         "## Provenance",
         provenance_of(*content["reports"].values(), figures=True),
-    )  # fmt: skip
+    )
 
 
 def main() -> None:

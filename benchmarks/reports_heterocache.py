@@ -98,8 +98,12 @@ CLAIMS = (
 def grid(variants: list[Variant], samples: int, length: int) -> Grid:
     """These variants beside the full cache, two questions about each context."""
     return Grid(
-        variants=(Variant(method="full"), *variants), families=FAMILIES, lengths=(length,), samples=samples, questions_per_context=2
-    )  # fmt: skip
+        variants=(Variant(method="full"), *variants),
+        families=FAMILIES,
+        lengths=(length,),
+        samples=samples,
+        questions_per_context=2,
+    )
 
 
 def ablations(samples: int, length: int) -> Grid:
@@ -120,12 +124,14 @@ def thresholds(samples: int, length: int) -> Grid:
     """Fig. 5 at a budget that any thresholds can live in: strict, 10 %."""
     variants = [
         Variant(
-            method="heterocache", budget=STRICT[0], label=swept(stable, similar),
+            method="heterocache",
+            budget=STRICT[0],
+            label=swept(stable, similar),
             options={"strict": True, "tau_stable": stable, "tau_similar": similar} | EACH_STEP,
         )
         for stable in STABLE
         for similar in SIMILAR
-    ]  # fmt: skip
+    ]
     return grid(variants, samples, length)
 
 
@@ -216,8 +222,15 @@ def drift_table(kept: list[dict[str, Any]]) -> str:
         of = {**at["families"], "all": at}
         lines += [[f"{at['tau_drift']:g}", family, *drift_line(found)] for family, found in of.items()]
     columns = [
-        "tau_drift", "family", "checks", "updates, % of checks", "updates, % of tokens", "step, ms: median", "p95", "p99",
-    ]  # fmt: skip
+        "tau_drift",
+        "family",
+        "checks",
+        "updates, % of checks",
+        "updates, % of tokens",
+        "step, ms: median",
+        "p95",
+        "p99",
+    ]
     return table(columns, lines)
 
 
@@ -230,14 +243,18 @@ def drift_verdicts(kept: list[dict[str, Any]]) -> str:
     lines = [
         [
             f"updates are rare: {RARE:g} % over 1K tokens",
-            "; ".join(f"tau_drift {tau}: {check:.0f} % of checks, {token:.1f} % of tokens" for tau, (check, token) in rates_of.items()),
+            "; ".join(
+                f"tau_drift {tau}: {check:.0f} % of checks, {token:.1f} % of tokens"
+                for tau, (check, token) in rates_of.items()
+            ),
             "yes" if least <= 2 * RARE else "no",
         ],
         [
-            f"no severe stalls: P99 at most {TAIL:g} times P95 from 32K to 224K (Table 9)", "; ".join(tails),
+            f"no severe stalls: P99 at most {TAIL:g} times P95 from 32K to 224K (Table 9)",
+            "; ".join(tails),
             "yes" if worst <= 1.1 * TAIL else "no",
         ],
-    ]  # fmt: skip
+    ]
     return table(["the paper says", "here", "seen here"], lines)
 
 
@@ -247,18 +264,23 @@ def rates(made: list[dict[str, Any]]) -> dict[str, Any]:
     rate = ratio_estimate(updates, checks, range(len(made)))
     steps = [t for one in made for t in one["step_us"]]
     return {
-        "checks": sum(checks), "per_check": rate.value, "interval": [max(0.0, rate.low), min(1.0, rate.high)], "contexts": len(made),
+        "checks": sum(checks),
+        "per_check": rate.value,
+        "interval": [max(0.0, rate.low), min(1.0, rate.high)],
+        "contexts": len(made),
         "per_token": sum(updates) / (GENERATED * sum(len(one["checks"]) for one in made)),
         "step_ms": [quantile(steps, share) / 1000 for share in (0.5, 0.95, 0.99)],
-    }  # fmt: skip
+    }
 
 
 def drift_line(found: dict[str, Any]) -> list[str]:
     low, high = found["interval"]
     return [
-        str(found["checks"]), f"{100 * found['per_check']:.0f} ({100 * low:.0f}-{100 * high:.0f})", f"{100 * found['per_token']:.1f}",
+        str(found["checks"]),
+        f"{100 * found['per_check']:.0f} ({100 * low:.0f}-{100 * high:.0f})",
+        f"{100 * found['per_token']:.1f}",
         *[f"{value:.1f}" for value in found["step_ms"]],
-    ]  # fmt: skip
+    ]
 
 
 # -- against OmniKV and ShadowKV ---------------------------------------------------------------------------------------
@@ -309,13 +331,26 @@ def against_table(kept: list[dict[str, Any]], report: Report) -> str:
     lines = []
     for held in kept:
         summary = summaries[held["label"], held["budget"]]
-        lines.append([
-            f"{100 * held['budget']:g} %", held["label"], percent(summary.accuracy), points(summary.ahead.get(STRICT_OWN)),
-            spread(held["unit"]), spread(held["unfolded"]), size(summary.moved_per_step),
-        ])  # fmt: skip
+        lines.append(
+            [
+                f"{100 * held['budget']:g} %",
+                held["label"],
+                percent(summary.accuracy),
+                points(summary.ahead.get(STRICT_OWN)),
+                spread(held["unit"]),
+                spread(held["unfolded"]),
+                size(summary.moved_per_step),
+            ]
+        )
     columns = [
-        "budget", "variant", "mean, %", "against the first, points", "tokens of a unit", "tokens unfolded per head", "moved per step",
-    ]  # fmt: skip
+        "budget",
+        "variant",
+        "mean, %",
+        "against the first, points",
+        "tokens of a unit",
+        "tokens unfolded per head",
+        "moved per step",
+    ]
     return table(columns, lines)
 
 
@@ -334,30 +369,42 @@ COSTS = (
 )
 SAID = (
     Direction(
-        "first token as early as the full cache's (Fig. 4)", "first token, times full's", times_full(COSTS[0].label, "first_s"),
+        "first token as early as the full cache's (Fig. 4)",
+        "first token, times full's",
+        times_full(COSTS[0].label, "first_s"),
         lambda values: max(values) <= 1.1,
     ),
     Direction(
-        "a step 3 times as fast as the full cache's at 224K (Fig. 4)", "step, times full's", times_full(COSTS[0].label, "step_ms"),
+        "a step 3 times as fast as the full cache's at 224K (Fig. 4)",
+        "step, times full's",
+        times_full(COSTS[0].label, "step_ms"),
         lambda values: values[-1] < 1,
     ),
     Direction(
-        "and gains on the full cache the longer the context", "full's step over it",
-        lambda _, at: at["full"]["step_ms"] / at[COSTS[0].label]["step_ms"], rising,
+        "and gains on the full cache the longer the context",
+        "full's step over it",
+        lambda _, at: at["full"]["step_ms"] / at[COSTS[0].label]["step_ms"],
+        rising,
     ),
     Direction(
-        "40 times as fast as OmniKV (Sec. 5.3)", "OmniKV's step over `strict`'s",
-        lambda _, at: at[OMNIKV]["step_ms"] / at[COSTS[1].label]["step_ms"], lambda values: values[-1] > 1,
+        "40 times as fast as OmniKV (Sec. 5.3)",
+        "OmniKV's step over `strict`'s",
+        lambda _, at: at[OMNIKV]["step_ms"] / at[COSTS[1].label]["step_ms"],
+        lambda values: values[-1] > 1,
     ),
     Direction(
-        "host memory linear in the length: 5.9, 9.9, 18.0 GB at 32K to 128K (Table 7)", "host KiB per token",
-        lambda length, at: at[COSTS[0].label]["host"] / length / 1024, lambda values: max(values) <= 1.2 * min(values),
+        "host memory linear in the length: 5.9, 9.9, 18.0 GB at 32K to 128K (Table 7)",
+        "host KiB per token",
+        lambda length, at: at[COSTS[0].label]["host"] / length / 1024,
+        lambda values: max(values) <= 1.2 * min(values),
     ),
     Direction(
-        f"a link of {LINK / 1e9:g} GB/s does not slow it (Table 10)", "time on that link, % of a step",
-        lambda _, at: 1e5 * at[COSTS[0].label]["moved"] / LINK / at[COSTS[0].label]["step_ms"], lambda values: max(values) <= 5,
+        f"a link of {LINK / 1e9:g} GB/s does not slow it (Table 10)",
+        "time on that link, % of a step",
+        lambda _, at: 1e5 * at[COSTS[0].label]["moved"] / LINK / at[COSTS[0].label]["step_ms"],
+        lambda values: max(values) <= 5,
     ),
-)  # fmt: skip
+)
 
 
 # -- the page ----------------------------------------------------------------------------------------------------------
@@ -371,9 +418,15 @@ def thresholds_table(report: Report) -> str:
     for stable, similar in itertools.product(STABLE, SIMILAR):
         summary = found[swept(stable, similar)]
         change = summary.ahead.get(base)
-        lines.append([
-            f"{stable:g}", f"{similar:g}", percent(summary.accuracy), points(change), "-" if change is None else verdict(change, "equal"),
-        ])  # fmt: skip
+        lines.append(
+            [
+                f"{stable:g}",
+                f"{similar:g}",
+                percent(summary.accuracy),
+                points(change),
+                "-" if change is None else verdict(change, "equal"),
+            ]
+        )
     return table(["tau_stable", "tau_sim", "mean, %", "against 0.5 and 0.5, points", "equal"], lines)
 
 
@@ -413,7 +466,7 @@ def write_page(content: Mapping[str, Any], bench: Bench) -> Path:
         claims_table(report, CLAIMS),
         allocation(bench),
         markdown(report),
-    ]  # fmt: skip
+    ]
     if "thresholds" in reports:
         sweep = reports["thresholds"]
         curves = {
@@ -430,7 +483,7 @@ def write_page(content: Mapping[str, Any], bench: Bench) -> Path:
             "made before the question was asked.",
             thresholds_table(sweep),
             f"![thresholds]({NAME}/thresholds.png)",
-        ]  # fmt: skip
+        ]
     if "room" in content:
         pages += [
             "## Against OmniKV",
@@ -446,7 +499,7 @@ def write_page(content: Mapping[str, Any], bench: Bench) -> Path:
             "made of. Tokens are of the layer that retrieves, over its heads, at a question's "
             "first token.",
             against_table(content["room"], reports["against"]),
-        ]  # fmt: skip
+        ]
     if "room_shadowkv" in content:
         pages += [
             "## Against ShadowKV",
@@ -460,7 +513,7 @@ def write_page(content: Mapping[str, Any], bench: Bench) -> Path:
             "take the place that the index of smaller pages needs. HeteroCache cannot use such a workspace, as what its heads unfold "
             "stays until their satellites need it.",
             against_table(content["room_shadowkv"], reports["against_shadowkv"]),
-        ]  # fmt: skip
+        ]
     if "drift" in content:
         pages += [
             "## Drift (App. D.4)",
@@ -470,7 +523,7 @@ def write_page(content: Mapping[str, Any], bench: Bench) -> Path:
             "interval over contexts.",
             drift_table(content["drift"]),
             drift_verdicts(content["drift"]),
-        ]  # fmt: skip
+        ]
     moved = {name.removeprefix(PREFIX): one for name, one in reports.items() if name.startswith(PREFIX)}
     if moved and "overlap" in content:
         pages += [
@@ -481,7 +534,7 @@ def write_page(content: Mapping[str, Any], bench: Bench) -> Path:
             "sizes would share.",
             overlap_table(content["overlap"], list(moved)),
             transfer_table(moved),
-        ]  # fmt: skip
+        ]
     if "costs" in content:
         costs = {int(n): at for n, at in content["costs"].items()}
         pages += [
@@ -493,7 +546,7 @@ def write_page(content: Mapping[str, Any], bench: Bench) -> Path:
             directions_table(costs, SAID),
             "This model of four layers has steps that are bound by the number of calls, and its full cache is small: against a full "
             "cache of 64K tokens in larger layers see [decode_cpu.md](decode_cpu.md). A GPU's link and its contention are not measured.",
-        ]  # fmt: skip
+        ]
     return write_document(NAME, *pages, "## Provenance", provenance_of(report, *reports.values(), figures=True))
 
 

@@ -54,15 +54,22 @@ def leading(_: int, at: Mapping[str, Costs]) -> float:
 
 
 SAID = (
-    Direction("38.1 s where the full cache takes 43.6, 4K in and 1K out (Table 3)", "whole, times full's", against("full"), faster),
+    Direction(
+        "38.1 s where the full cache takes 43.6, 4K in and 1K out (Table 3)",
+        "whole, times full's",
+        against("full"),
+        faster,
+    ),
     Direction("StreamingLLM is the fastest", "its whole, times the best of the others'", leading, faster),
     Direction("as fast as ChunkKV, within 5 %", "whole, times chunkkv's", against("chunkkv"), lambda v: max(v) <= 1.05),
     Direction("faster than SentenceKV", "whole, times sentencekv's", against("sentencekv"), faster),
     Direction(
-        "memory grows by a tenth of what the full cache's does from 8K to 128K (Fig. 4)", "device, times full's",
-        times_full("sekv", "device"), lambda v: max(v) <= 1.02 * BUDGET,
+        "memory grows by a tenth of what the full cache's does from 8K to 128K (Fig. 4)",
+        "device, times full's",
+        times_full("sekv", "device"),
+        lambda v: max(v) <= 1.02 * BUDGET,
     ),
-)  # fmt: skip
+)
 
 
 # -- formulas ----------------------------------------------------------------------------------------------------------
@@ -101,11 +108,16 @@ def formulas(bench: Bench, length: int) -> dict[str, float]:
     cost = [segment_nbytes(memory) for memory in memories]
     zoomed = torch.stack([one.any(0) for one in chosen]).any(0) if len({one.shape for one in chosen}) == 1 else None
     return {
-        "full": sum(m.site.values_per_token for m in memories) * len(sample.ids) * scalar, "full_held": state.full_bytes,
-        "device": exact + summaries, "device_held": held, "host": bases, "host_held": waiting,
+        "full": sum(m.site.values_per_token for m in memories) * len(sample.ids) * scalar,
+        "full_held": state.full_bytes,
+        "device": exact + summaries,
+        "device_held": held,
+        "host": bases,
+        "host_held": waiting,
         "every_head": float("nan") if zoomed is None else sum(float(one[:, zoomed].sum()) for one in cost),
-        "own_heads": sum(float(one[picked].sum()) for one, picked in zip(cost, chosen)), "moved": sum(m.moved_nbytes for m in memories),
-    }  # fmt: skip
+        "own_heads": sum(float(one[picked].sum()) for one, picked in zip(cost, chosen)),
+        "moved": sum(m.moved_nbytes for m in memories),
+    }
 
 
 def formulas_table(found: Mapping[int, Mapping[str, float]]) -> str:

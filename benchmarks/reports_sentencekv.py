@@ -35,9 +35,11 @@ TOKENS = 246
 """A budget per KV head and layer: 3 % of the longest passages, as the paper's 1,024 are of 32K."""
 TASKS = {"perplexity": Perplexity("perplexity")}
 READERS: tuple[tuple[str, str, dict[str, Any]], ...] = (
-    ("sentencekv", "sentencekv", {}), ("sentencekv, recoverable", "sentencekv", {"recoverable": True}), ("snapkv", "snapkv", {}),
+    ("sentencekv", "sentencekv", {}),
+    ("sentencekv, recoverable", "sentencekv", {"recoverable": True}),
+    ("snapkv", "snapkv", {}),
     ("quest", "quest", {}),
-)  # fmt: skip
+)
 PAPER = {"chunks": "LongBench, 4 tasks: -2.6, -0.6, -3.0, -0.5 (Table 3)", "token": "NIAH: below at every r (Fig. 6)"}
 
 
@@ -81,9 +83,13 @@ def seen_grid(samples: int, length: int, chunk: int) -> Grid:
         Variant(method="sentencekv", budget=0.02, label=factor_labels("token")[3.0], options={"query": "token"}),
     ]
     return Grid(
-        variants=(Variant(method="full"), *variants), families=FAMILIES, lengths=(length,), samples=samples, questions=("seen",),
+        variants=(Variant(method="full"), *variants),
+        families=FAMILIES,
+        lengths=(length,),
+        samples=samples,
+        questions=("seen",),
         questions_per_context=1,
-    )  # fmt: skip
+    )
 
 
 CLAIMS_UNSEEN = tuple(
@@ -99,9 +105,21 @@ CLAIMS_UNSEEN = tuple(
 CLAIMS_SEEN = (
     Claim("equal chunks", factor_labels("sentence")[3.0], "lower", PAPER["chunks"], 0.02),
     Claim(factor_labels("token")[3.0], factor_labels("sentence")[3.0], "lower", PAPER["token"], 0.02),
-    Claim(factor_labels("sentence")[1.0], factor_labels("sentence")[3.0], "lower", "rises with r, then falls (Fig. 6)", 0.02),
-    Claim(factor_labels("sentence")[8.0], factor_labels("sentence")[3.0], "lower", "rises with r, then falls (Fig. 6)", 0.02),
-)  # fmt: skip
+    Claim(
+        factor_labels("sentence")[1.0],
+        factor_labels("sentence")[3.0],
+        "lower",
+        "rises with r, then falls (Fig. 6)",
+        0.02,
+    ),
+    Claim(
+        factor_labels("sentence")[8.0],
+        factor_labels("sentence")[3.0],
+        "lower",
+        "rises with r, then falls (Fig. 6)",
+        0.02,
+    ),
+)
 
 
 def perplexity_grid(passages: int) -> Grid:
@@ -110,8 +128,11 @@ def perplexity_grid(passages: int) -> Grid:
         Variant(method=method, budget=TOKENS, label=label, options=options) for label, method, options in READERS
     ]
     return Grid(
-        variants=(Variant(method="full"), *variants), families=tuple(TASKS), lengths=PASSAGE_LENGTHS, samples=passages,
-    )  # fmt: skip
+        variants=(Variant(method="full"), *variants),
+        families=tuple(TASKS),
+        lengths=PASSAGE_LENGTHS,
+        samples=passages,
+    )
 
 
 def perplexity_table(report: Report) -> str:
@@ -133,47 +154,69 @@ COSTS = (
 )
 SAID = (
     Direction(
-        "a step as long at 256K as at 16K, 17.8 ms (Table 4)", "step, ms", lambda _, at: at["sentencekv"]["step_ms"], level
+        "a step as long at 256K as at 16K, 17.8 ms (Table 4)",
+        "step, ms",
+        lambda _, at: at["sentencekv"]["step_ms"],
+        level,
     ),
     Direction(
-        "and the full cache's grows from 16.8 to 84.9 ms", "full's step, ms", lambda _, at: at["full"]["step_ms"], rising
+        "and the full cache's grows from 16.8 to 84.9 ms",
+        "full's step, ms",
+        lambda _, at: at["full"]["step_ms"],
+        rising,
     ),
     Direction(
-        "a step takes 6 to 8 % more than SnapKV's (Tables 4, 7)", "times snapkv's",
-        lambda _, at: at["sentencekv"]["step_ms"] / at["snapkv"]["step_ms"], lambda values: max(values) <= 1.2,
+        "a step takes 6 to 8 % more than SnapKV's (Tables 4, 7)",
+        "times snapkv's",
+        lambda _, at: at["sentencekv"]["step_ms"] / at["snapkv"]["step_ms"],
+        lambda values: max(values) <= 1.2,
     ),
     Direction(
-        "memory like SnapKV's (Table 5)", "device, times snapkv's", lambda _, at: at["sentencekv"]["device"] / at["snapkv"]["device"],
+        "memory like SnapKV's (Table 5)",
+        "device, times snapkv's",
+        lambda _, at: at["sentencekv"]["device"] / at["snapkv"]["device"],
         lambda values: max(values) <= 1.1,
     ),
     Direction(
-        "the device's share of the full KV falls with the length: 52.7 of 89.7 GB at 256K with weights (Table 5)", "device, times full's",
-        times_full("sentencekv", "device"), lambda values: values[-1] < values[0],
+        "the device's share of the full KV falls with the length: 52.7 of 89.7 GB at 256K with weights (Table 5)",
+        "device, times full's",
+        times_full("sentencekv", "device"),
+        lambda values: values[-1] < values[0],
     ),
     Direction(
-        "grouping sentences is 4 s of a prefill of 64K (App. A.6)", "first token, s more than full's",
-        lambda _, at: at["sentencekv"]["first_s"] - at["full"]["first_s"], lambda values: values[-1] > 0,
+        "grouping sentences is 4 s of a prefill of 64K (App. A.6)",
+        "first token, s more than full's",
+        lambda _, at: at["sentencekv"]["first_s"] - at["full"]["first_s"],
+        lambda values: values[-1] > 0,
     ),
     Direction(
-        "ranking is a small part of a step (App. A.5, A.6)", "choosing, % of a step",
-        lambda _, at: 100 * at["sentencekv"]["choosing_ms"] / at["sentencekv"]["step_ms"], lambda values: max(values) <= 25,
+        "ranking is a small part of a step (App. A.5, A.6)",
+        "choosing, % of a step",
+        lambda _, at: 100 * at["sentencekv"]["choosing_ms"] / at["sentencekv"]["step_ms"],
+        lambda values: max(values) <= 25,
     ),
-)  # fmt: skip
+)
 
 
 def pictures(unseen: Report, seen: Report | None, length: int) -> list[str]:
     """Accuracy against r, both ways of asking, where both are measured."""
     title, folder = "SentenceKV: what is retained of the prompt", DOCS / NAME
     draw_curves(
-        folder / "r_unseen.png", title, f"{length} tokens, {100 * SWEPT:g} % of the KV, question asked afterwards", "r",
+        folder / "r_unseen.png",
+        title,
+        f"{length} tokens, {100 * SWEPT:g} % of the KV, question asked afterwards",
+        "r",
         {f"{query} query": curve(unseen, SWEPT, factor_labels(query)) for query in ("sentence", "token")},
-    )  # fmt: skip
+    )
     if seen is None:
         return [f"![r, question unseen]({NAME}/r_unseen.png)"]
     draw_curves(
-        folder / "r_seen.png", title, f"{length} tokens, question at the prompt's end", "r",
+        folder / "r_seen.png",
+        title,
+        f"{length} tokens, question at the prompt's end",
+        "r",
         {f"{100 * budget:g} % of the KV": curve(seen, budget, factor_labels("sentence")) for budget in (0.02, SWEPT)},
-    )  # fmt: skip
+    )
     return [f"![{place}]({NAME}/{place}.png)" for place in ("r_unseen", "r_seen")]
 
 

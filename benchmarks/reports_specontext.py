@@ -78,8 +78,12 @@ def grid(samples: int, length: int) -> Grid:
         for label, method, options, residency in VARIANTS
     ]
     return Grid(
-        variants=(Variant(method="full"), *variants), families=FAMILIES, lengths=(length,), samples=samples, questions_per_context=4
-    )  # fmt: skip
+        variants=(Variant(method="full"), *variants),
+        families=FAMILIES,
+        lengths=(length,),
+        samples=samples,
+        questions_per_context=4,
+    )
 
 
 def compiled_as(bench: Bench, budget: float | int, options: dict[str, Any], **settings: Any):
@@ -126,14 +130,28 @@ def traffic_table(kept: Sequence[Mapping[str, Any]]) -> str:
     for one in kept:
         elastic, shared = one["elastic"], one["shared"]
         anew = elastic["moved"] / (1 - elastic["overlap"])
-        lines.append([
-            f"{100 * one['budget']:g} %", one["label"], f"{100 * elastic['overlap']:.0f}", size(elastic["moved"]), size(anew),
-            size(anew - elastic["moved"]), size(shared["moved"]), "yes" if elastic["overlap"] > OVERLAP else "no",
-        ])  # fmt: skip
+        lines.append(
+            [
+                f"{100 * one['budget']:g} %",
+                one["label"],
+                f"{100 * elastic['overlap']:.0f}",
+                size(elastic["moved"]),
+                size(anew),
+                size(anew - elastic["moved"]),
+                size(shared["moved"]),
+                "yes" if elastic["overlap"] > OVERLAP else "no",
+            ]
+        )
     columns = [
-        "budget", "selection", "overlap, %", "moved per step, elastic", "the same choice fetched anew", "saved", "one workspace in turn",
+        "budget",
+        "selection",
+        "overlap, %",
+        "moved per step, elastic",
+        "the same choice fetched anew",
+        "saved",
+        "one workspace in turn",
         f"overlap above {100 * OVERLAP:g} %, seen here",
-    ]  # fmt: skip
+    ]
     return table(columns, lines)
 
 
@@ -159,10 +177,15 @@ def offload(bench: Bench) -> dict[str, Any]:
         place = stop
         layers = sum(memory.on_device for memory in states[1].rows[0].budgeted())
         held = states[1].nbytes
-        lines.append({
-            "tokens": stop, "layers_on_device": layers, "resident": held["resident"], "host": held["host"],
-            "same_token": bool((one.argmax(-1) == other.argmax(-1)).all()),
-        })  # fmt: skip
+        lines.append(
+            {
+                "tokens": stop,
+                "layers_on_device": layers,
+                "resident": held["resident"],
+                "host": held["host"],
+                "same_token": bool((one.argmax(-1) == other.argmax(-1)).all()),
+            }
+        )
     return {
         "device_memory": device,
         "thresholds": list(progressive.placement.thresholds),
@@ -173,9 +196,15 @@ def offload(bench: Bench) -> dict[str, Any]:
 
 def offload_table(found: dict[str, Any]) -> str:
     lines = [
-        [str(x["tokens"]), str(x["layers_on_device"]), size(x["resident"]), size(x["host"]), "yes" if x["same_token"] else "NO"]
+        [
+            str(x["tokens"]),
+            str(x["layers_on_device"]),
+            size(x["resident"]),
+            size(x["host"]),
+            "yes" if x["same_token"] else "NO",
+        ]
         for x in found["lines"]
-    ]  # fmt: skip
+    ]
     return table(["tokens", "layers that wait on the device", "waiting there", "on the host", "same tokens"], lines)
 
 
@@ -254,19 +283,30 @@ def throughput_verdicts(kept: Sequence[Mapping[str, Any]]) -> str:
             "all three together are ahead of the full cache: 18.1 and 24.9 times eager attention, 1.68 and 2.20 times FlashInfer, at "
             "[2k, 16k] and [2k, 32k] (Table 3, DeepSeek-Distill-Llama-8B, which has 32 requests at once where eager attention "
             "has room for 4)",
-            "times full's", over(PARTS[2], "full"), lambda values: min(values) > 1,
+            "times full's",
+            over(PARTS[2], "full"),
+            lambda values: min(values) > 1,
         ),
         (
-            "C1 adds (Fig. 11, a picture without figures)", "over layer-wise", over(PARTS[0], LAYER_WISE), lambda values: min(values) > 1,
+            "C1 adds (Fig. 11, a picture without figures)",
+            "over layer-wise",
+            over(PARTS[0], LAYER_WISE),
+            lambda values: min(values) > 1,
         ),
         ("C2 adds, by moving less", "over C1", over(PARTS[1], PARTS[0]), lambda values: min(values) > 1),
         (
-            "C3 adds, by more of the KV on the device", "over C2", over(PARTS[2], PARTS[1]), lambda values: min(values) > 1.05,
+            "C3 adds, by more of the KV on the device",
+            "over C2",
+            over(PARTS[2], PARTS[1]),
+            lambda values: min(values) > 1.05,
         ),
         (
-            "10.06 times eager attention and 1.17 times ShadowKV on a GPU held to 4 GB (Fig. 10b)", "-", [], lambda values: False,
+            "10.06 times eager attention and 1.17 times ShadowKV on a GPU held to 4 GB (Fig. 10b)",
+            "-",
+            [],
+            lambda values: False,
         ),
-    )  # fmt: skip
+    )
     lines = [
         [paper, figure, *([f"{value:.2f}" for value in values] or ["-"] * len(kept)), seen(values, holds)]
         for paper, figure, values, holds in said
@@ -333,7 +373,7 @@ def write_page(content: Mapping[str, Any], bench: Bench) -> Path:
         throughput_verdicts(content["throughput"]),
         "## Provenance",
         provenance_of(report, figures=True),
-    )  # fmt: skip
+    )
 
 
 def main() -> None:

@@ -143,9 +143,12 @@ def prefill(
         state = compiled.prefill(ids)
     full = state.full_bytes
     return {
-        "before": reading.before, "peak": reading.bytes, "after": anonymous(), "full": full,
+        "before": reading.before,
+        "peak": reading.bytes,
+        "after": anonymous(),
+        "full": full,
         "layer": full // len(compiled.program.stores),
-    }  # fmt: skip
+    }
 
 
 # -- all of them ---------------------------------------------------------------------------------------------------------
@@ -204,10 +207,14 @@ def growths(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if short is long:
             continue
         grown = long["full"] - short["full"]
-        found.append({
-            "name": name, "budget": budget, "tokens": [short["tokens"], long["tokens"]],
-            **{key: (long[key] - short[key]) / grown for key in ("making", "made", "peak")},
-        })  # fmt: skip
+        found.append(
+            {
+                "name": name,
+                "budget": budget,
+                "tokens": [short["tokens"], long["tokens"]],
+                **{key: (long[key] - short[key]) / grown for key in ("making", "made", "peak")},
+            }
+        )
     return found
 
 
@@ -241,16 +248,25 @@ def page(report: dict[str, Any]) -> Path:
 
     missing = "; ".join(map(cell_said, report["lacking"]))
     grown = [
-        [f"`{x['name']}`" if x["name"] != "DynamicCache" else x["name"], said(x["budget"]),
-         *[f"{100 * x[key]:.1f}" for key in ("peak", "made", "making")]]
+        [
+            f"`{x['name']}`" if x["name"] != "DynamicCache" else x["name"],
+            said(x["budget"]),
+            *[f"{100 * x[key]:.1f}" for key in ("peak", "made", "making")],
+        ]
         for x in report["growth"]
-    ]  # fmt: skip
+    ]
     filled = [
-        [f"`{row['name']}`", {"bundled": "bundled", "decoder": "8 layers"}[row["model"]], f"{row['tokens']:,}",
-         *[f"{row[key] / 2**20:,.0f}" for key in ("full", "layer")],
-         f"{(row['peak'] - row['before']) / 2**20:,.0f}", f"{100 * excess(row):.1f}"]
-        for row in report["rows"] if row["claim"] == "prefill"
-    ]  # fmt: skip
+        [
+            f"`{row['name']}`",
+            {"bundled": "bundled", "decoder": "8 layers"}[row["model"]],
+            f"{row['tokens']:,}",
+            *[f"{row[key] / 2**20:,.0f}" for key in ("full", "layer")],
+            f"{(row['peak'] - row['before']) / 2**20:,.0f}",
+            f"{100 * excess(row):.1f}",
+        ]
+        for row in report["rows"]
+        if row["claim"] == "prefill"
+    ]
     lengths = report["growth"][0]["tokens"]
     return write_document(
         "resident_memory",
@@ -311,9 +327,13 @@ def main() -> None:
         rows.append(cell | measure(cell, arguments.steps, arguments.folder) | {"commit": commit()})
         show(rows[-1])
         report = {
-            "environment": describe(started).model_dump(mode="json"), "steps": arguments.steps, "bar": BAR,
-            "rows": rows, "growth": growths(rows), "lacking": lacking(wanted, rows),
-        }  # fmt: skip
+            "environment": describe(started).model_dump(mode="json"),
+            "steps": arguments.steps,
+            "bar": BAR,
+            "rows": rows,
+            "growth": growths(rows),
+            "lacking": lacking(wanted, rows),
+        }
         output.save(report, arguments.out)
     for growth in growths(rows):
         shares = ", ".join(f"{key} {100 * growth[key]:.1f} %" for key in ("peak", "made", "making"))

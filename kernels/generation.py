@@ -21,9 +21,16 @@ from semkv.files import replace_file
 from semkv.kernels.resources import Resources, read_resources
 
 TYPES = {
-    torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.bool: "i1",
-    torch.uint8: "u8", torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64",
-}  # fmt: skip
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+    torch.bool: "i1",
+    torch.uint8: "u8",
+    torch.int8: "i8",
+    torch.int16: "i16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
 ALIGNMENT = 16
 """Bytes that tensors of PyTorch's allocators are aligned to, at least; Triton vectorises loads for it."""
 
@@ -58,9 +65,15 @@ class Specialization:
     def identity(self, capability: int) -> str:
         """SHA-256 over the template's source and all that it calls, the compiler, the target and every field."""
         parts = (
-            triton.__version__, self.kernel.cache_key, capability, self.signature, self.constants, self.warps, self.stages,
+            triton.__version__,
+            self.kernel.cache_key,
+            capability,
+            self.signature,
+            self.constants,
+            self.warps,
+            self.stages,
             self.registers,
-        )  # fmt: skip
+        )
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def compile(self, capability: int) -> Binary:

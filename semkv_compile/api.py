@@ -79,10 +79,16 @@ def compile(
     if profile is not None:
         profile.check_stores(program.stores)
     return CompiledModel(
-        program, profile, chosen, budget, settings,
-        fingerprint=fingerprint, model_config=copy.deepcopy(getattr(model, "config", None)),
-        generation_config=own_configuration(getattr(model, "generation_config", None)), live=LiveModel(model, program, target),
-    )  # fmt: skip
+        program,
+        profile,
+        chosen,
+        budget,
+        settings,
+        fingerprint=fingerprint,
+        model_config=copy.deepcopy(getattr(model, "config", None)),
+        generation_config=own_configuration(getattr(model, "generation_config", None)),
+        live=LiveModel(model, program, target),
+    )
 
 
 def _default_method(profile: Profile | None, budget: float | int | None) -> str:

@@ -101,10 +101,11 @@ class CompiledModel(Generation):
         program = place(
             program,
             PassOptions(
-                thresholds=limits if limits and not lowered else None, kernels=settings.kernels,
+                thresholds=limits if limits and not lowered else None,
+                kernels=settings.kernels,
                 layouts=site_layouts(program, settings.kernels, device, self.tuning),
             ),
-        )  # fmt: skip
+        )
         kernels = form_of(settings.kernels, device)[0]
         placement = Placement(
             program=program,
@@ -150,10 +151,17 @@ class CompiledModel(Generation):
         options = (config.method_options if config else {}) | options  # those of `self.settings` are of another method
         source = self._source.evolve(stage="found", prefill=None, extend=None, decode=None, selector=None)
         return CompiledModel(
-            source, self.profile, find_method(method, options), budget, settings.model_copy(update={"method_options": options}),
-            fingerprint=self.fingerprint, model_config=self.config, generation_config=self.generation_config,
-            tuning=self.tuning, live=self._live,
-        )  # fmt: skip
+            source,
+            self.profile,
+            find_method(method, options),
+            budget,
+            settings.model_copy(update={"method_options": options}),
+            fingerprint=self.fingerprint,
+            model_config=self.config,
+            generation_config=self.generation_config,
+            tuning=self.tuning,
+            live=self._live,
+        )
 
     def tune_kernels(self) -> CompiledModel:
         """This model with the layouts of kernels that are the fastest on its device, measured now: seconds to a minute.
@@ -164,10 +172,18 @@ class CompiledModel(Generation):
         self._follow()
         tuning = tune_program(self.program, self.settings.kernels, self.device)
         return CompiledModel(
-            self._source, self.profile, self.method, self.budget, self.settings,
-            fingerprint=self.fingerprint, model_config=self.config, generation_config=self.generation_config,
-            lowered=self._lowered, tuning=tuning if self.tuning is None else self.tuning.merged(tuning), live=self._live,
-        )  # fmt: skip
+            self._source,
+            self.profile,
+            self.method,
+            self.budget,
+            self.settings,
+            fingerprint=self.fingerprint,
+            model_config=self.config,
+            generation_config=self.generation_config,
+            lowered=self._lowered,
+            tuning=tuning if self.tuning is None else self.tuning.merged(tuning),
+            live=self._live,
+        )
 
     # -- files ---------------------------------------------------------------------------------------------------------
 
@@ -195,6 +211,8 @@ __all__ = ["CompiledModel"]
 
 def _pass_options(source: Program, method: Method, profile: Profile | None) -> PassOptions:
     return PassOptions(
-        method=method.name, layer_shares=method.layer_shares(source, profile), head_roles=method.head_roles(source, profile),
+        method=method.name,
+        layer_shares=method.layer_shares(source, profile),
+        head_roles=method.head_roles(source, profile),
         retrieval_head=method.retrieval_head(profile),
-    )  # fmt: skip
+    )

@@ -21,9 +21,15 @@ def describe(compiled: CompiledModel, *, verbose: bool = False) -> str:
     for site in program.sites:
         share = f"{site.budget_share:.3f}" if site.treatment == "method" else "not counted"
         table.add_row(
-            str(site.index), escape(site.name), f"{site.q_heads}/{site.kv_heads}", _dims(site), _found(site),
-            compiled.method.name if site.treatment == "method" else site.treatment, share, escape(site.reason),
-        )  # fmt: skip
+            str(site.index),
+            escape(site.name),
+            f"{site.q_heads}/{site.kv_heads}",
+            _dims(site),
+            _found(site),
+            compiled.method.name if site.treatment == "method" else site.treatment,
+            share,
+            escape(site.reason),
+        )
     facts = [
         f"KV in {str(compiled.placement.budget.dtype).removeprefix('torch.')}, "
         f"residency {compiled.settings.residency}, host {compiled.settings.host}",
@@ -31,7 +37,7 @@ def describe(compiled: CompiledModel, *, verbose: bool = False) -> str:
         f"attention of a step by {compiled.kernels}",
         f"rows {'run together' if program.batched else 'run one at a time'}; context {program.max_positions or 'not declared'}; "
         f"vocabulary {program.vocab_size}",
-    ]  # fmt: skip
+    ]
     out = Console(record=True, width=140, file=io.StringIO())
     out.print(table)
     for fact in facts:

@@ -42,10 +42,32 @@ NOT_COMPUTED = (IGNORED | set(vars(nn.Module()))) - {"training"} | {
 """Attributes of modules that change nothing of a forward in evaluation mode, or that are looked at apart."""
 
 CONFIG_NOT_COMPUTED = IGNORED | {
-    *("use_cache", "output_attentions", "output_hidden_states", "return_dict", "_output_attentions", "architectures", "dtype"),
-    *("_attn_implementation", "_attn_implementation_internal", "_experts_implementation", "_experts_implementation_internal"),
-    *("pad_token_id", "bos_token_id", "eos_token_id", "sep_token_id", "problem_type", "id2label", "label2id", "_commit_hash"),
-}  # fmt: skip
+    *(
+        "use_cache",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+        "_output_attentions",
+        "architectures",
+        "dtype",
+    ),
+    *(
+        "_attn_implementation",
+        "_attn_implementation_internal",
+        "_experts_implementation",
+        "_experts_implementation_internal",
+    ),
+    *(
+        "pad_token_id",
+        "bos_token_id",
+        "eos_token_id",
+        "sep_token_id",
+        "problem_type",
+        "id2label",
+        "label2id",
+        "_commit_hash",
+    ),
+}
 """The same of configurations."""
 
 HELD = ("_modules", "_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks")

@@ -95,9 +95,15 @@ class Reader(Following):
         self.placement.tier.check(self._host_nbytes(len(ids)), f"a prompt of {len(ids)} tokens")
         chunk = self.settings.prefill_chunk or (PREFILL_CHUNK_CUDA if self.device.type == "cuda" else PREFILL_CHUNK)
         record = prefill_row(
-            self.program, ids, self.placement.budget.dtype,
-            surprisal=surprisal, all_queries=all_queries, chunk=chunk, tier=self.placement.tier, logits=logits,
-        )  # fmt: skip
+            self.program,
+            ids,
+            self.placement.budget.dtype,
+            surprisal=surprisal,
+            all_queries=all_queries,
+            chunk=chunk,
+            tier=self.placement.tier,
+            logits=logits,
+        )
         record.model, record.weights = self.fingerprint, self.placement.weights
         return record
 
@@ -221,9 +227,13 @@ class Reader(Following):
             exact = self.settings.extend_chunk or UNCAPPED_CHUNK
             if len(set(counts)) == 1 and counts[0] and state.alike(counts[0]):
                 logits = extend(
-                    self._running, state, torch.stack(rows), self._chunk(counts[0] - unread), exact_chunk=exact,
+                    self._running,
+                    state,
+                    torch.stack(rows),
+                    self._chunk(counts[0] - unread),
+                    exact_chunk=exact,
                     all_logits=all_logits,
-                )  # fmt: skip
+                )
                 return list(logits[:, unread:] if all_logits else logits)
             parts = []
             for index, row in enumerate(rows):

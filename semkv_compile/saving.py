@@ -39,13 +39,18 @@ def save_compiled(compiled: CompiledModel, path: str | os.PathLike[str]) -> None
         compiled.profile.check_model(compiled.fingerprint)  # who loads it checks it as well
     config = compiled.config
     save_program(
-        compiled.program, path,
-        method=compiled.method.name, method_options=compiled.settings.method_options, budget=compiled.budget,
-        config=compiled.settings, profile=compiled.profile, model_fingerprint=compiled.fingerprint,
+        compiled.program,
+        path,
+        method=compiled.method.name,
+        method_options=compiled.settings.method_options,
+        budget=compiled.budget,
+        config=compiled.settings,
+        profile=compiled.profile,
+        model_fingerprint=compiled.fingerprint,
         model_config=None if config is None else _plain(config.to_dict()),
         generation_config=_plain(compiled.generation_config.to_dict()),
         extra=None if compiled.tuning is None else {KERNELS: compiled.tuning.to_json()},
-    )  # fmt: skip
+    )
 
 
 @undisturbed

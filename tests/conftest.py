@@ -233,9 +233,18 @@ def profiled(random_ids, tmp_path_factory):
             length=128, queries=8, max_steps=1, sequences=1, held_out=1, gate_hidden=8, budgets=(0.5,)
         )
         measuring = MeasureSettings.checked(
-            length=96, steps=8, samples=2, held_out=1, keep=16, observation=4, sketch_rank=8, sketch_ranks=(8,), sketch_bits=(4,),
-            pass_recall=0.0, retrieves=0.0,
-        )  # fmt: skip
+            length=96,
+            steps=8,
+            samples=2,
+            held_out=1,
+            keep=16,
+            observation=4,
+            sketch_rank=8,
+            sketch_ranks=(8,),
+            sketch_bits=(4,),
+            pass_recall=0.0,
+            retrieves=0.0,
+        )
         data = CalibrationData(
             {length: (random_ids(length + 8, length),) for length in training.lengths},
             (random_ids(136, 1),),
@@ -263,8 +272,17 @@ def tiny(profiled) -> CompiledModel:
     """The tiny model. Its weights are so large that tokens depend on all of the prompt."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=8,
-        num_key_value_heads=4, head_dim=16, max_position_embeddings=1024, initializer_range=0.3, bos_token_id=1,
-        eos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=16,
+        max_position_embeddings=1024,
+        initializer_range=0.3,
+        bos_token_id=1,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
     return profiled(LlamaForCausalLM(config).eval())

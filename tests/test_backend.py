@@ -17,9 +17,16 @@ from semkv.ir.graph import attention_nodes
 def tiny(**changes) -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=41, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=8, max_position_embeddings=512, **changes,
-    )  # fmt: skip
+        vocab_size=41,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=512,
+        **changes,
+    )
     return LlamaForCausalLM(config).double().eval()
 
 
@@ -124,12 +131,18 @@ class Bag(nn.Module):
         return self.head(self.embed(input_ids))
 
 
-@pytest.mark.parametrize(("call", "message"), [
-    (lambda: compiled(Bag().eval())(ids(2, 9)), "no attention found"),
-    (lambda: compiled(tiny(), dynamic=False)(ids(2, 9), use_cache=False), r"fixed the length at 9 .* dynamic=True"),
-    (lambda: compiled(tiny(), options={"budget": 0.1})(ids(2, 9), use_cache=False), "no option 'budget'"),
-    (lambda: compiled(tiny())(ids(2, 9), attention_mask=torch.ones(2, 9, dtype=torch.bool), use_cache=False), "pass no padding mask"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: compiled(Bag().eval())(ids(2, 9)), "no attention found"),
+        (lambda: compiled(tiny(), dynamic=False)(ids(2, 9), use_cache=False), r"fixed the length at 9 .* dynamic=True"),
+        (lambda: compiled(tiny(), options={"budget": 0.1})(ids(2, 9), use_cache=False), "no option 'budget'"),
+        (
+            lambda: compiled(tiny())(ids(2, 9), attention_mask=torch.ones(2, 9, dtype=torch.bool), use_cache=False),
+            "pass no padding mask",
+        ),
+    ],
+)
 def test_what_cannot_be_served_is_refused(call, message):
     with pytest.raises(BackendCompilerFailed, match=message), torch.no_grad():
         call()

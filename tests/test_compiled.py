@@ -29,9 +29,18 @@ def sensitive(model: torch.nn.Module) -> torch.nn.Module:
 def model() -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, max_position_embeddings=300, bos_token_id=1, eos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=300,
+        bos_token_id=1,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
     return sensitive(LlamaForCausalLM(config).double()).eval()
 
 
@@ -207,23 +216,62 @@ def test_explain_has_a_row_per_site(small, capsys):
 HOLES = torch.tensor([[1, 1, 0, 1, 1]])
 
 
-@pytest.mark.parametrize(("arguments", "error", "message"), [
-    ({"method": "h3o"}, ConfigError, "unknown method 'h3o'; there are: full, streaming_llm, snapkv, sekv"),
-    ({"method": "snapkv", "budget": 0}, BudgetError, "budget 0: a whole number is tokens"),
-    ({"method": "snapkv", "budget": 2.0}, BudgetError, r"budget 2\.0: a fraction of the full KV must lie in \(0, 1\]"),
-    ({"method": "snapkv", "budget": float("nan")}, BudgetError, r"budget nan: a fraction"),
-    ({"method": "snapkv", "budget": True}, BudgetError, "budget True: expected a fraction"),
-    ({"method": "snapkv"}, BudgetError, "'snapkv' compresses, so it needs a budget"),
-    ({"method": "full", "budget": 0.5}, BudgetError, r"'full' keeps everything: pass no budget with it \(got 0\.5\)"),
-    ({"method": "sekv", "budget": 0.5}, ConfigError, "'sekv' needs a profile with a trained router"),
-    ({"method": "sekv", "budget": 0.5, "options": {"router": "magic"}}, ConfigError, "'magic'; expected one of 'trained', 'coarse'"),
-    ({"method": "sekv", "budget": 0.5, "options": {"fill": "no"}}, ConfigError, "option 'fill' .* is 'no'; expected True or False"),
-    ({"method": "sekv", "budget": 0.5, "options": {"bits": 3}}, ConfigError, "option 'bits' .* is 3; expected 4 or 8"),
-    ({"method": "sekv", "budget": 0.5, "options": {"fixed_share": float("nan")}}, ConfigError, "is nan; expected a number like"),
-    ({"method": "sekv", "budget": 0.5, "options": {"window": -4}}, ConfigError, "is -4; expected a whole number like 512"),
-    ({"method": "sekv", "budget": 0.5, "options": {"depth": 2}}, ConfigError, r"no option 'depth' \(it has: router, fill"),
-    ({"method": "snapkv", "budget": 0.5, "options": {"window": 65}}, ConfigError, "option .window. .* is 65; expected 1 to 64 queries"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"method": "h3o"}, ConfigError, "unknown method 'h3o'; there are: full, streaming_llm, snapkv, sekv"),
+        ({"method": "snapkv", "budget": 0}, BudgetError, "budget 0: a whole number is tokens"),
+        (
+            {"method": "snapkv", "budget": 2.0},
+            BudgetError,
+            r"budget 2\.0: a fraction of the full KV must lie in \(0, 1\]",
+        ),
+        ({"method": "snapkv", "budget": float("nan")}, BudgetError, r"budget nan: a fraction"),
+        ({"method": "snapkv", "budget": True}, BudgetError, "budget True: expected a fraction"),
+        ({"method": "snapkv"}, BudgetError, "'snapkv' compresses, so it needs a budget"),
+        (
+            {"method": "full", "budget": 0.5},
+            BudgetError,
+            r"'full' keeps everything: pass no budget with it \(got 0\.5\)",
+        ),
+        ({"method": "sekv", "budget": 0.5}, ConfigError, "'sekv' needs a profile with a trained router"),
+        (
+            {"method": "sekv", "budget": 0.5, "options": {"router": "magic"}},
+            ConfigError,
+            "'magic'; expected one of 'trained', 'coarse'",
+        ),
+        (
+            {"method": "sekv", "budget": 0.5, "options": {"fill": "no"}},
+            ConfigError,
+            "option 'fill' .* is 'no'; expected True or False",
+        ),
+        (
+            {"method": "sekv", "budget": 0.5, "options": {"bits": 3}},
+            ConfigError,
+            "option 'bits' .* is 3; expected 4 or 8",
+        ),
+        (
+            {"method": "sekv", "budget": 0.5, "options": {"fixed_share": float("nan")}},
+            ConfigError,
+            "is nan; expected a number like",
+        ),
+        (
+            {"method": "sekv", "budget": 0.5, "options": {"window": -4}},
+            ConfigError,
+            "is -4; expected a whole number like 512",
+        ),
+        (
+            {"method": "sekv", "budget": 0.5, "options": {"depth": 2}},
+            ConfigError,
+            r"no option 'depth' \(it has: router, fill",
+        ),
+        (
+            {"method": "snapkv", "budget": 0.5, "options": {"window": 65}},
+            ConfigError,
+            "option .window. .* is 65; expected 1 to 64 queries",
+        ),
+    ],
+)
 def test_bad_arguments_are_refused_before_any_work(model, monkeypatch, arguments, error, message):
     def never(*args, **kwargs):
         raise AssertionError("capture ran")
@@ -260,30 +308,36 @@ def test_a_record_of_another_model_is_refused(model, full, small):
     assert small.compress(full.prefill_record(ids(100), surprisal=True)).rows  # another method's, of this model
 
 
-@pytest.mark.parametrize(("prompt", "options", "message"), [
-    (torch.zeros(1, 0, dtype=torch.int64), {}, r"input ids are empty \(shape \(1, 0\)\)"),
-    (torch.tensor([[3, VOCAB]]), {}, "reach from 3 to 41; this model's vocabulary is 0 to 40"),
-    (torch.tensor([[-1, 3]]), {}, "reach from -1 to 3"),
-    (torch.tensor([[0.5]]), {}, r"expected an integer tensor \[batch, tokens\], got torch.float32"),
-    (ids(301), {}, "301 tokens do not fit the model's context of 300"),
-    (ids(290), {"max_new_tokens": 12}, "290 tokens and 12 new ones do not fit the model's context of 300"),
-    (ids(290), {"max_length": 302, "max_new_tokens": None}, "290 tokens and 12 new ones"),
-    (ids(5), {"attention_mask": HOLES}, "mask of row 0 has holes: padding must be on the left or on the right"),
-    (ids(5), {"attention_mask": torch.ones(1, 4)}, r"attention mask \(1, 4\) does not match input ids \(1, 5\)"),
-    (ids(5), {"attention_mask": torch.zeros(1, 5)}, "is all zero: the row has no tokens"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("prompt", "options", "message"),
+    [
+        (torch.zeros(1, 0, dtype=torch.int64), {}, r"input ids are empty \(shape \(1, 0\)\)"),
+        (torch.tensor([[3, VOCAB]]), {}, "reach from 3 to 41; this model's vocabulary is 0 to 40"),
+        (torch.tensor([[-1, 3]]), {}, "reach from -1 to 3"),
+        (torch.tensor([[0.5]]), {}, r"expected an integer tensor \[batch, tokens\], got torch.float32"),
+        (ids(301), {}, "301 tokens do not fit the model's context of 300"),
+        (ids(290), {"max_new_tokens": 12}, "290 tokens and 12 new ones do not fit the model's context of 300"),
+        (ids(290), {"max_length": 302, "max_new_tokens": None}, "290 tokens and 12 new ones"),
+        (ids(5), {"attention_mask": HOLES}, "mask of row 0 has holes: padding must be on the left or on the right"),
+        (ids(5), {"attention_mask": torch.ones(1, 4)}, r"attention mask \(1, 4\) does not match input ids \(1, 5\)"),
+        (ids(5), {"attention_mask": torch.zeros(1, 5)}, "is all zero: the row has no tokens"),
+    ],
+)
 def test_bad_input_is_refused(full, prompt, options, message):
     with pytest.raises(InputError, match=message):
         full.generate(prompt, **({"max_new_tokens": 2} | options))
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    ({"prompt_lookup_num_tokens": 3}, "a compressed memory cannot take tokens back"),
-    ({"penalty_alpha": 0.6, "top_k": 4}, "cannot take tokens back"),
-    ({"use_cache": False}, "always runs on its state"),
-    ({"past_key_values": object()}, r"is a State, made by prefill, and a object was given; pass state=\.\.\."),
-    ({"prefill_chunk_size": 4}, r"CompileConfig\(prefill_chunk=\.\.\.\) sets their size"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prompt_lookup_num_tokens": 3}, "a compressed memory cannot take tokens back"),
+        ({"penalty_alpha": 0.6, "top_k": 4}, "cannot take tokens back"),
+        ({"use_cache": False}, "always runs on its state"),
+        ({"past_key_values": object()}, r"is a State, made by prefill, and a object was given; pass state=\.\.\."),
+        ({"prefill_chunk_size": 4}, r"CompileConfig\(prefill_chunk=\.\.\.\) sets their size"),
+    ],
+)
 def test_what_generate_cannot_do_is_refused(full, options, message):
     with pytest.raises(ConfigError, match=message):
         full.generate(ids(5), max_new_tokens=2, **options)

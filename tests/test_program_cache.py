@@ -29,10 +29,19 @@ CACHED = CompileConfig(cache=True)
 def model() -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=41, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, head_dim=8,
-        num_key_value_heads=2, max_position_embeddings=300, bos_token_id=1, eos_token_id=None, pad_token_id=0,
+        vocab_size=41,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        head_dim=8,
+        num_key_value_heads=2,
+        max_position_embeddings=300,
+        bos_token_id=1,
+        eos_token_id=None,
+        pad_token_id=0,
         tie_word_embeddings=True,
-    )  # fmt: skip
+    )
     return LlamaForCausalLM(config).double().eval()
 
 

@@ -122,9 +122,11 @@ def difference(ours: Measured, theirs: Measured) -> Estimate:
     """Right answers of ours less theirs on the questions that both were asked, mean over families, with a clustered t interval."""
     places = [place for place in ours.right if place in theirs.right]
     return ratio_estimate(
-        [float(ours.right[p]) - float(theirs.right[p]) for p in places], [1.0] * len(places), [p[:2] for p in places],
+        [float(ours.right[p]) - float(theirs.right[p]) for p in places],
+        [1.0] * len(places),
+        [p[:2] for p in places],
         strata=[p[0] for p in places],
-    )  # fmt: skip
+    )
 
 
 def percent(estimate: Estimate) -> str:
@@ -141,11 +143,17 @@ def shares_table(measured: list[Measured], budget: float | None, families: tuple
     """All of one budget, the best first."""
     lines = [
         [
-            one.name, one.side, *[percent(one.share(family)) for family in families], percent(one.share()),
-            f"{100 * one.attended:.1f}", f"{100 * one.cached:.1f}", str(len(one.right)),
+            one.name,
+            one.side,
+            *[percent(one.share(family)) for family in families],
+            percent(one.share()),
+            f"{100 * one.attended:.1f}",
+            f"{100 * one.cached:.1f}",
+            str(len(one.right)),
         ]
-        for one in sorted(measured, key=lambda one: -one.share().value) if one.budget == budget
-    ]  # fmt: skip
+        for one in sorted(measured, key=lambda one: -one.share().value)
+        if one.budget == budget
+    ]
     return table(["method", "package", *families, "mean", "attended, %", "in memory, %", "questions"], lines)
 
 
@@ -186,12 +194,17 @@ def as_json(measured: list[Measured], families: tuple[str, ...]) -> list[dict[st
     """Estimates of every method, budget and family."""
     return [
         {
-            "package": one.side, "method": one.name, "budget": one.budget, "attended": one.attended, "cached": one.cached,
-            "questions": len(one.right), "mean": asdict(one.share()),
+            "package": one.side,
+            "method": one.name,
+            "budget": one.budget,
+            "attended": one.attended,
+            "cached": one.cached,
+            "questions": len(one.right),
+            "mean": asdict(one.share()),
             "families": {family: asdict(one.share(family)) for family in families},
         }
         for one in measured
-    ]  # fmt: skip
+    ]
 
 
 def main() -> None:
@@ -211,9 +224,12 @@ def main() -> None:
     requirements = (HERE / "requirements-kvpress.txt").read_text(encoding="utf-8")
     versions = [line for line in requirements.splitlines() if "==" in line]
     content = {
-        "environment": environment.model_dump(mode="json"), "commits": sorted(commits), "kvpress_environment": versions,
-        "failed": failed, "methods": as_json(measured, cells.families),
-    }  # fmt: skip
+        "environment": environment.model_dump(mode="json"),
+        "commits": sorted(commits),
+        "kvpress_environment": versions,
+        "failed": failed,
+        "methods": as_json(measured, cells.families),
+    }
     (RESULTS / "peers.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     parts = [f"## {100 * budget:g} %\n\n{shares_table(measured, budget, cells.families)}" for budget in BUDGETS]
     path = write_document(

@@ -28,9 +28,19 @@ def attention(
     q [B, Hq, T, D], k [B, Hkv, T, D], v [B, Hkv, T, Dv], positions [B, T] ascending in each row -> [B, Hq, T, Dv].
     """
     return mixed_attention_blocked(
-        q, positions, [k], [v], [positions[:, None, :]], sinks=sinks, bias_slopes=bias_slopes, bias_table=bias_table,
-        scale=scale, softcap=softcap, window=window, fresh=True,
-    )  # fmt: skip
+        q,
+        positions,
+        [k],
+        [v],
+        [positions[:, None, :]],
+        sinks=sinks,
+        bias_slopes=bias_slopes,
+        bias_table=bias_table,
+        scale=scale,
+        softcap=softcap,
+        window=window,
+        fresh=True,
+    )
 
 
 register(ops.library, "attention", attention, differentiable=(0, 1, 2, 4, 5, 6))

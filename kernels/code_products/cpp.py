@@ -26,7 +26,7 @@ class _Call(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("head_stride", "vector_stride", "byte_stride")),
         *((name, ctypes.c_int64) for name in ("scale_head_stride", "scale_vector_stride", "scale_bytes")),
         ("parallel", ctypes.c_void_p),
-    )  # fmt: skip
+    )
 
 
 @cache
@@ -84,7 +84,15 @@ def _call(name: str, q: Tensor | None, codes: Tensor, bits: int, scale: Tensor |
         None if q is None else address_of("queries", q, torch.float32, (heads, rows, width * 8 // bits)),
         address_of("codes", codes, torch.uint8, (heads, count, width), dense=False),
         None if scale is None else address_of("scales", scale, _scale_dtype(scale), (heads, count, 1), dense=False),
-        address_of("a result", out, torch.float32, (heads, rows, count)), heads, rows, count, width, bits,
-        torch.get_num_threads(), *codes.stride(), *along, team(),
-    )  # fmt: skip
+        address_of("a result", out, torch.float32, (heads, rows, count)),
+        heads,
+        rows,
+        count,
+        width,
+        bits,
+        torch.get_num_threads(),
+        *codes.stride(),
+        *along,
+        team(),
+    )
     code_library().function(name)(ctypes.byref(call))

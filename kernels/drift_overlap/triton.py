@@ -27,8 +27,11 @@ def drift_overlap_launches(
     (_, chosen), launches = select_launches(weights[:, None], threshold, cost, k, block=block)
     out = weights.new_empty(pivots)
     arguments: dict[str, Tensor | float | None] = {
-        "p_chosen": chosen.view(torch.int8), "p_baseline": baseline.contiguous().view(torch.int8), "p_out": out, "tokens": tokens
-    }  # fmt: skip
+        "p_chosen": chosen.view(torch.int8),
+        "p_baseline": baseline.contiguous().view(torch.int8),
+        "p_out": out,
+        "tokens": tokens,
+    }
     return out, [*launches, Launch(shared_fraction, (pivots,), arguments, {"BLOCK": BLOCK}, 4, 1)]
 
 

@@ -7,9 +7,17 @@ from torch import Tensor
 
 
 def gate_scores_reference(
-    q: Tensor, weight: Tensor, codes: Tensor, scale: Tensor, norms: Tensor, lengths: Tensor, offset: Tensor, threshold: Tensor,
-    *, bits: int,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    weight: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    norms: Tensor,
+    lengths: Tensor,
+    offset: Tensor,
+    threshold: Tensor,
+    *,
+    bits: int,
+) -> Tensor:
     """How far each span's gate is above its head's threshold, [Hq, T, M] (SeKV Eq. 3-5 and 9).
 
     (W q).(W mean key) / norm / sqrt(d') + log length - offset - threshold. q [Hq, T, D]; weight W [Hq, d', D]; codes uint8

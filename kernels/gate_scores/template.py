@@ -11,8 +11,16 @@ import triton.language as tl
 
 @triton.jit
 def gate_queries(
-    p_q, p_weight, p_out, tokens, scale, DIM: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, BLOCK_DIM: tl.constexpr
-):  # fmt: skip
+    p_q,
+    p_weight,
+    p_out,
+    tokens,
+    scale,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+):
     """Grid (Hq, T): out float32 [Hq, T, D] = W^T W q * scale, W float32 [Hq, WIDTH, D] read once, CHUNK rows at a time."""
     head, token = tl.program_id(0), tl.program_id(1)
     o_dim = tl.arange(0, BLOCK_DIM)
@@ -30,11 +38,25 @@ def gate_queries(
 
 @triton.jit
 def gate_products(
-    p_query, p_codes, p_scale, p_norms, p_lengths, p_offset, p_threshold, p_out,
-    tokens, units, length_stride,
-    GROUP: tl.constexpr, DIM: tl.constexpr, BITS: tl.constexpr, BYTES: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
+    p_query,
+    p_codes,
+    p_scale,
+    p_norms,
+    p_lengths,
+    p_offset,
+    p_threshold,
+    p_out,
+    tokens,
+    units,
+    length_stride,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    BITS: tl.constexpr,
+    BYTES: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
     """Grid (Hkv, blocks of rows, blocks of units): out float32 [Hq, T, M] from query float32 [Hq, T, D] of `gate_queries` and
     codes uint8 [Hkv, M, BYTES]. length_stride: M where KV heads have lengths of their own, else 0."""
     kv_head = tl.program_id(0)

@@ -14,9 +14,18 @@ MAX_ROWS = 16
 
 
 def gate_scores_launches(
-    q: Tensor, weight: Tensor, codes: Tensor, scale: Tensor, norms: Tensor, lengths: Tensor, offset: Tensor, threshold: Tensor,
-    *, bits: int, block: int = 64,
-) -> tuple[Tensor, list[Launch]]:  # fmt: skip
+    q: Tensor,
+    weight: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    norms: Tensor,
+    lengths: Tensor,
+    offset: Tensor,
+    threshold: Tensor,
+    *,
+    bits: int,
+    block: int = 64,
+) -> tuple[Tensor, list[Launch]]:
     """The scores float32 [Hq, T, M] of `gate_scores_reference` and the launches that write them; `block` units a program.
 
     weight, offset and threshold are float32, lengths int32.
@@ -41,17 +50,27 @@ def gate_scores_launches(
     own_lengths = lengths.shape[0] > 1
     tile = min(MAX_ROWS, padded(group * tokens))
     projections: dict[str, Tensor | float | None] = {
-        "p_q": q.contiguous(), "p_weight": weight.contiguous(), "p_out": query, "tokens": tokens, "scale": width**-0.5
-    }  # fmt: skip
+        "p_q": q.contiguous(),
+        "p_weight": weight.contiguous(),
+        "p_out": query,
+        "tokens": tokens,
+        "scale": width**-0.5,
+    }
     products: dict[str, Tensor | float | None] = {
-        "p_query": query, "p_codes": codes.contiguous(), "p_scale": scale.contiguous(), "p_norms": norms.contiguous(),
-        "p_lengths": lengths.contiguous(), "p_offset": offset.contiguous(), "p_threshold": threshold.contiguous(), "p_out": out,
-        "tokens": tokens, "units": units, "length_stride": units if own_lengths else 0,
-    }  # fmt: skip
+        "p_query": query,
+        "p_codes": codes.contiguous(),
+        "p_scale": scale.contiguous(),
+        "p_norms": norms.contiguous(),
+        "p_lengths": lengths.contiguous(),
+        "p_offset": offset.contiguous(),
+        "p_threshold": threshold.contiguous(),
+        "p_out": out,
+        "tokens": tokens,
+        "units": units,
+        "length_stride": units if own_lengths else 0,
+    }
     first = {"DIM": dim, "WIDTH": width, "CHUNK": 16, "BLOCK_DIM": padded(dim)}
-    second = {
-        "GROUP": group, "DIM": dim, "BITS": bits, "BYTES": held, "ROWS": tile, "BLOCK": block, "CHUNK": 32
-    }  # fmt: skip
+    second = {"GROUP": group, "DIM": dim, "BITS": bits, "BYTES": held, "ROWS": tile, "BLOCK": block, "CHUNK": 32}
     return out, [
         Launch(gate_queries, (q_heads, tokens), projections, first, 4, 1),
         Launch(gate_products, (kv_heads, -(-group * tokens // tile), -(-units // block)), products, second, 4, 1),

@@ -24,7 +24,7 @@ class _Call(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("pools", "heads", "places", "at")),
         *((name, ctypes.c_int64) for name in ("pool_count", "count", "threads")),
         ("parallel", ctypes.c_void_p),
-    )  # fmt: skip
+    )
 
 
 @cache
@@ -69,7 +69,11 @@ def copy_tokens_cpp(
         table.extend((x.shape[1], x.shape[2] * x.element_size(), _in_file(x), scale is not None and _in_file(scale)))
     which = tuple(x.contiguous() for x in (heads, places, at))
     call = _Call(
-        table.buffer_info()[0], *(address_of("an index", x, torch.int64, at.shape) for x in which), len(waiting), len(at),
-        threads or torch.get_num_threads(), team(),
-    )  # fmt: skip
+        table.buffer_info()[0],
+        *(address_of("an index", x, torch.int64, at.shape) for x in which),
+        len(waiting),
+        len(at),
+        threads or torch.get_num_threads(),
+        team(),
+    )
     gather_library().function("copy_tokens")(ctypes.byref(call))

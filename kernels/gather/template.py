@@ -12,9 +12,17 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["count"])
 def copy_rows(
-    p_tokens, p_waiting, p_scale, p_into, capacity, count,
-    DIM: tl.constexpr, QUANTISED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_DIM: tl.constexpr,
-):  # fmt: skip
+    p_tokens,
+    p_waiting,
+    p_scale,
+    p_into,
+    capacity,
+    count,
+    DIM: tl.constexpr,
+    QUANTISED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+):
     """Grid (blocks of tokens,): waiting [Hkv, capacity, D], tokens int64 [3, n] (heads, places, rows) -> into [rows, D]."""
     o_token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     o_dim = tl.arange(0, BLOCK_DIM)

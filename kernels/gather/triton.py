@@ -37,8 +37,13 @@ def copy_tokens_launches(
             )
         (_, capacity, dim), count = x.shape, tokens.shape[1]
         arguments: dict[str, Tensor | float | None] = {
-            "p_tokens": tokens, "p_waiting": x, "p_scale": scale, "p_into": out, "capacity": capacity, "count": count,
-        }  # fmt: skip
+            "p_tokens": tokens,
+            "p_waiting": x,
+            "p_scale": scale,
+            "p_into": out,
+            "capacity": capacity,
+            "count": count,
+        }
         constants = {"DIM": dim, "QUANTISED": int(scale is not None), "BLOCK": BLOCK, "BLOCK_DIM": padded(dim)}
         launches.append(Launch(copy_rows, (-(-count // BLOCK),), arguments, constants, 4, 1))
     return launches

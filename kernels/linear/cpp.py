@@ -23,7 +23,7 @@ class _Call(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("x", "weight", "bias", "out")),
         *((name, ctypes.c_int64) for name in ("tokens", "inner", "outer", "threads")),
         ("parallel", ctypes.c_void_p),
-    )  # fmt: skip
+    )
 
 
 def linear_library(tokens: int) -> Library:
@@ -43,7 +43,12 @@ def linear_cpp(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         address_of("vectors", asked, torch.float32, (*x.shape[:-1], inner)),
         address_of("a weight", weight, torch.float32, (outer, inner)),
         None if bias is None else address_of("a bias", bias.contiguous(), torch.float32, (outer,)),
-        out.data_ptr(), tokens, inner, outer, torch.get_num_threads(), team(),
-    )  # fmt: skip
+        out.data_ptr(),
+        tokens,
+        inner,
+        outer,
+        torch.get_num_threads(),
+        team(),
+    )
     linear_library(tokens).function("linear")(ctypes.byref(call))
     return out

@@ -24,7 +24,7 @@ class _Call(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("x", "partial")),
         *((name, ctypes.c_int64) for name in ("rows", "size", "part", "threads")),
         ("parallel", ctypes.c_void_p),
-    )  # fmt: skip
+    )
 
 
 @cache

@@ -62,9 +62,10 @@ def block_table(
     full = [block for block in own if block.k.shape[1]]
     bases = {kind: next(block for block in full if block.kind == kind) for kind in kinds}
     origin = _Origin(
-        _first(block.positions for block in full), _first(block.bias for block in full),
+        _first(block.positions for block in full),
+        _first(block.bias for block in full),
         _first(x for block in full for x in (block.k_scale, block.v_scale)),
-    )  # fmt: skip
+    )
 
     heads: list[list[int]] = []
     rows: list[list[int]] = []
@@ -84,10 +85,16 @@ def block_table(
     table = torch.tensor(numbers, dtype=torch.int64, device="cpu")
     return BlockTable(
         table=table.to(device, non_blocking=True) if device.type != "meta" else table.to(device),
-        kinds=tuple(kinds), k=tuple(bases[kind].k for kind in kinds), v=tuple(bases[kind].v for kind in kinds),
-        positions=origin.positions, bias=origin.bias, scale=origin.scale, tiles=max(tiles, default=0),
-        alignment=tuple(alignment), held=tuple(x for block in full for x in vars(block).values() if isinstance(x, Tensor)),
-    )  # fmt: skip
+        kinds=tuple(kinds),
+        k=tuple(bases[kind].k for kind in kinds),
+        v=tuple(bases[kind].v for kind in kinds),
+        positions=origin.positions,
+        bias=origin.bias,
+        scale=origin.scale,
+        tiles=max(tiles, default=0),
+        alignment=tuple(alignment),
+        held=tuple(x for block in full for x in vars(block).values() if isinstance(x, Tensor)),
+    )
 
 
 class _Origin(NamedTuple):
@@ -134,10 +141,15 @@ def _fields(block: Block, base: Block, origin: _Origin, group: int, tokens: int)
     scales of keys and of values; whether there is a bias, and its offset and strides per place, head of the group and token."""
     assert origin.positions is not None
     own = [
-        _offset(block.k, base.k), block.k.stride(0), _offset(block.v, base.v), block.v.stride(0),
-        _offset(block.positions, origin.positions), block.positions.stride(0) if block.positions.shape[0] > 1 else 0,
-        block.k.shape[1], block.first,
-    ]  # fmt: skip
+        _offset(block.k, base.k),
+        block.k.stride(0),
+        _offset(block.v, base.v),
+        block.v.stride(0),
+        _offset(block.positions, origin.positions),
+        block.positions.stride(0) if block.positions.shape[0] > 1 else 0,
+        block.k.shape[1],
+        block.first,
+    ]
     for scale in (block.k_scale, block.v_scale):
         own += [0, 0] if scale is None or origin.scale is None else [_offset(scale, origin.scale), scale.stride(0)]
     if block.bias is None or origin.bias is None:

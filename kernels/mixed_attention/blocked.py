@@ -64,11 +64,16 @@ def attend_blocked(call: AttentionCall) -> Tensor:
     where = call.q_positions if batch == 1 else call.q_positions.repeat_interleave(kv_heads, 0)
     outputs = [
         _attend(
-            asked[first:last], where if batch == 1 else where[first:last], part, terms.of(first, last),
-            None if factors is None else factors.of(first, last), call.fresh, size,
+            asked[first:last],
+            where if batch == 1 else where[first:last],
+            part,
+            terms.of(first, last),
+            None if factors is None else factors.of(first, last),
+            call.fresh,
+            size,
         )
         for first, last, part in segments(blocks, batch * kv_heads)
-    ]  # fmt: skip
+    ]
     out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return out.reshape(batch, q_heads, tokens, -1).to(q.dtype)
 

@@ -110,9 +110,12 @@ def flat_blocks(entries: Entries, group: int, dim: int, value_dim: int) -> list[
     """
     made, count = [], len(entries.block_k)
     for first, k, v, positions, bias, k_scale, v_scale in zip(
-        first_places(entries.block_k, entries.block_heads), entries.block_k, entries.block_v, entries.block_positions,
+        first_places(entries.block_k, entries.block_heads),
+        entries.block_k,
+        entries.block_v,
+        entries.block_positions,
         *(each(x, count) for x in (entries.block_bias, entries.block_k_scale, entries.block_v_scale)),
-    ):  # fmt: skip
+    ):
         k_bits, v_bits = _bits(k, k_scale, dim), _bits(v, v_scale, value_dim)
         heads = k.shape[1]
         k_scale, v_scale = (None if scale is None else scale.flatten(0, 1) for scale in (k_scale, v_scale))

@@ -54,9 +54,13 @@ class AttentionCall:
             self.softcap or self.window or any(x is not None for x in (self.sinks, self.bias_slopes, self.bias_table))
         )
         return (
-            not terms and len(blocks) == 1 and own.block_heads is None and own.block_bias is None and own.key_u is None
+            not terms
+            and len(blocks) == 1
+            and own.block_heads is None
+            and own.block_bias is None
+            and own.key_u is None
             and self.q.dtype == blocks[0].dtype == own.block_v[0].dtype
-        )  # fmt: skip
+        )
 
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor among its arguments."""

@@ -37,11 +37,14 @@ class _Call(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("q", "where", "sinks", "slopes", "table", "out", "partial", "blocks")),
-        *((name, ctypes.c_int64) for name in ("block_count", "places", "kv_heads", "group", "tokens", "splits", "threads")),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("block_count", "places", "kv_heads", "group", "tokens", "splits", "threads")
+        ),
         *((name, ctypes.c_int64) for name in ("table_length", "window")),
         ("softcap", ctypes.c_double),
         ("parallel", ctypes.c_void_p),
-    )  # fmt: skip
+    )
 
 
 def tile_rows(group: int) -> int:
@@ -98,11 +101,24 @@ def attend_cpp(asking: AttentionCall) -> Tensor:
         asked.new_empty(places * splits * stored),
     )
     call = _Call(
-        address_of("queries", asked, torch.float32, q.shape), address_of("positions", where, torch.int64, (batch, tokens)),
-        *(None if x is None else address_of("a term of scores", x, torch.float32, x.shape) for x in terms), out.data_ptr(),
-        partial.data_ptr(), table.buffer_info()[0], len(own), places, kv_heads, group, tokens, splits, torch.get_num_threads(),
-        0 if asking.bias_table is None else asking.bias_table.shape[1], asking.window, asking.softcap, team(),
-    )  # fmt: skip
+        address_of("queries", asked, torch.float32, q.shape),
+        address_of("positions", where, torch.int64, (batch, tokens)),
+        *(None if x is None else address_of("a term of scores", x, torch.float32, x.shape) for x in terms),
+        out.data_ptr(),
+        partial.data_ptr(),
+        table.buffer_info()[0],
+        len(own),
+        places,
+        kv_heads,
+        group,
+        tokens,
+        splits,
+        torch.get_num_threads(),
+        0 if asking.bias_table is None else asking.bias_table.shape[1],
+        asking.window,
+        asking.softcap,
+        team(),
+    )
     attention_library(dim, size, group).function("mixed_attention")(ctypes.byref(call))
     return out.to(q.dtype)
 
@@ -127,9 +143,14 @@ def _fields(block: Block, dim: int, value_dim: int) -> list[int]:
         bias = block.bias
         of_bias = [address_of("a bias", bias, torch.float32, bias.shape, dense=False), *bias.stride()]
     return [
-        block.first, *block.k.shape[:2], *_vectors(block.k, block.k_scale, dim), *_vectors(block.v, block.v_scale, value_dim),
-        *_addresses(block.positions), block.positions.element_size(), *of_bias,
-    ]  # fmt: skip
+        block.first,
+        *block.k.shape[:2],
+        *_vectors(block.k, block.k_scale, dim),
+        *_vectors(block.v, block.v_scale, value_dim),
+        *_addresses(block.positions),
+        block.positions.element_size(),
+        *of_bias,
+    ]
 
 
 def _vectors(x: Tensor, scale: Tensor | None, dim: int) -> list[int]:

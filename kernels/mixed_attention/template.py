@@ -27,10 +27,27 @@ def _bias_rows(row_of_batch, heads, tokens_at, Q_HEADS: tl.constexpr, TOKENS, BI
 
 @triton.jit
 def _shaped(
-    scores, places, there, where, live, heads, bias_at, biased,
-    p_bias, o_bias, p_slopes, p_table, scale, softcap, window,
-    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SLOPES: tl.constexpr, TABLE: tl.constexpr, BIAS: tl.constexpr,
-):  # fmt: skip
+    scores,
+    places,
+    there,
+    where,
+    live,
+    heads,
+    bias_at,
+    biased,
+    p_bias,
+    o_bias,
+    p_slopes,
+    p_table,
+    scale,
+    softcap,
+    window,
+    SOFTCAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SLOPES: tl.constexpr,
+    TABLE: tl.constexpr,
+    BIAS: tl.constexpr,
+):
     """Soft-cap, biases and visibility on raw scores [M, N] of entries at `places` [N], queries at `where` [M].
 
     A query's biases begin at `bias_at` [M]; they are read where `biased`.
@@ -76,12 +93,46 @@ def _levels(p_codes, o_number, there, BITS: tl.constexpr):
 
 @triton.jit
 def _attend_blocks(
-    out, top, mass, b_q, where, live, heads, group_at, tokens_at, place, first, last, before,
-    p_place, p_segments, p_k, p_v, p_scale, p_places, p_bias, p_slopes, p_table, scale, softcap, window,
-    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr,
-    FIELDS: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr, ALIGNMENT: tl.constexpr,
-    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SLOPES: tl.constexpr, TABLE: tl.constexpr, BIAS: tl.constexpr,
-):  # fmt: skip
+    out,
+    top,
+    mass,
+    b_q,
+    where,
+    live,
+    heads,
+    group_at,
+    tokens_at,
+    place,
+    first,
+    last,
+    before,
+    p_place,
+    p_segments,
+    p_k,
+    p_v,
+    p_scale,
+    p_places,
+    p_bias,
+    p_slopes,
+    p_table,
+    scale,
+    softcap,
+    window,
+    DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr,
+    FIELDS: tl.constexpr,
+    K_BITS: tl.constexpr,
+    V_BITS: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SLOPES: tl.constexpr,
+    TABLE: tl.constexpr,
+    BIAS: tl.constexpr,
+):
     """The softmax carried on over what tiles [first, last) have of one place's blocks, whose own tiles begin at `before`.
 
     `p_place`: the place's row of a `block_table.BlockTable`, `p_segments`: its first segment. K_BITS, V_BITS: of codes, whose scales
@@ -121,9 +172,27 @@ def _attend_blocks(
             if K_BITS > 0:
                 scores *= tl.load(p_scale + k_scale_at + o_entry, mask=there, other=0.0).to(tl.float32)[None, :]
             scores = _shaped(
-                scores, places, there, where, live, heads, bias_at, biased, p_own_bias, o_entry, p_slopes, p_table,
-                scale, softcap, window, SOFTCAP, WINDOW, SLOPES, TABLE, BIAS,
-            )  # fmt: skip
+                scores,
+                places,
+                there,
+                where,
+                live,
+                heads,
+                bias_at,
+                biased,
+                p_own_bias,
+                o_entry,
+                p_slopes,
+                p_table,
+                scale,
+                softcap,
+                window,
+                SOFTCAP,
+                WINDOW,
+                SLOPES,
+                TABLE,
+                BIAS,
+            )
             weights, shrink, top, mass = _absorb(scores, top, mass)
             in_values = there[:, None] & in_value[None, :]
             if V_BITS > 0:  # the scale goes to the values: times it, small weights would leave float16
@@ -138,23 +207,80 @@ def _attend_blocks(
 
 @triton.jit
 def decode_partials(
-    p_q, p_where,
-    p_blocks, p_k, p_v, p_other_k, p_other_v, p_scale, p_places, p_bias,
-    p_paged_k, p_paged_v, p_paged_places, p_paged_bias, p_pages, p_counts,
-    p_key_u, p_key_s, p_key_v, p_value_u, p_value_s, p_value_v, p_factored_places, p_factored_bias,
-    p_sinks, p_slopes, p_table,
-    p_out, p_top, p_mass,
-    tokens, slots, pages, spans, length, scale, softcap, window,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    KINDS: tl.constexpr, PLACE_FIELDS: tl.constexpr, FIELDS: tl.constexpr, BIAS: tl.constexpr,
-    K_BITS: tl.constexpr, V_BITS: tl.constexpr, ALIGNMENT: tl.constexpr,
-    OTHER_K_BITS: tl.constexpr, OTHER_V_BITS: tl.constexpr, OTHER_ALIGNMENT: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, PAGE_HEADS: tl.constexpr, PAGED_PLACES: tl.constexpr, PAGED_BIAS: tl.constexpr,
-    KEY_RANK: tl.constexpr, VALUE_RANK: tl.constexpr, FACTORED_PLACES: tl.constexpr, FACTORED_BIAS: tl.constexpr,
-    SINKS: tl.constexpr, SLOPES: tl.constexpr, TABLE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
-    SPLITS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_LENGTH: tl.constexpr,
-    BLOCK_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_KEY_RANK: tl.constexpr, BLOCK_VALUE_RANK: tl.constexpr,
-):  # fmt: skip
+    p_q,
+    p_where,
+    p_blocks,
+    p_k,
+    p_v,
+    p_other_k,
+    p_other_v,
+    p_scale,
+    p_places,
+    p_bias,
+    p_paged_k,
+    p_paged_v,
+    p_paged_places,
+    p_paged_bias,
+    p_pages,
+    p_counts,
+    p_key_u,
+    p_key_s,
+    p_key_v,
+    p_value_u,
+    p_value_s,
+    p_value_v,
+    p_factored_places,
+    p_factored_bias,
+    p_sinks,
+    p_slopes,
+    p_table,
+    p_out,
+    p_top,
+    p_mass,
+    tokens,
+    slots,
+    pages,
+    spans,
+    length,
+    scale,
+    softcap,
+    window,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    KINDS: tl.constexpr,
+    PLACE_FIELDS: tl.constexpr,
+    FIELDS: tl.constexpr,
+    BIAS: tl.constexpr,
+    K_BITS: tl.constexpr,
+    V_BITS: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    OTHER_K_BITS: tl.constexpr,
+    OTHER_V_BITS: tl.constexpr,
+    OTHER_ALIGNMENT: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    PAGE_HEADS: tl.constexpr,
+    PAGED_PLACES: tl.constexpr,
+    PAGED_BIAS: tl.constexpr,
+    KEY_RANK: tl.constexpr,
+    VALUE_RANK: tl.constexpr,
+    FACTORED_PLACES: tl.constexpr,
+    FACTORED_BIAS: tl.constexpr,
+    SINKS: tl.constexpr,
+    SLOPES: tl.constexpr,
+    TABLE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_LENGTH: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr,
+    BLOCK_KEY_RANK: tl.constexpr,
+    BLOCK_VALUE_RANK: tl.constexpr,
+):
     """Grid (B * Hkv, blocks of rows, SPLITS). Shapes are those of `semkv.ir.memory.Entries`.
 
     Exact and coarse entries come in blocks of KINDS kinds (0: none), which lie where `p_blocks` says (see
@@ -230,30 +356,119 @@ def decode_partials(
             )
             scores = tl.dot(b_q, b_k.to(b_q.dtype), input_precision="ieee")
             scores = _shaped(
-                scores, entry_places, there, where, live, heads, bias_at, live, p_paged_bias, o_entry, p_slopes, p_table,
-                scale, softcap, window, SOFTCAP, WINDOW, SLOPES, TABLE, PAGED_BIAS,
-            )  # fmt: skip
+                scores,
+                entry_places,
+                there,
+                where,
+                live,
+                heads,
+                bias_at,
+                live,
+                p_paged_bias,
+                o_entry,
+                p_slopes,
+                p_table,
+                scale,
+                softcap,
+                window,
+                SOFTCAP,
+                WINDOW,
+                SLOPES,
+                TABLE,
+                PAGED_BIAS,
+            )
             weights, shrink, top, mass = _absorb(scores, top, mass)
             b_v = tl.load(
                 p_paged_v + key_rows[:, None] * VALUE_DIM + o_value[None, :],
-                mask=there[:, None] & in_value[None, :], other=0.0,
-            )  # fmt: skip
+                mask=there[:, None] & in_value[None, :],
+                other=0.0,
+            )
             out = tl.dot(weights.to(b_q.dtype), b_v.to(b_q.dtype), out * shrink[:, None], input_precision="ieee")
 
     if KINDS > 0:
         out, top, mass = _attend_blocks(
-            out, top, mass, b_q, where, live, heads, group_at, tokens_at, kv_row, first, last, paged_tiles,
-            p_place, p_segments, p_k, p_v, p_scale, p_places, p_bias, p_slopes, p_table, scale, softcap, window,
-            DIM, VALUE_DIM, BLOCK, BLOCK_DIM, BLOCK_VALUE, FIELDS, K_BITS, V_BITS, ALIGNMENT,
-            SOFTCAP, WINDOW, SLOPES, TABLE, BIAS,
-        )  # fmt: skip
+            out,
+            top,
+            mass,
+            b_q,
+            where,
+            live,
+            heads,
+            group_at,
+            tokens_at,
+            kv_row,
+            first,
+            last,
+            paged_tiles,
+            p_place,
+            p_segments,
+            p_k,
+            p_v,
+            p_scale,
+            p_places,
+            p_bias,
+            p_slopes,
+            p_table,
+            scale,
+            softcap,
+            window,
+            DIM,
+            VALUE_DIM,
+            BLOCK,
+            BLOCK_DIM,
+            BLOCK_VALUE,
+            FIELDS,
+            K_BITS,
+            V_BITS,
+            ALIGNMENT,
+            SOFTCAP,
+            WINDOW,
+            SLOPES,
+            TABLE,
+            BIAS,
+        )
     if KINDS > 1:
         out, top, mass = _attend_blocks(
-            out, top, mass, b_q, where, live, heads, group_at, tokens_at, kv_row, first, last, paged_tiles + own_tiles,
-            p_other_place, p_segments, p_other_k, p_other_v, p_scale, p_places, p_bias, p_slopes, p_table,
-            scale, softcap, window, DIM, VALUE_DIM, BLOCK, BLOCK_DIM, BLOCK_VALUE, FIELDS,
-            OTHER_K_BITS, OTHER_V_BITS, OTHER_ALIGNMENT, SOFTCAP, WINDOW, SLOPES, TABLE, BIAS,
-        )  # fmt: skip
+            out,
+            top,
+            mass,
+            b_q,
+            where,
+            live,
+            heads,
+            group_at,
+            tokens_at,
+            kv_row,
+            first,
+            last,
+            paged_tiles + own_tiles,
+            p_other_place,
+            p_segments,
+            p_other_k,
+            p_other_v,
+            p_scale,
+            p_places,
+            p_bias,
+            p_slopes,
+            p_table,
+            scale,
+            softcap,
+            window,
+            DIM,
+            VALUE_DIM,
+            BLOCK,
+            BLOCK_DIM,
+            BLOCK_VALUE,
+            FIELDS,
+            OTHER_K_BITS,
+            OTHER_V_BITS,
+            OTHER_ALIGNMENT,
+            SOFTCAP,
+            WINDOW,
+            SLOPES,
+            TABLE,
+            BIAS,
+        )
 
     if KEY_RANK > 0:
         bias_at = _bias_rows(batch, heads, tokens_at, Q_HEADS, tokens, FACTORED_BIAS) * spans * length
@@ -266,26 +481,47 @@ def decode_partials(
             factor = kv_row * spans + span
             b_right = tl.load(
                 p_key_v + (factor * DIM + o_dim[:, None]) * KEY_RANK + o_key_rank[None, :],
-                mask=in_dim[:, None] & in_key_rank[None, :], other=0.0,
-            )  # fmt: skip
+                mask=in_dim[:, None] & in_key_rank[None, :],
+                other=0.0,
+            )
             b_s = tl.load(p_key_s + factor * KEY_RANK + o_key_rank, mask=in_key_rank, other=0.0)
             inner = tl.dot(b_q, b_right.to(b_q.dtype), input_precision="ieee") * b_s.to(tl.float32)[None, :]  # [M, R]
             b_left = tl.load(
                 p_key_u + (factor * length + o_token[None, :]) * KEY_RANK + o_key_rank[:, None],
-                mask=there[None, :] & in_key_rank[:, None], other=0.0,
-            )  # fmt: skip
+                mask=there[None, :] & in_key_rank[:, None],
+                other=0.0,
+            )
             scores = tl.dot(inner.to(b_q.dtype), b_left.to(b_q.dtype), input_precision="ieee")  # [M, L]
             place_row = (kv_row if FACTORED_PLACES > 1 else batch.to(tl.int64)) * spans + span
             entry_places = tl.load(p_factored_places + place_row * length + o_token, mask=there, other=0).to(tl.int32)
             scores = _shaped(
-                scores, entry_places, there, where, live, heads, bias_at, live, p_factored_bias, span * length + o_token,
-                p_slopes, p_table, scale, softcap, window, SOFTCAP, WINDOW, SLOPES, TABLE, FACTORED_BIAS,
-            )  # fmt: skip
+                scores,
+                entry_places,
+                there,
+                where,
+                live,
+                heads,
+                bias_at,
+                live,
+                p_factored_bias,
+                span * length + o_token,
+                p_slopes,
+                p_table,
+                scale,
+                softcap,
+                window,
+                SOFTCAP,
+                WINDOW,
+                SLOPES,
+                TABLE,
+                FACTORED_BIAS,
+            )
             weights, shrink, top, mass = _absorb(scores, top, mass)
             b_left = tl.load(
                 p_value_u + (factor * length + o_token[:, None]) * VALUE_RANK + o_value_rank[None, :],
-                mask=there[:, None] & in_value_rank[None, :], other=0.0,
-            )  # fmt: skip
+                mask=there[:, None] & in_value_rank[None, :],
+                other=0.0,
+            )
             b_s = tl.load(p_value_s + factor * VALUE_RANK + o_value_rank, mask=in_value_rank, other=0.0)
             inner = (
                 tl.dot(weights.to(b_q.dtype), b_left.to(b_q.dtype), input_precision="ieee")
@@ -293,8 +529,9 @@ def decode_partials(
             )
             b_right = tl.load(
                 p_value_v + (factor * VALUE_DIM + o_value[None, :]) * VALUE_RANK + o_value_rank[:, None],
-                mask=in_value[None, :] & in_value_rank[:, None], other=0.0,
-            )  # fmt: skip
+                mask=in_value[None, :] & in_value_rank[:, None],
+                other=0.0,
+            )
             out = tl.dot(inner.to(b_q.dtype), b_right.to(b_q.dtype), out * shrink[:, None], input_precision="ieee")
 
     written = live[:, None] & in_value[None, :]
@@ -310,9 +547,16 @@ def decode_partials(
 
 @triton.jit
 def merge_partials(
-    p_partial, p_top, p_mass, p_out, rows,
-    VALUE_DIM: tl.constexpr, SPLITS: tl.constexpr, BLOCK_SPLITS: tl.constexpr, BLOCK_VALUE: tl.constexpr,
-):  # fmt: skip
+    p_partial,
+    p_top,
+    p_mass,
+    p_out,
+    rows,
+    VALUE_DIM: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr,
+):
     """Grid (rows,) with rows = B * Hq * T: partials float32 [SPLITS, rows, Dv], maxima and sums [SPLITS, rows] -> [rows, Dv]."""
     row = tl.program_id(0).to(tl.int64)
     o_split, o_value = tl.arange(0, BLOCK_SPLITS), tl.arange(0, BLOCK_VALUE)
@@ -322,7 +566,8 @@ def merge_partials(
     weights = tl.exp(tops - tl.max(tops, 0))  # a query sees an entry or a sink, so the maximum is finite
     b_partial = tl.load(
         p_partial + (o_split.to(tl.int64)[:, None] * rows + row) * VALUE_DIM + o_value[None, :],
-        mask=there[:, None] & in_value[None, :], other=0.0,
-    )  # fmt: skip
+        mask=there[:, None] & in_value[None, :],
+        other=0.0,
+    )
     out = tl.sum(b_partial * weights[:, None], 0) / tl.sum(masses * weights, 0)
     tl.store(p_out + row * VALUE_DIM + o_value, out.to(p_out.dtype.element_ty), mask=in_value)

@@ -109,47 +109,93 @@ def launches(
         return getattr(table, tensors)[kind] if table is not None and kind < len(table.kinds) else None
 
     values: dict[str, Tensor | float | None] = {
-        "p_q": dense(q), "p_where": dense(call.q_positions), "p_blocks": None if table is None else table.table,
-        "p_k": of_kind("k", 0), "p_v": of_kind("v", 0), "p_other_k": of_kind("k", 1), "p_other_v": of_kind("v", 1),
-        "p_scale": None if table is None else table.scale, "p_places": None if table is None else table.positions,
+        "p_q": dense(q),
+        "p_where": dense(call.q_positions),
+        "p_blocks": None if table is None else table.table,
+        "p_k": of_kind("k", 0),
+        "p_v": of_kind("v", 0),
+        "p_other_k": of_kind("k", 1),
+        "p_other_v": of_kind("v", 1),
+        "p_scale": None if table is None else table.scale,
+        "p_places": None if table is None else table.positions,
         "p_bias": None if table is None else table.bias,
-        "p_paged_k": None if paged is None else dense(paged.k), "p_paged_v": None if paged is None else dense(paged.v),
-        "p_paged_places": None if paged is None else dense(paged.positions), "p_paged_bias": dense(paged_bias),
-        "p_pages": None if paged is None else dense(paged.pages), "p_counts": None if paged is None else dense(paged.counts),
-        "p_key_u": dense(own.key_u), "p_key_s": dense(own.key_s), "p_key_v": dense(own.key_v),
-        "p_value_u": dense(own.value_u), "p_value_s": dense(own.value_s), "p_value_v": dense(own.value_v),
-        "p_factored_places": dense(own.factored_positions), "p_factored_bias": dense(own.factored_bias),
-        "p_sinks": dense(call.sinks), "p_slopes": dense(call.bias_slopes), "p_table": dense(call.bias_table),
-        "p_out": partial, "p_top": top, "p_mass": mass,
-        "tokens": tokens, "slots": 0 if paged is None else paged.k.shape[1],
-        "pages": 0 if paged is None else paged.pages.shape[-1], "spans": spans, "length": length,
-        "scale": float(call.scale), "softcap": float(call.softcap), "window": call.window,
-    }  # fmt: skip
+        "p_paged_k": None if paged is None else dense(paged.k),
+        "p_paged_v": None if paged is None else dense(paged.v),
+        "p_paged_places": None if paged is None else dense(paged.positions),
+        "p_paged_bias": dense(paged_bias),
+        "p_pages": None if paged is None else dense(paged.pages),
+        "p_counts": None if paged is None else dense(paged.counts),
+        "p_key_u": dense(own.key_u),
+        "p_key_s": dense(own.key_s),
+        "p_key_v": dense(own.key_v),
+        "p_value_u": dense(own.value_u),
+        "p_value_s": dense(own.value_s),
+        "p_value_v": dense(own.value_v),
+        "p_factored_places": dense(own.factored_positions),
+        "p_factored_bias": dense(own.factored_bias),
+        "p_sinks": dense(call.sinks),
+        "p_slopes": dense(call.bias_slopes),
+        "p_table": dense(call.bias_table),
+        "p_out": partial,
+        "p_top": top,
+        "p_mass": mass,
+        "tokens": tokens,
+        "slots": 0 if paged is None else paged.k.shape[1],
+        "pages": 0 if paged is None else paged.pages.shape[-1],
+        "spans": spans,
+        "length": length,
+        "scale": float(call.scale),
+        "softcap": float(call.softcap),
+        "window": call.window,
+    }
     constants = {
-        "KV_HEADS": kv_heads, "GROUP": group, "DIM": dim, "VALUE_DIM": size,
-        "KINDS": 0 if table is None else len(table.kinds), "PLACE_FIELDS": PLACE_FIELDS, "FIELDS": FIELDS,
-        "BIAS": int(table is not None and table.bias is not None), **_kind_constants(table, 0, ""),
+        "KV_HEADS": kv_heads,
+        "GROUP": group,
+        "DIM": dim,
+        "VALUE_DIM": size,
+        "KINDS": 0 if table is None else len(table.kinds),
+        "PLACE_FIELDS": PLACE_FIELDS,
+        "FIELDS": FIELDS,
+        "BIAS": int(table is not None and table.bias is not None),
+        **_kind_constants(table, 0, ""),
         **_kind_constants(table, 1, "OTHER_"),
-        "PAGE_SIZE": 0 if paged is None else paged.page_size, "PAGE_HEADS": 0 if paged is None else paged.pages.shape[1],
-        "PAGED_PLACES": 0 if paged is None else paged.positions.shape[0], "PAGED_BIAS": _rows_of(paged_bias),
-        "KEY_RANK": key_rank, "VALUE_RANK": value_rank,
+        "PAGE_SIZE": 0 if paged is None else paged.page_size,
+        "PAGE_HEADS": 0 if paged is None else paged.pages.shape[1],
+        "PAGED_PLACES": 0 if paged is None else paged.positions.shape[0],
+        "PAGED_BIAS": _rows_of(paged_bias),
+        "KEY_RANK": key_rank,
+        "VALUE_RANK": value_rank,
         "FACTORED_PLACES": 0 if own.factored_positions is None else own.factored_positions.shape[1],
         "FACTORED_BIAS": _rows_of(own.factored_bias),
-        "SINKS": int(call.sinks is not None), "SLOPES": int(call.bias_slopes is not None),
+        "SINKS": int(call.sinks is not None),
+        "SLOPES": int(call.bias_slopes is not None),
         "TABLE": 0 if call.bias_table is None else call.bias_table.shape[1],
-        "SOFTCAP": int(call.softcap != 0), "WINDOW": int(call.window != 0),
-        "SPLITS": splits, "ROWS": rows, "BLOCK": block, "BLOCK_LENGTH": block_length,
-        "BLOCK_DIM": padded(dim), "BLOCK_VALUE": padded(size),
-        "BLOCK_KEY_RANK": padded(key_rank), "BLOCK_VALUE_RANK": padded(value_rank),
-    }  # fmt: skip
+        "SOFTCAP": int(call.softcap != 0),
+        "WINDOW": int(call.window != 0),
+        "SPLITS": splits,
+        "ROWS": rows,
+        "BLOCK": block,
+        "BLOCK_LENGTH": block_length,
+        "BLOCK_DIM": padded(dim),
+        "BLOCK_VALUE": padded(size),
+        "BLOCK_KEY_RANK": padded(key_rank),
+        "BLOCK_VALUE_RANK": padded(value_rank),
+    }
     grid = (batch * kv_heads, -(-group * tokens // rows), splits)
     registers = configuration.registers or (255 if plain else 168)
     held = () if table is None else table.held
     made = [
         Launch(
-            decode_partials, grid, values, constants, configuration.warps, configuration.stages, registers, held,
+            decode_partials,
+            grid,
+            values,
+            constants,
+            configuration.warps,
+            configuration.stages,
+            registers,
+            held,
         )
-    ]  # fmt: skip
+    ]
     if splits > 1:
         count = batch * q_heads * tokens
         merged: dict[str, Tensor | float | None] = {
@@ -160,9 +206,11 @@ def launches(
             "rows": count,
         }
         sizes = {
-            "VALUE_DIM": size, "SPLITS": splits, "BLOCK_SPLITS": triton.next_power_of_2(splits),
+            "VALUE_DIM": size,
+            "SPLITS": splits,
+            "BLOCK_SPLITS": triton.next_power_of_2(splits),
             "BLOCK_VALUE": padded(size),
-        }  # fmt: skip
+        }
         made.append(Launch(merge_partials, (count,), merged, sizes, 4, 1))
     return out, made
 

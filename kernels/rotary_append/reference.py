@@ -7,9 +7,19 @@ from torch import Tensor
 
 
 def rotary_append_reference(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, where: Tensor, slot: Tensor,
-    pool_k: Tensor, pool_v: Tensor, pool_positions: Tensor, *, interleaved: bool = False,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    where: Tensor,
+    slot: Tensor,
+    pool_k: Tensor,
+    pool_v: Tensor,
+    pool_positions: Tensor,
+    *,
+    interleaved: bool = False,
+) -> Tensor:
     """The rotated queries [B, Hq, T, D]; rotated keys, values and positions are written to the pool's slots.
 
     q [B, Hq, T, D], k [B, Hkv, T, D], v [B, Hkv, T, Dv], where int64 [B, T] positions, slot int64 [B, T] (negative: nowhere, else

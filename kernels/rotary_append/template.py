@@ -8,11 +8,30 @@ import triton.language as tl
 
 @triton.jit
 def rotate_and_append(
-    p_q, p_k, p_v, p_cos, p_sin, p_where, p_slot, p_out, p_pool_k, p_pool_v, p_pool_places, tokens, slots,
-    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, HALF: tl.constexpr,
-    PLACE_HEADS: tl.constexpr, INTERLEAVED: tl.constexpr,
-    BLOCK_HALF: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr,
-):  # fmt: skip
+    p_q,
+    p_k,
+    p_v,
+    p_cos,
+    p_sin,
+    p_where,
+    p_slot,
+    p_out,
+    p_pool_k,
+    p_pool_v,
+    p_pool_places,
+    tokens,
+    slots,
+    Q_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    PLACE_HEADS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr,
+):
     """Grid (B * T, Hq + Hkv): see `rotary_append_reference`; everything contiguous."""
     row, token = (tl.program_id(0) // tokens).to(tl.int64), tl.program_id(0) % tokens
     head = tl.program_id(1)

@@ -46,18 +46,22 @@ class _Instruction(ctypes.Structure):
     """`Instruction` of the template."""
 
     _fields_ = (
-        ("code", ctypes.c_int64), ("sizes", ctypes.c_int64 * RANK),
+        ("code", ctypes.c_int64),
+        ("sizes", ctypes.c_int64 * RANK),
         *((name, _Operand) for name in ("out", "a", "b", "c")),
         ("value", ctypes.c_double),
-    )  # fmt: skip
+    )
 
 
 class _Call(ctypes.Structure):
     """`Call` of the template."""
 
     _fields_ = (
-        ("bases", ctypes.c_void_p), ("count", ctypes.c_int64), ("threads", ctypes.c_int64), ("parallel", ctypes.c_void_p),
-    )  # fmt: skip
+        ("bases", ctypes.c_void_p),
+        ("count", ctypes.c_int64),
+        ("threads", ctypes.c_int64),
+        ("parallel", ctypes.c_void_p),
+    )
 
 
 @cache

@@ -23,27 +23,67 @@ MAX_TOKENS = 8
 """Vectors that a weight is multiplied with, at most: with more it is a matter of arithmetic, which PyTorch is good at."""
 
 CODES = (
-    "COPY", "CONVERT", "ADD", "MULTIPLY", "DIVIDE", "NEGATE", "SQUARE", "CUBE", "SQUARE_ROOT", "RECIPROCAL_ROOT", "RELU", "SINE",
-    "COSINE", "TANH", "SIGMOID", "SILU", "GELU", "GELU_TANH", "REDUCE", "NORMALISE", "GATHER", "PRODUCT",
-)  # fmt: skip
+    "COPY",
+    "CONVERT",
+    "ADD",
+    "MULTIPLY",
+    "DIVIDE",
+    "NEGATE",
+    "SQUARE",
+    "CUBE",
+    "SQUARE_ROOT",
+    "RECIPROCAL_ROOT",
+    "RELU",
+    "SINE",
+    "COSINE",
+    "TANH",
+    "SIGMOID",
+    "SILU",
+    "GELU",
+    "GELU_TANH",
+    "REDUCE",
+    "NORMALISE",
+    "GATHER",
+    "PRODUCT",
+)
 """What the template computes."""
 
 UNARY = {
-    aten.neg.default: "NEGATE", aten.rsqrt.default: "RECIPROCAL_ROOT", aten.sqrt.default: "SQUARE_ROOT", aten.relu.default: "RELU",
-    aten.sin.default: "SINE", aten.cos.default: "COSINE", aten.tanh.default: "TANH", aten.sigmoid.default: "SIGMOID",
+    aten.neg.default: "NEGATE",
+    aten.rsqrt.default: "RECIPROCAL_ROOT",
+    aten.sqrt.default: "SQUARE_ROOT",
+    aten.relu.default: "RELU",
+    aten.sin.default: "SINE",
+    aten.cos.default: "COSINE",
+    aten.tanh.default: "TANH",
+    aten.sigmoid.default: "SIGMOID",
     aten.silu.default: "SILU",
-}  # fmt: skip
+}
 POWERS = {2: "SQUARE", 3: "CUBE", 0.5: "SQUARE_ROOT", -0.5: "RECIPROCAL_ROOT"}
 BINARY = {
-    aten.add.Tensor: ("ADD", 1), aten.sub.Tensor: ("ADD", -1), aten.mul.Tensor: ("MULTIPLY", 1), aten.div.Tensor: ("DIVIDE", 1)
-}  # fmt: skip
+    aten.add.Tensor: ("ADD", 1),
+    aten.sub.Tensor: ("ADD", -1),
+    aten.mul.Tensor: ("MULTIPLY", 1),
+    aten.div.Tensor: ("DIVIDE", 1),
+}
 LINEAR = (linear, aten.linear.default)
 KNOWN = frozenset(
     (
-        *UNARY, *BINARY, *LINEAR, aten.gelu.default, aten.pow.Tensor_Scalar, aten.mean.dim, aten.sum.dim_IntList, aten.clone.default,
-        aten.layer_norm.default, aten.embedding.default, aten.cat.default, aten.stack.default, aten.sym_size.int,
+        *UNARY,
+        *BINARY,
+        *LINEAR,
+        aten.gelu.default,
+        aten.pow.Tensor_Scalar,
+        aten.mean.dim,
+        aten.sum.dim_IntList,
+        aten.clone.default,
+        aten.layer_norm.default,
+        aten.embedding.default,
+        aten.cat.default,
+        aten.stack.default,
+        aten.sym_size.int,
     )
-)  # fmt: skip
+)
 """Operators that `emit` knows by name; the others that it takes are views."""
 
 

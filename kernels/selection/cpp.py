@@ -22,11 +22,14 @@ class _Call(ctypes.Structure):
     """`Call` of the template, whose fields it names."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("score", "threshold", "cost", "keys", "places", "chosen", "differ", "taken")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("score", "threshold", "cost", "keys", "places", "chosen", "differ", "taken")
+        ),
         *((name, ctypes.c_int64) for name in ("heads", "group", "tokens", "units", "allowance")),
         *((name, ctypes.c_int64) for name in ("head_stride", "group_stride", "token_stride", "threads")),
         ("parallel", ctypes.c_void_p),
-    )  # fmt: skip
+    )
 
 
 @cache
@@ -69,8 +72,12 @@ def select_cpp(score: Tensor, threshold: Tensor, cost: Tensor | None, allowance:
         address_of("scores", grouped, torch.float32, grouped.shape, dense=False),
         address_of("thresholds", threshold, torch.float32, score.shape[:1]),
         None if cost is None else address_of("costs", cost, torch.int64, (kv_heads, units)),
-        *(x.data_ptr() for x in made), *grouped.shape, allowance, *grouped.stride()[:3],
-        torch.get_num_threads(), team(),
-    )  # fmt: skip
+        *(x.data_ptr() for x in made),
+        *grouped.shape,
+        allowance,
+        *grouped.stride()[:3],
+        torch.get_num_threads(),
+        team(),
+    )
     selection_library().function("select_units")(ctypes.byref(call))
     return Selection(chosen, taken, bool(differ.any()))

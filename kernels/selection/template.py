@@ -18,9 +18,7 @@ PASSES = tl.constexpr(8)
 
 
 @triton.jit
-def unit_keys(
-    p_score, p_threshold, p_key, tokens, units, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+def unit_keys(p_score, p_threshold, p_key, tokens, units, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Grid (Hkv, blocks): score [Hq, T, M] -> key int64 [Hkv, M], 0 where no query of the group wants the unit."""
     kv_head = tl.program_id(0)
     o_unit = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -91,9 +89,22 @@ def tie_costs(p_key, p_cost, p_sums, p_ties, units, allowance, BLOCK: tl.constex
 
 @triton.jit
 def mark_chosen(
-    p_score, p_threshold, p_key, p_cost, p_sums, p_ties, p_zoom, p_chosen, tokens, units, allowance,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
+    p_score,
+    p_threshold,
+    p_key,
+    p_cost,
+    p_sums,
+    p_ties,
+    p_zoom,
+    p_chosen,
+    tokens,
+    units,
+    allowance,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
     """Grid (Hkv, blocks): chosen int8 [Hkv, M], zoom int8 [Hq, T, M] as in `select_reference`."""
     kv_head, block, blocks = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     sought, left = _found(p_sums, tl.num_programs(0), kv_head, allowance, PASSES)

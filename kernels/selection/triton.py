@@ -48,8 +48,14 @@ def select_launches(
         launches.append(Launch(digit_sums, grid, {**paid, **sizes}, {"PASS": number, "BLOCK": block}, 4, 1))
     launches.append(Launch(tie_costs, grid, {**paid, "p_ties": ties, **sizes}, {"BLOCK": block}, 4, 1))
     marks: dict[str, Tensor | float | None] = {
-        **asked, **paid, "p_ties": ties, "p_zoom": zoom, "p_chosen": chosen, **counted, "allowance": allowance
-    }  # fmt: skip
+        **asked,
+        **paid,
+        "p_ties": ties,
+        "p_zoom": zoom,
+        "p_chosen": chosen,
+        **counted,
+        "allowance": allowance,
+    }
     launches.append(Launch(mark_chosen, grid, marks, {**rows, "CHUNK": CHUNK}, 4, 1))
     return (zoom.view(torch.bool), chosen.view(torch.bool)), launches
 

@@ -12,11 +12,28 @@ import triton.language as tl
 
 @triton.jit
 def sketch_logits(
-    p_q, p_map, p_codes, p_mean, p_std, p_out, p_top, p_mass,
-    tokens, units, scale, step,
-    GROUP: tl.constexpr, DIM: tl.constexpr, RANK: tl.constexpr, BITS: tl.constexpr, WIDTH: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_RANK: tl.constexpr,
-):  # fmt: skip
+    p_q,
+    p_map,
+    p_codes,
+    p_mean,
+    p_std,
+    p_out,
+    p_top,
+    p_mass,
+    tokens,
+    units,
+    scale,
+    step,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    RANK: tl.constexpr,
+    BITS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    BLOCK_RANK: tl.constexpr,
+):
     """Grid (Hkv, blocks of rows, blocks of units). q [Hq, T, D], map float32 [Hkv, D, r], codes uint8 [Hkv, M, WIDTH] ->
     logits float32 [Hq, T, M], and per block of units their maximum and sum of exponentials float32 [blocks, Hq, T]."""
     kv_head = tl.program_id(0)

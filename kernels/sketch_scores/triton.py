@@ -39,17 +39,38 @@ def sketch_scores_launches(
     top, mass = (q.new_empty((blocks, q_heads, tokens), dtype=torch.float32) for _ in range(2))
     tile = min(MAX_ROWS, padded(group * tokens))
     products: dict[str, Tensor | float | None] = {
-        "p_q": q.contiguous(), "p_map": query_map.contiguous(), "p_codes": codes.contiguous(), "p_mean": mean.contiguous(),
-        "p_std": std.contiguous(), "p_out": out, "p_top": top, "p_mass": mass,
-        "tokens": tokens, "units": units, "scale": float(scale), "step": STEPS[bits],
-    }  # fmt: skip
+        "p_q": q.contiguous(),
+        "p_map": query_map.contiguous(),
+        "p_codes": codes.contiguous(),
+        "p_mean": mean.contiguous(),
+        "p_std": std.contiguous(),
+        "p_out": out,
+        "p_top": top,
+        "p_mass": mass,
+        "tokens": tokens,
+        "units": units,
+        "scale": float(scale),
+        "step": STEPS[bits],
+    }
     constants = {
-        "GROUP": group, "DIM": dim, "RANK": rank, "BITS": bits, "WIDTH": width, "ROWS": tile, "BLOCK": block,
-        "BLOCK_DIM": padded(dim), "BLOCK_RANK": padded(rank),
-    }  # fmt: skip
+        "GROUP": group,
+        "DIM": dim,
+        "RANK": rank,
+        "BITS": bits,
+        "WIDTH": width,
+        "ROWS": tile,
+        "BLOCK": block,
+        "BLOCK_DIM": padded(dim),
+        "BLOCK_RANK": padded(rank),
+    }
     sums: dict[str, Tensor | float | None] = {
-        "p_scores": out, "p_top": top, "p_mass": mass, "rows": rows, "units": units, "blocks": blocks
-    }  # fmt: skip
+        "p_scores": out,
+        "p_top": top,
+        "p_mass": mass,
+        "rows": rows,
+        "units": units,
+        "blocks": blocks,
+    }
     grid = (kv_heads, -(-group * tokens // tile), blocks)
     return out, [
         Launch(sketch_logits, grid, products, constants, 4, 1),

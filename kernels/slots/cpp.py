@@ -15,12 +15,21 @@ from semkv.kernels.slots.reference import EMPTY, Even, Segments
 
 TEMPLATE = Path(__file__).parent / "template.cpp"
 TENSORS = {
-    "wanted": (torch.bool, "HS"), "held": (torch.bool, "HK"),
-    "length": (torch.int64, "S"), "position": (torch.int64, "S"), "start": (torch.int64, "S"),
-    "segment": (torch.int64, "HN"), "tokens": (torch.int64, "HN"), "positions": (torch.int32, "HN"),
-    "kept": (torch.int64, "H"), "missing": (torch.int64, "H"),
-    "at": (torch.int64, "M"), "owner": (torch.int64, "M"), "place": (torch.int64, "M"), "where": (torch.int32, "M"),
-}  # fmt: skip
+    "wanted": (torch.bool, "HS"),
+    "held": (torch.bool, "HK"),
+    "length": (torch.int64, "S"),
+    "position": (torch.int64, "S"),
+    "start": (torch.int64, "S"),
+    "segment": (torch.int64, "HN"),
+    "tokens": (torch.int64, "HN"),
+    "positions": (torch.int32, "HN"),
+    "kept": (torch.int64, "H"),
+    "missing": (torch.int64, "H"),
+    "at": (torch.int64, "M"),
+    "owner": (torch.int64, "M"),
+    "place": (torch.int64, "M"),
+    "where": (torch.int32, "M"),
+}
 """Dtype and sizes of what the template reads and writes: H heads, S segments, K of them known, N slots, M tokens that are missing."""
 NUMBERS = ("heads", "segments", "known", "slots", "empty", "even_length", "even_position", "even_start", "threads")
 
@@ -32,7 +41,7 @@ class _Call(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in TENSORS),
         *((name, ctypes.c_int64) for name in NUMBERS),
         ("parallel", ctypes.c_void_p),
-    )  # fmt: skip
+    )
 
 
 @cache

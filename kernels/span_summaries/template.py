@@ -8,9 +8,21 @@ import triton.language as tl
 
 @triton.jit
 def summarise_spans(
-    p_x, p_start, p_length, p_surprisal, p_mean, p_low, p_high, tokens, spans,
-    DIM: tl.constexpr, WEIGHTED: tl.constexpr, BOUNDS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_DIM: tl.constexpr,
-):  # fmt: skip
+    p_x,
+    p_start,
+    p_length,
+    p_surprisal,
+    p_mean,
+    p_low,
+    p_high,
+    tokens,
+    spans,
+    DIM: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    BOUNDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+):
     """Grid (spans, H): x [H, n, D] -> mean, and where BOUNDS minimum and maximum, float32 [H, s, D]."""
     span, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     start, length = tl.load(p_start + span), tl.load(p_length + span)

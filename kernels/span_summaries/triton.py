@@ -24,13 +24,23 @@ def span_summaries_launches(
     mean = x.new_empty((heads, spans, dim), dtype=torch.float32)
     low, high = (torch.empty_like(mean), torch.empty_like(mean)) if bounds else (None, None)
     arguments: dict[str, Tensor | float | None] = {
-        "p_x": x.contiguous(), "p_start": starts.contiguous(), "p_length": lengths.contiguous(),
+        "p_x": x.contiguous(),
+        "p_start": starts.contiguous(),
+        "p_length": lengths.contiguous(),
         "p_surprisal": None if surprisal is None else surprisal.contiguous(),
-        "p_mean": mean, "p_low": low, "p_high": high, "tokens": tokens, "spans": spans,
-    }  # fmt: skip
+        "p_mean": mean,
+        "p_low": low,
+        "p_high": high,
+        "tokens": tokens,
+        "spans": spans,
+    }
     constants = {
-        "DIM": dim, "WEIGHTED": int(surprisal is not None), "BOUNDS": int(bounds), "BLOCK": BLOCK, "BLOCK_DIM": padded(dim)
-    }  # fmt: skip
+        "DIM": dim,
+        "WEIGHTED": int(surprisal is not None),
+        "BOUNDS": int(bounds),
+        "BLOCK": BLOCK,
+        "BLOCK_DIM": padded(dim),
+    }
     return (mean, low, high), [Launch(summarise_spans, (spans, heads), arguments, constants, 4, 1)]
 
 

@@ -10,11 +10,24 @@ from semkv.kernels.elementwise import tanh
 
 @triton.jit
 def vocabulary_partials(
-    p_hidden, p_weight, p_bias, p_target, p_logit, p_top, p_mass,
-    tokens, vocabulary, softcap,
-    HIDDEN: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, SPLITS: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr, BLOCK_VOCABULARY: tl.constexpr, BLOCK_HIDDEN: tl.constexpr,
-):  # fmt: skip
+    p_hidden,
+    p_weight,
+    p_bias,
+    p_target,
+    p_logit,
+    p_top,
+    p_mass,
+    tokens,
+    vocabulary,
+    softcap,
+    HIDDEN: tl.constexpr,
+    BIAS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_VOCABULARY: tl.constexpr,
+    BLOCK_HIDDEN: tl.constexpr,
+):
     """Grid (blocks of tokens, SPLITS): hidden [n, H], weight [V, H] -> the target's logit float32 [n] (the split that has it
     writes it), and per split the maximum and sum of exponentials float32 [SPLITS, n]."""
     o_token = tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)

@@ -51,18 +51,34 @@ def surprisal_launches(
     out, logit = (hidden.new_empty(tokens, dtype=torch.float32) for _ in range(2))
     top, mass = (hidden.new_empty((splits, tokens), dtype=torch.float32) for _ in range(2))
     arguments: dict[str, Tensor | float | None] = {
-        "p_hidden": hidden.contiguous(), "p_weight": weight.contiguous(), "p_bias": None if bias is None else bias.contiguous(),
-        "p_target": targets.contiguous(), "p_logit": logit, "p_top": top, "p_mass": mass,
-        "tokens": tokens, "vocabulary": vocabulary, "softcap": float(softcap),
-    }  # fmt: skip
+        "p_hidden": hidden.contiguous(),
+        "p_weight": weight.contiguous(),
+        "p_bias": None if bias is None else bias.contiguous(),
+        "p_target": targets.contiguous(),
+        "p_logit": logit,
+        "p_top": top,
+        "p_mass": mass,
+        "tokens": tokens,
+        "vocabulary": vocabulary,
+        "softcap": float(softcap),
+    }
     constants = {
-        "HIDDEN": hidden.shape[1], "BIAS": int(bias is not None), "SOFTCAP": int(softcap != 0), "SPLITS": splits,
-        "BLOCK_TOKENS": configuration.tokens, "BLOCK_VOCABULARY": configuration.vocabulary, "BLOCK_HIDDEN": configuration.hidden,
-    }  # fmt: skip
+        "HIDDEN": hidden.shape[1],
+        "BIAS": int(bias is not None),
+        "SOFTCAP": int(softcap != 0),
+        "SPLITS": splits,
+        "BLOCK_TOKENS": configuration.tokens,
+        "BLOCK_VOCABULARY": configuration.vocabulary,
+        "BLOCK_HIDDEN": configuration.hidden,
+    }
     grid = (-(-tokens // configuration.tokens), splits)
     merged: dict[str, Tensor | float | None] = {
-        "p_logit": logit, "p_top": top, "p_mass": mass, "p_out": out, "tokens": tokens
-    }  # fmt: skip
+        "p_logit": logit,
+        "p_top": top,
+        "p_mass": mass,
+        "p_out": out,
+        "tokens": tokens,
+    }
     return out, [
         Launch(vocabulary_partials, grid, arguments, constants, configuration.warps, configuration.stages),
         Launch(

@@ -166,9 +166,19 @@ def _fold(
     attention = torch.softmax(attention, -1)
     mass = (attention[..., places] * real).sum(-1)
     spans = Spans(
-        k, v, where[places], real, summary(folding.k), summary(folding.v), mean_positions, lengths.float().log(),
-        key_u, key_sigma, value_u, value_sigma,
-    )  # fmt: skip
+        k,
+        v,
+        where[places],
+        real,
+        summary(folding.k),
+        summary(folding.v),
+        mean_positions,
+        lengths.float().log(),
+        key_u,
+        key_sigma,
+        value_u,
+        value_sigma,
+    )
     return SiteContext(call.k[:, kept], call.v[:, kept], where[kept], spans, call.q, mass)
 
 

@@ -58,13 +58,20 @@ def import_eagle(profile: Profile, folder: str | os.PathLike[str], *, trained: i
     rope: dict[str, Any] = config.get("rope_parameters") or {}
     try:
         section = RetrievalHeadSection(
-            hidden=own["input_norm"].shape[0], feature_sites=places, features=own["projection"].shape[1],
-            projected=own["projection"].shape[0], q_heads=config["num_attention_heads"],
-            kv_heads=config.get("num_key_value_heads") or config["num_attention_heads"], head_dim=dim,
-            epsilon=config.get("rms_norm_eps", 1e-5), theta=config.get("rope_theta") or rope.get("rope_theta", 1e4),
-            yarn=Yarn(factor=length / trained, positions=trained), source="eagle-3",
-            parameters=sum(x.numel() for x in own.values()), whole=count,
-        )  # fmt: skip
+            hidden=own["input_norm"].shape[0],
+            feature_sites=places,
+            features=own["projection"].shape[1],
+            projected=own["projection"].shape[0],
+            q_heads=config["num_attention_heads"],
+            kv_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
+            head_dim=dim,
+            epsilon=config.get("rms_norm_eps", 1e-5),
+            theta=config.get("rope_theta") or rope.get("rope_theta", 1e4),
+            yarn=Yarn(factor=length / trained, positions=trained),
+            source="eagle-3",
+            parameters=sum(x.numel() for x in own.values()),
+            whole=count,
+        )
     except ValueError as error:
         raise ProfileError(f"{folder}: no retrieval head follows from its config.json ({error})") from None
     for name, shape in section.tensor_shapes().items():

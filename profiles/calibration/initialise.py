@@ -102,12 +102,14 @@ def _fit_scale_and_offset(
                 (
                     zoom(
                         log_scale.exp()[:, None, None] * score + size - offset[:, None, None],
-                        targets, mined, settings.positive_weight,
+                        targets,
+                        mined,
+                        settings.positive_weight,
                     )
                     for score, size, targets, mined in examples
                 ),
                 start=torch.zeros((), dtype=torch.float32, device="cpu"),
-            )  # fmt: skip
+            )
             if not loss.requires_grad:
                 break
             optimiser.zero_grad()

@@ -45,9 +45,12 @@ class SiteInterpreter(Interpreter):
     """
 
     def __init__(
-        self, body: GraphModule, handler: Handler, watched: Mapping[str, int] | None = None,
+        self,
+        body: GraphModule,
+        handler: Handler,
+        watched: Mapping[str, int] | None = None,
         seen: dict[int, Tensor] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(body, garbage_collect_values=True)
         self.handler, self.watched, self.seen = handler, watched or {}, {} if seen is None else seen
 
@@ -66,18 +69,31 @@ class SiteInterpreter(Interpreter):
         sinks, slopes, table = (
             kwargs.get(name, value)
             for name, value in (("sinks", sinks), ("bias_slopes", slopes), ("bias_table", table))
-        )  # fmt: skip
+        )
         call = SiteCall(
-            kwargs["site"], q[0], k[0], v[0], positions[0], sinks, slopes, table,
-            kwargs["scale"], kwargs.get("softcap", 0.0), kwargs.get("window", 0),
-        )  # fmt: skip
+            kwargs["site"],
+            q[0],
+            k[0],
+            v[0],
+            positions[0],
+            sinks,
+            slopes,
+            table,
+            kwargs["scale"],
+            kwargs.get("softcap", 0.0),
+            kwargs.get("window", 0),
+        )
         return self.handler(call)[None].to(q.dtype)
 
 
 def run_body(
-    body: GraphModule, ids: Tensor, positions: Tensor, handler: Handler, watched: Mapping[str, int] | None = None,
+    body: GraphModule,
+    ids: Tensor,
+    positions: Tensor,
+    handler: Handler,
+    watched: Mapping[str, int] | None = None,
     seen: dict[int, Tensor] | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Hidden states [T, H] of ids [T] at positions [T]; `seen` gets the values of the nodes named in `watched`."""
     return SiteInterpreter(body, handler, watched, seen).run(ids[None], positions[None])[0]
 
@@ -85,9 +101,18 @@ def run_body(
 def full_attention(call: SiteCall) -> Tensor:
     """The handler that leaves a model as it is."""
     return torch.ops.semkv.attention.default(
-        call.q[None], call.k[None], call.v[None], call.positions[None], call.sinks, call.bias_slopes, call.bias_table,
-        site=call.site, scale=call.scale, softcap=call.softcap, window=call.window,
-    )[0]  # fmt: skip
+        call.q[None],
+        call.k[None],
+        call.v[None],
+        call.positions[None],
+        call.sinks,
+        call.bias_slopes,
+        call.bias_table,
+        site=call.site,
+        scale=call.scale,
+        softcap=call.softcap,
+        window=call.window,
+    )[0]
 
 
 def scores(call: SiteCall, k: Tensor, positions: Tensor) -> Tensor:

@@ -92,11 +92,19 @@ class Distillation(Measure):
         trained = settings.length + settings.steps
         inputs, norms = hidden + features, hidden + features
         return RetrievalHeadSection(
-            hidden=hidden, feature_sites=sites, features=features, q_heads=groups * kv_heads, kv_heads=kv_heads,
-            head_dim=dim + dim % 2, theta=THETA, yarn=Yarn(positions=trained),
-            parameters=(groups + 1) * kv_heads * (dim + dim % 2) * inputs + norms, whole=self._whole_model(),
-            share=settings.sketch_share, steps=len(self.rounds) * settings.head_steps,
-        )  # fmt: skip
+            hidden=hidden,
+            feature_sites=sites,
+            features=features,
+            q_heads=groups * kv_heads,
+            kv_heads=kv_heads,
+            head_dim=dim + dim % 2,
+            theta=THETA,
+            yarn=Yarn(positions=trained),
+            parameters=(groups + 1) * kv_heads * (dim + dim % 2) * inputs + norms,
+            whole=self._whole_model(),
+            share=settings.sketch_share,
+            steps=len(self.rounds) * settings.head_steps,
+        )
 
     def extended(self) -> RetrievalHeadSection:
         """The section with YaRN's extension from the trained length to the model's context, which needs no training."""
@@ -144,8 +152,9 @@ class Distillation(Measure):
                 # Cloned: products differ in their last bits where tensors of a file are aligned in another way.
                 self.optimizer.state[parameter] = {
                     "step": sums["step"].clone(),
-                    "exp_avg": sums[f"first.{short}"].clone(), "exp_avg_sq": sums[f"second.{short}"].clone(),
-                }  # fmt: skip
+                    "exp_avg": sums[f"first.{short}"].clone(),
+                    "exp_avg_sq": sums[f"second.{short}"].clone(),
+                }
 
     @property
     def _trained(self) -> dict[str, Tensor]:

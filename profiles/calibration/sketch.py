@@ -175,9 +175,11 @@ class Sketch(Measure):
             share=self.settings.sketch_share,
             target=self.settings.sketch_target,
         )
-        note = "" if retrieving is not None else (
-            "no retrieval heads are known, so that every head has a sketch: run the step retrieval-heads first"
-        )  # fmt: skip
+        note = (
+            ""
+            if retrieving is not None
+            else ("no retrieval heads are known, so that every head has a sketch: run the step retrieval-heads first")
+        )
         return Outcome(section, tensors, note)
 
     def _cheapest(self, caught: list[float]) -> int:

@@ -203,9 +203,7 @@ def _measure(
         note=outcome.note,
     )
     records = dict(profile.info.measured) | {step: record}
-    made = with_section(
-        profile, measure.field, outcome.section, measure.prefix, outcome.tensors, measured=records
-    )  # fmt: skip
+    made = with_section(profile, measure.field, outcome.section, measure.prefix, outcome.tensors, measured=records)
     return made, outcome.note, False
 
 
@@ -214,9 +212,15 @@ def _train(
 ) -> tuple[Profile, str, list[dict[str, float]]]:
     """The profile with SeKV's trained parts, a note, and the held-out losses over the steps."""
     made = calibrate(
-        job.model, job.data, job.settings, name=job.name, command=job.command, checkpoint=path, progress=report,
+        job.model,
+        job.data,
+        job.settings,
+        name=job.name,
+        command=job.command,
+        checkpoint=path,
+        progress=report,
         program=program,
-    )  # fmt: skip
+    )
     info, tensors = made.profile.info, made.profile.tensors
     merged = with_section(profile, "sekv", info.sekv, "sekv.", tensors, provenance=info.provenance)
     best = min(row["total"] for row in made.history)

@@ -221,8 +221,12 @@ class Trainer:
         """The weighted sum of the losses that are there."""
         s = self.settings
         weights = {
-            "distill": 1.0, "zoom": s.lambda_zoom, "rank": s.lambda_rank, "recon": s.lambda_recon, "budget": weight,
-        }  # fmt: skip
+            "distill": 1.0,
+            "zoom": s.lambda_zoom,
+            "rank": s.lambda_rank,
+            "recon": s.lambda_recon,
+            "budget": weight,
+        }
         return torch.stack([weights[name] * value for name, value in terms.items()]).sum()
 
     @torch.no_grad()
@@ -268,9 +272,14 @@ class Trainer:
             for name, tensor in values.items():
                 tensors[f"optimiser.{number}.{name}"] = tensor
         state: dict[str, Any] = {
-            "identity": self.identity, "step": self.step, "best_loss": self.best_loss, "stale": self.stale,
-            "stopped": self.stopped, "history": self.history, "minutes": self._minutes(started),
-        }  # fmt: skip
+            "identity": self.identity,
+            "step": self.step,
+            "best_loss": self.best_loss,
+            "stale": self.stale,
+            "stopped": self.stopped,
+            "history": self.history,
+            "minutes": self._minutes(started),
+        }
         return Checkpoint(tensors, state)
 
     def _restore(self, saved: Checkpoint) -> None:

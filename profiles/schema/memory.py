@@ -180,9 +180,14 @@ class MemoryModel(Section):
         """Eq. 6-7 with these constants, each token held once."""
         repeated = self.group_size * max(self.token_bytes)
         return MemoryDemand(
-            weights=self.parameter_bytes + self.retrieval_bytes, runtime=self.runtime_bytes, waiting=self.token_bytes,
-            exact=self.token_bytes, budget=self.budget, staying=self.retrieval_token_bytes + repeated, rows=self.rows,
-        )  # fmt: skip
+            weights=self.parameter_bytes + self.retrieval_bytes,
+            runtime=self.runtime_bytes,
+            waiting=self.token_bytes,
+            exact=self.token_bytes,
+            budget=self.budget,
+            staying=self.retrieval_token_bytes + repeated,
+            rows=self.rows,
+        )
 
     @classmethod
     def measured(cls, **constants: Any) -> MemoryModel:

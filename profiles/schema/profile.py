@@ -143,8 +143,10 @@ class Profile:
         def standing(method: str) -> tuple[float, float, float]:
             found = [measured[method][key] for key in shared or measured[method]]
             return (
-                fmean(cell.score for cell in found), fmean(cell.samples for cell in found), -fmean(cell.moved for cell in found),
-            )  # fmt: skip
+                fmean(cell.score for cell in found),
+                fmean(cell.samples for cell in found),
+                -fmean(cell.moved for cell in found),
+            )
 
         return max(sorted(measured), key=standing)
 

@@ -159,9 +159,14 @@ class ProfileInfo(Section):
     @model_validator(mode="after")
     def _sections_fit(self) -> ProfileInfo:
         for section in (
-            self.head_taxonomy, self.retrieval_heads, self.layer_errors, self.sketch, self.sentences, self.memory_model,
+            self.head_taxonomy,
+            self.retrieval_heads,
+            self.layer_errors,
+            self.sketch,
+            self.sentences,
+            self.memory_model,
             self.retrieval_head,
-        ):  # fmt: skip
+        ):
             if section is not None:
                 section.check(self.model)
         return self

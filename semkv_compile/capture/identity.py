@@ -138,7 +138,9 @@ def _functions(module: ModuleType) -> Iterator[tuple[str, FunctionType]]:
 
 def _code(code: CodeType) -> str:
     """A function's bytecode, names and constants, without places in its file."""
-    constants = [_code(x) if isinstance(x, CodeType) else repr(sorted(map(repr, x)) if isinstance(x, frozenset) else x)
-                 for x in code.co_consts]  # fmt: skip
+    constants = [
+        _code(x) if isinstance(x, CodeType) else repr(sorted(map(repr, x)) if isinstance(x, frozenset) else x)
+        for x in code.co_consts
+    ]
     text = f"{code.co_code.hex()} {code.co_names} {code.co_varnames} {constants}"
     return hashlib.sha256(text.encode()).hexdigest()

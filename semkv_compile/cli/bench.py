@@ -170,14 +170,24 @@ def print_timings(console: Console, timings: list[Timing], floors: list[float | 
         peak = timing.nbytes["peak"]
         named = timing.method, "-" if timing.budget is None else f"{timing.budget:g}"
         times.add_row(
-            *named, f"{timing.first_ms:.0f}", *(f"{timing.percentile(p):.2f}" for p in PERCENTILES),
-            "-" if floor is None else f"{floor:.2f}", f"{timing.tokens_per_second:,.1f}", size(peak),
-            f"{100 * peak / timing.full_bytes:.1f}", size(timing.nbytes["host"] + timing.nbytes["disk"]),
-        )  # fmt: skip
+            *named,
+            f"{timing.first_ms:.0f}",
+            *(f"{timing.percentile(p):.2f}" for p in PERCENTILES),
+            "-" if floor is None else f"{floor:.2f}",
+            f"{timing.tokens_per_second:,.1f}",
+            size(peak),
+            f"{100 * peak / timing.full_bytes:.1f}",
+            size(timing.nbytes["host"] + timing.nbytes["disk"]),
+        )
         moves.add_row(
-            *named, f"{timing.overlap:.0%}", size(timing.moved_bytes), size(timing.ahead_bytes), f"{timing.hit_rate:.0%}",
-            f"{timing.stall_ms:.2f}", f"{100 * timing.stall_share:.1f}",
-        )  # fmt: skip
+            *named,
+            f"{timing.overlap:.0%}",
+            size(timing.moved_bytes),
+            size(timing.ahead_bytes),
+            f"{timing.hit_rate:.0%}",
+            f"{timing.stall_ms:.2f}",
+            f"{100 * timing.stall_share:.1f}",
+        )
     for table in (times, moves):
         table.columns[0].justify = "left"
         console.print(table)

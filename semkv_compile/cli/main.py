@@ -258,9 +258,15 @@ def plan_command(
         from semkv.planning.plan import Workload
 
         workload = Workload(
-            lengths[0], batch, budgets[0], waits, overlap, residency,
-            runtime=parse_size(working_memory, "--working-memory"), host=parse_size(host_memory, "--host-memory"),
-        )  # fmt: skip
+            lengths[0],
+            batch,
+            budgets[0],
+            waits,
+            overlap,
+            residency,
+            runtime=parse_size(working_memory, "--working-memory"),
+            host=parse_size(host_memory, "--host-memory"),
+        )
         run_plan(
             PlanRequest(
                 model, gpu, workload, dtype, parse_size(weights, "--weights"), json=json, report=report, latents=latents
@@ -345,18 +351,35 @@ def bench_command(
         if timeline is not None and timeline.suffix != ".json":
             refuse(f"--timeline {timeline}: expected a file that ends in .json; its picture ends in .png")
         settings = {
-            "kv_dtype": kv_dtype, "floor": 0, "latents": latents, "residency": residency, "host": host, "disk_folder": disk_folder,
+            "kv_dtype": kv_dtype,
+            "floor": 0,
+            "latents": latents,
+            "residency": residency,
+            "host": host,
+            "disk_folder": disk_folder,
             "prefetch": prefetch,
-        }  # fmt: skip
+        }
         from semkv.cli.bench import BenchRequest, run_bench
         from semkv.config import CompileConfig
 
         run_bench(
             BenchRequest(
-                model, profile, words(methods, "--methods"), parse_budgets(budgets, "--budgets"), lengths[0], batch, steps, warmup,
-                CompileConfig.model_validate(settings), gpu=gpu, text=text, device=device, json=json, timeline=timeline,
+                model,
+                profile,
+                words(methods, "--methods"),
+                parse_budgets(budgets, "--budgets"),
+                lengths[0],
+                batch,
+                steps,
+                warmup,
+                CompileConfig.model_validate(settings),
+                gpu=gpu,
+                text=text,
+                device=device,
+                json=json,
+                timeline=timeline,
             )
-        )  # fmt: skip
+        )
 
 
 @app.command(

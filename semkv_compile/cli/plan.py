@@ -133,15 +133,32 @@ def _ways(console: Console, plan: MemoryPlan) -> None:
     from semkv.evaluation.tables import size
 
     table = simple_table(
-        "a decode step", "", "device", "host", "fits", "read/step", "link/step", "device ms", "link ms", "tokens/s", "longest"
-    )  # fmt: skip
+        "a decode step",
+        "",
+        "device",
+        "host",
+        "fits",
+        "read/step",
+        "link/step",
+        "device ms",
+        "link ms",
+        "tokens/s",
+        "longest",
+    )
     table.columns[0].justify = "left"
     for way in plan.ways:
         table.add_row(
-            LABELS[way.name], size(way.device), size(way.host), "yes" if way.fits else "no", size(way.read), size(way.moved),
-            f"{1e3 * way.device_seconds:.2f}", f"{1e3 * way.link_seconds:.2f}",
-            f"{tokens_per_second(plan, way):,.0f}" if way.fits else "-", _tokens(way.longest),
-        )  # fmt: skip
+            LABELS[way.name],
+            size(way.device),
+            size(way.host),
+            "yes" if way.fits else "no",
+            size(way.read),
+            size(way.moved),
+            f"{1e3 * way.device_seconds:.2f}",
+            f"{1e3 * way.link_seconds:.2f}",
+            f"{tokens_per_second(plan, way):,.0f}" if way.fits else "-",
+            _tokens(way.longest),
+        )
     console.print(table)
 
 

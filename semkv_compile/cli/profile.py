@@ -19,12 +19,22 @@ from semkv.cli.profile_choice import CHOICE
 from semkv.errors import ConfigError
 
 BUNDLED_SETTINGS: dict[str, Any] = {
-    "length": 2048, "max_steps": 240, "sequences": 24, "held_out": 4, "learning_rate": 4e-3,
-}  # fmt: skip
+    "length": 2048,
+    "max_steps": 240,
+    "sequences": 24,
+    "held_out": 4,
+    "learning_rate": 4e-3,
+}
 """Training defaults for the bundled model: a short run with a faster rate."""
 BUNDLED_MEASURES: dict[str, Any] = {
-    "length": 2048, "samples": 20, "held_out": 2, "needle_lengths": 3, "needle_depths": 4, "head_dim": 24, "head_group": 1,
-}  # fmt: skip
+    "length": 2048,
+    "samples": 20,
+    "held_out": 2,
+    "needle_lengths": 3,
+    "needle_depths": 4,
+    "head_dim": 24,
+    "head_group": 1,
+}
 """Measuring defaults for the bundled model, whose contexts are short: all steps take minutes on two cores."""
 
 STEPS = ("taxonomy", "retrieval-heads", "layer-errors", "sketch", "sentences", "retrieval-head", "memory", "sekv")
@@ -193,9 +203,14 @@ def profile(
 
         training = {"length": length, "queries": queries, "max_steps": max_steps, "sequences": sequences}
         measuring = {
-            "length": length, "samples": samples, "needle_lengths": needle_lengths, "needle_depths": needle_depths,
-            "tau_stable": tau_stable, "tau_similar": tau_similar, "device_memory": parse_size(device_memory, "--device-memory"),
-        }  # fmt: skip
+            "length": length,
+            "samples": samples,
+            "needle_lengths": needle_lengths,
+            "needle_depths": needle_depths,
+            "tau_stable": tau_stable,
+            "tau_similar": tau_similar,
+            "device_memory": parse_size(device_memory, "--device-memory"),
+        }
         defaults = (BUNDLED_SETTINGS, BUNDLED_MEASURES) if model == BUNDLED else ({}, {})
         settings = CalibrationSettings.checked(
             **_over(defaults[0], training), seed=seed, router_init="random" if random_init else "identity"
@@ -213,10 +228,22 @@ def profile(
         _check_data(model, data, with_tasks)
         _run(
             _Request(
-                model, output, work, chosen, bool(named), base, tuple(data or ()), with_tasks, settings, measures, device, report,
-                workers, latents,
+                model,
+                output,
+                work,
+                chosen,
+                bool(named),
+                base,
+                tuple(data or ()),
+                with_tasks,
+                settings,
+                measures,
+                device,
+                report,
+                workers,
+                latents,
             )
-        )  # fmt: skip
+        )
 
 
 def _named(entries: Sequence[str]) -> list[str]:
@@ -345,9 +372,17 @@ def _with_choice(request: _Request, console: Console, model: Any, tokenizer: Any
 
     try:
         made = run_choice(
-            model, tokenizer, profile, bundled=request.model == BUNDLED, data=request.data, length=request.measures.length,
-            command=command, rows=request.work / "choice.rows.jsonl", workers=request.workers, latents=request.latents,
-        )  # fmt: skip
+            model,
+            tokenizer,
+            profile,
+            bundled=request.model == BUNDLED,
+            data=request.data,
+            length=request.measures.length,
+            command=command,
+            rows=request.work / "choice.rows.jsonl",
+            workers=request.workers,
+            latents=request.latents,
+        )
     except ConfigError as error:
         if request.chosen:
             raise

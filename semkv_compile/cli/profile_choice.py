@@ -160,15 +160,29 @@ def choice_picture(pyplot: Any, section: Any, profile: Any) -> Any:
     for (score, name, x, style), height in zip(ends, _apart([end[0] for end in ends])):
         loud = name in coloured
         axis.annotate(
-            name, (x, score), xytext=(1.06, height), textcoords=axis.get_yaxis_transform(), va="center", fontsize=8,
-            color=style["color"] if loud else "dimgrey", weight="bold" if loud else "normal", annotation_clip=False,
+            name,
+            (x, score),
+            xytext=(1.06, height),
+            textcoords=axis.get_yaxis_transform(),
+            va="center",
+            fontsize=8,
+            color=style["color"] if loud else "dimgrey",
+            weight="bold" if loud else "normal",
+            annotation_clip=False,
             arrowprops={"arrowstyle": "-", "color": style["color"], "lw": 0.6, "relpos": (0, 0.5)},
-        )  # fmt: skip
+        )
     stars = [(x + aside[name], scores[name, budget]) for x, (name, budget) in enumerate(zip(taken, budgets))]
     axis.plot(
-        *zip(*stars), ls="", marker="*", ms=12, color="gold", mec="black", mew=0.8, zorder=20,
+        *zip(*stars),
+        ls="",
+        marker="*",
+        ms=12,
+        color="gold",
+        mec="black",
+        mew=0.8,
+        zorder=20,
         label="what method='auto' takes",
-    )  # fmt: skip
+    )
     ticks = [f"{100 * budget:g} %\n{name}" for budget, name in zip(budgets, taken)]
     axis.set_xticks(range(len(budgets)), ticks)
     axis.set(xlim=(-0.35, len(budgets) - 0.65), ylim=(-3, 103), xlabel="budget, of the full KV", ylabel="accuracy (%)")

@@ -99,9 +99,12 @@ def _clusters(pyplot: Any, section: Any, profile: Any) -> Any:
             star = follows[one] == other or follows[other] == one
             line = [places[one], places[other]]
             axis.plot(
-                [p[0] for p in line], [p[1] for p in line], color="black" if star else "lightgrey",
-                lw=3 * facts["overlap"] if star else 1.5, zorder=1,
-            )  # fmt: skip
+                [p[0] for p in line],
+                [p[1] for p in line],
+                color="black" if star else "lightgrey",
+                lw=3 * facts["overlap"] if star else 1.5,
+                zorder=1,
+            )
         for head, role in enumerate(section.roles[store]):
             axis.scatter(*places[head], s=160, color=COLOURS[role], zorder=2)
             axis.annotate(str(head), places[head], ha="center", va="center", fontsize=7, color="white", zorder=3)

@@ -113,9 +113,13 @@ def errors_table(console: Console, profile: Any) -> None:
     counted = [store for store, error in enumerate(section.errors) if error > 0]
     sizes = dict(zip(counted, layer_budgets([section.errors[store] for store in counted], 256 * len(counted))))
     table = simple_table(
-        f"output error with {section.keep} tokens kept", "store", "share of error", "relative", "tokens of 256 a layer",
+        f"output error with {section.keep} tokens kept",
+        "store",
+        "share of error",
+        "relative",
+        "tokens of 256 a layer",
         *section.sets,
-    )  # fmt: skip
+    )
     for store in _shown(len(section.errors)):
         shares = (f"{row[store]:.3f}" for row in section.sets.values())
         figures = (f"{section.errors[store]:.3f}", f"{section.relative[store]:.3f}", str(sizes.get(store, "-")))

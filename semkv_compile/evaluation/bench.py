@@ -89,11 +89,20 @@ def time_compiled(
     stalled, hits, missed = (now - then for now, then in zip(_stood_still(state), before))
     stats = state.stats
     timing = Timing(
-        method=compiled.method.name, budget=compiled.budget, tokens=ids.shape[1], rows=ids.shape[0], first_ms=first_ms,
-        step_ms=tuple(times), nbytes=state.nbytes, full_bytes=state.full_bytes,
-        moved_bytes=stats.moved_bytes_per_step, overlap=stats.overlap, stall_ms=1000 * stalled / steps,
-        hit_rate=hits / max(1, hits + missed), ahead_bytes=stats.ahead_bytes_per_step,
-    )  # fmt: skip
+        method=compiled.method.name,
+        budget=compiled.budget,
+        tokens=ids.shape[1],
+        rows=ids.shape[0],
+        first_ms=first_ms,
+        step_ms=tuple(times),
+        nbytes=state.nbytes,
+        full_bytes=state.full_bytes,
+        moved_bytes=stats.moved_bytes_per_step,
+        overlap=stats.overlap,
+        stall_ms=1000 * stalled / steps,
+        hit_rate=hits / max(1, hits + missed),
+        ahead_bytes=stats.ahead_bytes_per_step,
+    )
     if timeline is not None:
         state.timeline = timeline
         for _ in range(DRAWN_STEPS):
@@ -105,8 +114,10 @@ def _stood_still(state: State) -> tuple[float, ...]:
     """Seconds so far, and tokens that were lacked and had been fetched ahead, and had not."""
     traffic = [row.traffic for row in state.rows]
     return (
-        sum(t.stalled_seconds for t in traffic), sum(t.hit_tokens for t in traffic), sum(t.missed_tokens for t in traffic),
-    )  # fmt: skip
+        sum(t.stalled_seconds for t in traffic),
+        sum(t.hit_tokens for t in traffic),
+        sum(t.missed_tokens for t in traffic),
+    )
 
 
 def _step(compiled: CompiledModel, state: State) -> Tensor:

@@ -49,9 +49,13 @@ class Contest:
         """The cells of one round."""
         variants = tuple(Variant(method=name, budget=budget) for budget, names in entrants.items() for name in names)
         return Grid(
-            variants=variants, families=self.families, lengths=(self.length,), samples=samples,
-            questions_per_context=self.questions_per_context, seed=self.seed,
-        )  # fmt: skip
+            variants=variants,
+            families=self.families,
+            lengths=(self.length,),
+            samples=samples,
+            questions_per_context=self.questions_per_context,
+            seed=self.seed,
+        )
 
 
 @dataclass(frozen=True)
@@ -140,9 +144,13 @@ def _measured(
     steps = sum(row.usage.steps for row in rows)
     moved = sum(row.usage.moved for row in rows) / max(1, steps) / max(1, max(row.usage.full for row in rows))
     return Choice(
-        method=name, budget=budget, length=contest.length, score=round(fmean(scores), 6), samples=grid.samples,
+        method=name,
+        budget=budget,
+        length=contest.length,
+        score=round(fmean(scores), 6),
+        samples=grid.samples,
         moved=round(moved, 6),
-    )  # fmt: skip
+    )
 
 
 def _better(found: list[Choice]) -> tuple[str, ...]:

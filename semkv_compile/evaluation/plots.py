@@ -25,11 +25,28 @@ from semkv.evaluation.tables import what_is_scored
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D1F", "#444444")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 STYLES = {
-    "auto": (0, 0), "sekv": (1, 1), "specontext": (2, 2), "heterocache": (3, 3), "sentencekv": (4, 4), "compresskv": (5, 5),
-    "quest": (6, 6), "snapkv": (7, 7), "mixed": (0, 3), "sketch": (0, 1), "ceiling": (7, 2), "streaming_llm": (3, 0), "h2o": (4, 0),
-    "pyramidkv": (5, 1), "chunkkv": (2, 0), "cake": (6, 2), "semanticache": (1, 4), "shadowkv": (3, 6), "omnikv": (2, 6),
-    "infllm": (4, 7), "clusterkv": (5, 7),
-}  # fmt: skip
+    "auto": (0, 0),
+    "sekv": (1, 1),
+    "specontext": (2, 2),
+    "heterocache": (3, 3),
+    "sentencekv": (4, 4),
+    "compresskv": (5, 5),
+    "quest": (6, 6),
+    "snapkv": (7, 7),
+    "mixed": (0, 3),
+    "sketch": (0, 1),
+    "ceiling": (7, 2),
+    "streaming_llm": (3, 0),
+    "h2o": (4, 0),
+    "pyramidkv": (5, 1),
+    "chunkkv": (2, 0),
+    "cake": (6, 2),
+    "semanticache": (1, 4),
+    "shadowkv": (3, 6),
+    "omnikv": (2, 6),
+    "infllm": (4, 7),
+    "clusterkv": (5, 7),
+}
 """Colour and marker of a method, the same in every picture; forms of it ("heterocache, strict") have its colour and a hollow marker."""
 DPI = 144
 INK = "#333333"
@@ -56,11 +73,12 @@ def styles(labels: Sequence[str]) -> dict[str, dict[str, str]]:
     places = known | {label: (free[i % len(free)], free[i % len(free)]) for i, label in enumerate(others)}
     return {
         label: {
-            "color": COLOURS[colour], "marker": MARKERS[marker],
+            "color": COLOURS[colour],
+            "marker": MARKERS[marker],
             "markerfacecolor": "white" if label in known and label not in STYLES else COLOURS[colour],
         }
         for label, (colour, marker) in places.items()
-    }  # fmt: skip
+    }
 
 
 def plain(axes: Axes) -> None:

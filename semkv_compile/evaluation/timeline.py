@@ -14,9 +14,11 @@ from semkv.runtime.timeline import StepTimes, Timeline
 THREAD, WAITS = "prefetch thread", "waits"
 KINDS = {"compute": COLOURS[0], "choice": COLOURS[5], "copy": COLOURS[2], "wait": COLOURS[1]}
 SAID = {
-    "compute": "compute: attention, MLP, the next projections", "choice": "choice: new tokens, scores, unfolding",
-    "copy": "copies ahead of need", "wait": "standing still for folded tokens",
-}  # fmt: skip
+    "compute": "compute: attention, MLP, the next projections",
+    "choice": "choice: new tokens, scores, unfolding",
+    "copy": "copies ahead of need",
+    "wait": "standing still for folded tokens",
+}
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,7 @@ aten = torch.ops.aten
 PINNED = ("dtype", "device")
 """Arguments of operators that say what a default says otherwise."""
 
-COMPARISONS = frozenset(
-    getattr(aten, name).Scalar for name in ("eq", "ne", "lt", "le", "gt", "ge")
-)  # fmt: skip
+COMPARISONS = frozenset(getattr(aten, name).Scalar for name in ("eq", "ne", "lt", "le", "gt", "ge"))
 """Of whole numbers with a fraction: both are compared in the default dtype, which the result does not show."""
 
 CONDITIONS = frozenset({"condition", "mask", "index", "indices"})

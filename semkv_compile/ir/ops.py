@@ -58,9 +58,24 @@ def _attention_fake(
 
 @torch.library.register_fake("semkv::mixed_attention", lib=library)
 def _mixed_attention_fake(
-    q, q_positions, block_k, block_v, block_positions, block_bias=None, block_heads=None, block_k_scale=None, block_v_scale=None,
-    key_u=None, key_s=None, key_v=None, value_u=None, value_s=None, value_v=None, *rest, **kwargs,
-):  # fmt: skip
+    q,
+    q_positions,
+    block_k,
+    block_v,
+    block_positions,
+    block_bias=None,
+    block_heads=None,
+    block_k_scale=None,
+    block_v_scale=None,
+    key_u=None,
+    key_s=None,
+    key_v=None,
+    value_u=None,
+    value_s=None,
+    value_v=None,
+    *rest,
+    **kwargs,
+):
     return q.new_empty((*q.shape[:-1], value_dim(q, block_v, block_v_scale, value_v)))
 
 

@@ -75,6 +75,11 @@ class AttentionSite:
         if (first, last) == (0, self.kv_heads) and share == 1.0:
             return self
         return replace(
-            self, q_heads=(last - first) * self.group_size, kv_heads=last - first, first_head=first,
-            budget_share=self.budget_share * share, roles=self.roles[first:last], head_order=self.head_order[first:last],
-        )  # fmt: skip
+            self,
+            q_heads=(last - first) * self.group_size,
+            kv_heads=last - first,
+            first_head=first,
+            budget_share=self.budget_share * share,
+            roles=self.roles[first:last],
+            head_order=self.head_order[first:last],
+        )

@@ -110,7 +110,13 @@ class ClusterKV(Method):
     def components(self, program: Program, profile: Profile | None) -> Components:
         frame = Frame(self.sinks, self.window, fold_chunk=self.fold_chunk)
         return Components(
-            segmenter=KeyClusters(self.tokens_per_cluster, self.rounds, frame), router=MeanKeyRouter(self.bits),
-            outside="folded", fixed_share=self.fixed_share, floor_tokens=64, window=self.window, window_share=frame.share,
-            fold_chunk=self.fold_chunk, unit=self.tokens_per_cluster,
-        )  # fmt: skip
+            segmenter=KeyClusters(self.tokens_per_cluster, self.rounds, frame),
+            router=MeanKeyRouter(self.bits),
+            outside="folded",
+            fixed_share=self.fixed_share,
+            floor_tokens=64,
+            window=self.window,
+            window_share=frame.share,
+            fold_chunk=self.fold_chunk,
+            unit=self.tokens_per_cluster,
+        )

@@ -73,9 +73,11 @@ class HeteroCache(Method):
             overlap = profile.tensors.get(f"taxonomy.overlap.{site.store}")
             if overlap is not None:
                 roles[number], clusters[number] = head_roles(
-                    section.stability[number], overlap.tolist(), self.tau_stable or section.tau_stable,
+                    section.stability[number],
+                    overlap.tolist(),
+                    self.tau_stable or section.tau_stable,
                     self.tau_similar or section.tau_similar,
-                )  # fmt: skip
+                )
         return tuple(roles), tuple(clusters)
 
     def head_roles(self, program: Program, profile: Profile | None) -> tuple[tuple[str, ...], ...] | None:
@@ -103,9 +105,13 @@ class HeteroCache(Method):
                 if role == "satellite" and site.treatment == "method":
                     pivots[site.store, place] = order.index(clusters[number][order[place]])
         router = PivotRouter(
-            pivots, self.every, self.tau_drift or profile.info.head_taxonomy.tau_stable, self.pool, self.retrieval,
+            pivots,
+            self.every,
+            self.tau_drift or profile.info.head_taxonomy.tau_stable,
+            self.pool,
+            self.retrieval,
             pivot_sites(program, pivots),
-        )  # fmt: skip
+        )
         made = self._compositions(router)
         parts = {
             site.store: tuple(self._parts(profile, number, site, made))
@@ -119,9 +125,14 @@ class HeteroCache(Method):
         """By role."""
         frame = Frame(self.sinks, self.recent, fold_chunk=max(8, self.page if self.strict else 1))
         folded = {
-            "outside": "folded", "fixed_share": 1 / 2, "floor_tokens": 32, "window": self.recent, "window_share": frame.share,
-            "fold_chunk": frame.fold_chunk, "resident": True,
-        }  # fmt: skip
+            "outside": "folded",
+            "fixed_share": 1 / 2,
+            "floor_tokens": 32,
+            "window": self.recent,
+            "window_share": frame.share,
+            "fold_chunk": frame.fold_chunk,
+            "resident": True,
+        }
         satellite = Components(segmenter=Pages(1, frame, fixed=True), router=router, host_form="raw", **folded)  # type: ignore[arg-type]
         votes = ObservationWindow(1, self.pool, "mean", self.recent)
         anchor = Components(keeper=votes)

@@ -41,7 +41,14 @@ class InfLLM(Method):
     def components(self, program: Program, profile: Profile | None) -> Components:
         frame = Frame(self.sinks, self.window, fold_chunk=self.block)
         return Components(
-            segmenter=Pages(self.block, frame), router=RepresentativeRouter(self.representatives, self.local, self.bits),
-            outside="folded", unit=self.block, fixed_share=self.fixed_share, floor_tokens=64, window=self.window, window_share=frame.share,
-            fold_chunk=frame.fold_chunk, reads_queries=True,
-        )  # fmt: skip
+            segmenter=Pages(self.block, frame),
+            router=RepresentativeRouter(self.representatives, self.local, self.bits),
+            outside="folded",
+            unit=self.block,
+            fixed_share=self.fixed_share,
+            floor_tokens=64,
+            window=self.window,
+            window_share=frame.share,
+            fold_chunk=frame.fold_chunk,
+            reads_queries=True,
+        )

@@ -115,9 +115,13 @@ class OmniKV(Method):
         )
         frame = Frame(self.sinks, self.recent, fold_chunk=max(8, self.page if self.strict else 1))
         folded = {
-            "outside": "folded", "fixed_share": 1 / 2, "floor_tokens": 32, "window": self.recent, "window_share": frame.share,
+            "outside": "folded",
+            "fixed_share": 1 / 2,
+            "floor_tokens": 32,
+            "window": self.recent,
+            "window_share": frame.share,
             "fold_chunk": frame.fold_chunk,
-        }  # fmt: skip
+        }
         following = Components(segmenter=Pages(1, frame, fixed=True), router=router, host_form="raw", **folded)  # type: ignore[arg-type]
         whole = Components(whole=True)
         dense = Components(segmenter=Pages(self.page, frame), router=MeanKeyRouter(self.bits), **folded)  # type: ignore[arg-type]

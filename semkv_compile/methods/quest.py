@@ -37,6 +37,13 @@ class Quest(Method):
     def components(self, program: Program, profile: Profile | None) -> Components:
         frame = Frame(self.sinks, self.window, fold_chunk=max(8, self.page))
         return Components(
-            segmenter=Pages(self.page, frame), router=MinMaxRouter(self.bits), outside="folded", fixed_share=self.fixed_share,
-            floor_tokens=32, window=self.window, window_share=frame.share, fold_chunk=frame.fold_chunk, unit=self.page,
-        )  # fmt: skip
+            segmenter=Pages(self.page, frame),
+            router=MinMaxRouter(self.bits),
+            outside="folded",
+            fixed_share=self.fixed_share,
+            floor_tokens=32,
+            window=self.window,
+            window_share=frame.share,
+            fold_chunk=frame.fold_chunk,
+            unit=self.page,
+        )

@@ -103,9 +103,16 @@ class GateRouter:
 
         mean = there.mean_k
         return gate_scores_triton(
-            q, of_heads("weight", self.weights), mean.codes, mean.scale, there.indexed("norms"), there.lengths,
-            of_heads("offset", self.offsets), of_heads("threshold", self.thresholds), bits=mean.bits,
-        )  # fmt: skip
+            q,
+            of_heads("weight", self.weights),
+            mean.codes,
+            mean.scale,
+            there.indexed("norms"),
+            there.lengths,
+            of_heads("offset", self.offsets),
+            of_heads("threshold", self.thresholds),
+            bits=mean.bits,
+        )
 
     def threshold(self, site: AttentionSite) -> Tensor:
         """Zero: `score` is measured from the learned threshold."""

@@ -88,7 +88,9 @@ class SeKV(Method):
         return Components(
             segmenter=self.segmenter(),
             summary=Summary(
-                weights=self.weights, bits=self.bits, attend=self.coarse,
+                weights=self.weights,
+                bits=self.bits,
+                attend=self.coarse,
                 routing="uniform" if self.routing == "mean" and self.weights == "surprisal" else "derived",
             ),
             router=self._router(program, profile),
@@ -101,16 +103,22 @@ class SeKV(Method):
             unfold=self.unfold,
             window=self.window,
             window_share=self.window_share,
-        )  # fmt: skip
+        )
 
     def segmenter(self) -> SurprisalSpans | LiteralSpans:
         """How prompts are divided; calibration divides in the same way."""
         if self.literal:
             return LiteralSpans(self.alpha, 16, self.window)
         return SurprisalSpans(
-            self.alpha, self.min_span, self.max_span, 0.1 if self.anchors else 0.0, self.window, self.window_share, self.sinks,
+            self.alpha,
+            self.min_span,
+            self.max_span,
+            0.1 if self.anchors else 0.0,
+            self.window,
+            self.window_share,
+            self.sinks,
             entropy=self.entropy,
-        )  # fmt: skip
+        )
 
     def _router(self, program: Program, profile: Profile | None) -> Router:
         if self.router == "oracle":

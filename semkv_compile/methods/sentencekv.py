@@ -193,14 +193,24 @@ class SentenceKV(Method):
             classes = profile.tensors["sentences.classes"]
         frame = Frame(self.sinks, self.recent, share=1 / 4)
         segmenter = SentenceBuckets(
-            classes if self.buckets == "sentences" else None, 0.0 if self.recoverable else self.r, self.window, self.kernel,
-            self.longest if self.buckets == "sentences" else self.chunk, self.fixed_share, frame,
-        )  # fmt: skip
+            classes if self.buckets == "sentences" else None,
+            0.0 if self.recoverable else self.r,
+            self.window,
+            self.kernel,
+            self.longest if self.buckets == "sentences" else self.chunk,
+            self.fixed_share,
+            frame,
+        )
         return Components(
-            segmenter=segmenter, router=SentenceRouter(self.bits, classes=classes if self.query == "sentence" else None),
-            outside="folded", fixed_share=self.fixed_share, floor_tokens=32, window=self.recent, window_share=frame.share,
+            segmenter=segmenter,
+            router=SentenceRouter(self.bits, classes=classes if self.query == "sentence" else None),
+            outside="folded",
+            fixed_share=self.fixed_share,
+            floor_tokens=32,
+            window=self.recent,
+            window_share=frame.share,
             fold_chunk=frame.fold_chunk,
-        )  # fmt: skip
+        )
 
     def plan(self, program: Program, profile: Profile | None) -> Plan:
         plan = super().plan(program, profile)

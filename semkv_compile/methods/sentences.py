@@ -20,12 +20,63 @@ STOPS, BANGS, WIDE = ".", "!?…", "。！？｡"
 CLOSING = "\"'”’»)]}」』）】》〉"
 """Characters that may stand between a mark and the white space behind it."""
 
-ABBREVIATIONS = frozenset((
-    "mr", "mrs", "ms", "dr", "prof", "st", "sr", "jr", "rev", "hon", "gen", "col", "sgt", "capt", "lt", "cpt", "gov",
-    "sen", "rep", "vs", "fig", "figs", "eq", "eqs", "sec", "vol", "pp", "ed", "eds", "approx", "dept", "est", "cf",
-    "viz", "nos", "messrs", "mme", "mlle", "jan", "feb", "apr", "aug", "sept", "oct", "nov", "dec", "e.g", "i.e",
-    "a.m", "p.m", "u.s", "u.k", "ph.d",
-))  # fmt: skip
+ABBREVIATIONS = frozenset(
+    (
+        "mr",
+        "mrs",
+        "ms",
+        "dr",
+        "prof",
+        "st",
+        "sr",
+        "jr",
+        "rev",
+        "hon",
+        "gen",
+        "col",
+        "sgt",
+        "capt",
+        "lt",
+        "cpt",
+        "gov",
+        "sen",
+        "rep",
+        "vs",
+        "fig",
+        "figs",
+        "eq",
+        "eqs",
+        "sec",
+        "vol",
+        "pp",
+        "ed",
+        "eds",
+        "approx",
+        "dept",
+        "est",
+        "cf",
+        "viz",
+        "nos",
+        "messrs",
+        "mme",
+        "mlle",
+        "jan",
+        "feb",
+        "apr",
+        "aug",
+        "sept",
+        "oct",
+        "nov",
+        "dec",
+        "e.g",
+        "i.e",
+        "a.m",
+        "p.m",
+        "u.s",
+        "u.k",
+        "ph.d",
+    )
+)
 
 # How a token begins.
 PLAIN, SPACE, BLANK, CLOSER, STOP, BANG, WIDE_MARK, SPECIAL, BYTE_80, BYTE_BC, BYTE_82, BYTE_81, BYTE_9F = range(13)
@@ -34,8 +85,12 @@ START, WORD, OTHER, SOFT, HARD, FULL, ENDED, SHORT, SHORT_IF_BARE, DOTTED, E3, E
 
 PENDING = (SOFT, HARD)
 BYTES = {
-    (E3, BYTE_80): E3_80, (EF, BYTE_BC): EF_BC, (E3_80, BYTE_82): FULL, (EF_BC, BYTE_81): FULL, (EF_BC, BYTE_9F): FULL,
-}  # fmt: skip
+    (E3, BYTE_80): E3_80,
+    (EF, BYTE_BC): EF_BC,
+    (E3_80, BYTE_82): FULL,
+    (EF_BC, BYTE_81): FULL,
+    (EF_BC, BYTE_9F): FULL,
+}
 """The marks U+3002, U+FF01 and U+FF1F where their three bytes are several tokens."""
 QUOTE_BYTES = (b"\xe2\x80", b"\x99", b"\x9d")
 """Closing quotes U+2019 and U+201D where they are two tokens: behind a mark, both go on with its sentence."""

@@ -100,7 +100,13 @@ class ShadowKV(Method):
     def components(self, program: Program, profile: Profile | None) -> Components:
         frame = Frame(self.sinks, self.window, fold_chunk=max(8, self.chunk))
         return Components(
-            segmenter=OutlierPages(Pages(self.chunk, frame), self.outliers), router=MeanKeyRouter(self.bits), outside="folded",
-            fixed_share=self.fixed_share, floor_tokens=40, window=self.window, window_share=frame.share,
-            fold_chunk=frame.fold_chunk, unit=self.chunk,
-        )  # fmt: skip
+            segmenter=OutlierPages(Pages(self.chunk, frame), self.outliers),
+            router=MeanKeyRouter(self.bits),
+            outside="folded",
+            fixed_share=self.fixed_share,
+            floor_tokens=40,
+            window=self.window,
+            window_share=frame.share,
+            fold_chunk=frame.fold_chunk,
+            unit=self.chunk,
+        )

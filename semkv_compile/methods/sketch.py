@@ -93,9 +93,15 @@ class Sketch(Method):
         router = self.router(program, profile)
         chooser = OracleRouter() if self.oracle else router
         found = Components(
-            segmenter=Pages(1, frame, fixed=True), router=chooser, outside="folded", fixed_share=self.fixed_share,
-            floor_tokens=16, window=self.window, window_share=frame.share, fold_chunk=frame.fold_chunk,
-        )  # fmt: skip
+            segmenter=Pages(1, frame, fixed=True),
+            router=chooser,
+            outside="folded",
+            fixed_share=self.fixed_share,
+            floor_tokens=16,
+            window=self.window,
+            window_share=frame.share,
+            fold_chunk=frame.fold_chunk,
+        )
         idle: dict[str, Components] = {}
         parts: dict[int, tuple[Part, ...]] = {}
         for site in program.stores:

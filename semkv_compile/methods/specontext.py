@@ -54,9 +54,16 @@ class SpeContext(Method):
         frame = Frame(self.sinks, self.window)
         router = SpeculativeRouter() if self.retrieval == "head" else OracleRouter()
         return Components(
-            segmenter=Pages(1, frame), router=router, host_form="raw", outside="folded", fixed_share=1 / 2,
-            floor_tokens=16, window=self.window, window_share=frame.share, fold_chunk=frame.fold_chunk,
-        )  # fmt: skip
+            segmenter=Pages(1, frame),
+            router=router,
+            host_form="raw",
+            outside="folded",
+            fixed_share=1 / 2,
+            floor_tokens=16,
+            window=self.window,
+            window_share=frame.share,
+            fold_chunk=frame.fold_chunk,
+        )
 
     def plan(self, program: Program, profile: Profile | None) -> Plan:
         plan, head = super().plan(program, profile), self.retrieval_head(profile)
@@ -66,6 +73,10 @@ class SpeContext(Method):
             raise ConfigError("method 'specontext' needs the retrieval head in the program: compile or save it again")
         speculation = Speculation(program.selector, head.section, self.strict, batch=self.selection == "batch")
         return Plan(
-            plan.parts, before=speculation, notes=speculation.notes(), after_prompt=speculation,
-            features=head.section.feature_sites, charge=speculation.charge(),
-        )  # fmt: skip
+            plan.parts,
+            before=speculation,
+            notes=speculation.notes(),
+            after_prompt=speculation,
+            features=head.section.feature_sites,
+            charge=speculation.charge(),
+        )

@@ -143,9 +143,14 @@ class Estimator:
         assert self.workload.budget is not None
         ahead = AHEAD * sum(self.waiting)
         return MemoryDemand(
-            weights=self.decoder.weights, runtime=self.runtime + rows * (ahead + self.window_bytes(tokens)),
-            waiting=self.waiting, exact=self.exact, budget=self.workload.budget, rows=rows, beside=True,
-        )  # fmt: skip
+            weights=self.decoder.weights,
+            runtime=self.runtime + rows * (ahead + self.window_bytes(tokens)),
+            waiting=self.waiting,
+            exact=self.exact,
+            budget=self.workload.budget,
+            rows=rows,
+            beside=True,
+        )
 
     def limits(self, rows: int) -> tuple[int, ...]:
         """Thresholds of Alg. 1 with full windows; none where the weights do not fit or nothing waits."""
@@ -247,8 +252,15 @@ def _way(estimator: Estimator, name: str) -> Way:
         device = float(estimator.demand(tokens, rows).device_bytes(tokens, every))
         found = _Bytes(device, budget.host, budget.read, budget.moved, every)
     return Way(
-        name=name, device=round(found.device), host=round(found.host), fits=estimator.fits(name, tokens, rows),
-        read=round(found.read), moved=round(found.moved), device_seconds=found.read / machine.bandwidth,
-        link_seconds=found.moved / machine.link, longest=estimator.longest(name, rows),
-        most_rows=estimator.most_rows(name, tokens), layers_on_host=found.layers,
-    )  # fmt: skip
+        name=name,
+        device=round(found.device),
+        host=round(found.host),
+        fits=estimator.fits(name, tokens, rows),
+        read=round(found.read),
+        moved=round(found.moved),
+        device_seconds=found.read / machine.bandwidth,
+        link_seconds=found.moved / machine.link,
+        longest=estimator.longest(name, rows),
+        most_rows=estimator.most_rows(name, tokens),
+        layers_on_host=found.layers,
+    )

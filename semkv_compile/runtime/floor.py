@@ -46,8 +46,14 @@ class Demand:
 
     @classmethod
     def of(
-        cls, method: str, stores: tuple[AttentionSite, ...], plan: Plan, budget: Budget, minimum: int, longest: int | None
-    ) -> Demand:  # fmt: skip
+        cls,
+        method: str,
+        stores: tuple[AttentionSite, ...],
+        plan: Plan,
+        budget: Budget,
+        minimum: int,
+        longest: int | None,
+    ) -> Demand:
         """Of `plan` for the counted `stores`; `minimum` is in tokens of whole pages."""
         full = max(1, sum(budget.full_bytes(store, 1) for store in stores))
         whole, sharing = 0, []

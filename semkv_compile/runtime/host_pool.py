@@ -32,9 +32,14 @@ class GrowingTensor:
     """
 
     def __init__(
-        self, heads: int, tail: tuple[int, ...], dtype: torch.dtype, *, tier: HostTier | None = None,
+        self,
+        heads: int,
+        tail: tuple[int, ...],
+        dtype: torch.dtype,
+        *,
+        tier: HostTier | None = None,
         device: torch.device | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.length = self.expected = 0
         self.tier, self.device = HostTier() if tier is None else tier, device
         self._tail = tail
@@ -109,9 +114,16 @@ class HostTokens:
     """Folded tokens' keys and values per KV head, in order, raw in the KV dtype or as 8-bit codes with scales."""
 
     def __init__(
-        self, heads: int, key_dim: int, value_dim: int, dtype: torch.dtype, form: Form, *,
-        tier: HostTier | None = None, device: torch.device | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        heads: int,
+        key_dim: int,
+        value_dim: int,
+        dtype: torch.dtype,
+        form: Form,
+        *,
+        tier: HostTier | None = None,
+        device: torch.device | None = None,
+    ) -> None:
         self.form = form
         self.dtype = dtype
         stored = dtype if form == "raw" else torch.uint8
@@ -230,9 +242,15 @@ class HostFactors:
     KINDS = ("key_u", "key_s", "key_v", "value_u", "value_s", "value_v")
 
     def __init__(
-        self, heads: int, key_dim: int, value_dim: int, dtype: torch.dtype, *, tier: HostTier | None = None,
+        self,
+        heads: int,
+        key_dim: int,
+        value_dim: int,
+        dtype: torch.dtype,
+        *,
+        tier: HostTier | None = None,
         device: torch.device | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.heads, self.key_dim, self.value_dim, self.dtype = heads, key_dim, value_dim, dtype
         self.packed = {kind: GrowingTensor(1, (), dtype, tier=tier, device=device) for kind in self.KINDS}
         self.offsets = {kind: torch.zeros(heads, 0, dtype=torch.int64, device="cpu") for kind in self.KINDS}

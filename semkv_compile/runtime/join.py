@@ -48,8 +48,12 @@ def _with_batch(row: Entries) -> Entries:
 
 
 def _joined(
-    parts: list[Entries], firsts: list[int], sites: list[AttentionSite], tokens: int, join: Callable[[list[Tensor]], Tensor]
-) -> Entries:  # fmt: skip
+    parts: list[Entries],
+    firsts: list[int],
+    sites: list[AttentionSite],
+    tokens: int,
+    join: Callable[[list[Tensor]], Tensor],
+) -> Entries:
     """Blocks one behind the other, each part's from its first place on, and factored spans put together by `join`."""
     joined: dict[str, Any] = {}
     for name in BLOCKS:

@@ -92,10 +92,11 @@ class Past:
     def clone(self) -> Past:
         """A copy that grows on its own; pieces are shared, which nobody writes to."""
         return Past(
-            self.placement, self.surprisal,
+            self.placement,
+            self.surprisal,
             {site: list(pieces) for site, pieces in self.queries.items()},
             {site: list(pieces) for site, pieces in self.features.items()},
-        )  # fmt: skip
+        )
 
     @property
     def _all_queries(self) -> bool:

@@ -333,9 +333,17 @@ class RowMemory:
         for block in parts.blocks(max(FOLD_BLOCK, -(-n // FOLD_BLOCKS))):
             at = block.folded
             spans.fold(
-                Folding(made.k[:, at], made.v[:, at], at, made.surprisal[at], block.lengths, block.units, record.ids[at],
-                        record)
-            )  # fmt: skip
+                Folding(
+                    made.k[:, at],
+                    made.v[:, at],
+                    at,
+                    made.surprisal[at],
+                    block.lengths,
+                    block.units,
+                    record.ids[at],
+                    record,
+                )
+            )
         return memory
 
     def _scored(self, made: _Prompt, evictor: Evictor, room: int) -> SiteMemory:
@@ -357,8 +365,13 @@ class RowMemory:
         return FoldedSpans(made.site, made.components, placement.budget.dtype, tier=placement.tier, device=device)
 
     def _site(
-        self, made: _Prompt, kept: Tensor, recent: Tensor, spans: FoldedSpans | None = None, scores: Tensor | None = None
-    ) -> SiteMemory:  # fmt: skip
+        self,
+        made: _Prompt,
+        kept: Tensor,
+        recent: Tensor,
+        spans: FoldedSpans | None = None,
+        scores: Tensor | None = None,
+    ) -> SiteMemory:
         placement, site, k, v = self.placement, made.site, made.k, made.v
         device, page = placement.device, placement.page_size
         kept = kept if kept.dim() == 2 else kept[None]
@@ -367,17 +380,30 @@ class RowMemory:
         uncapped = site.treatment != "method" or placement.budget.uncapped
         scored = [None, None] if scores is None else [scores[heads, per_head].to(device), scores[:, recent].to(device)]
         return SiteMemory(
-            site, made.components,
+            site,
+            made.components,
             TokenStore(
-                k[heads, per_head].to(device), v[heads, per_head].to(device), kept.to(device), page, scores=scored[0],
+                k[heads, per_head].to(device),
+                v[heads, per_head].to(device),
+                kept.to(device),
+                page,
+                scores=scored[0],
             ),
             TokenStore(
-                k[:, recent].to(device), v[:, recent].to(device), recent[None].to(device), page, reserve=uncapped,
+                k[:, recent].to(device),
+                v[:, recent].to(device),
+                recent[None].to(device),
+                page,
+                reserve=uncapped,
                 scores=scored[1],
             ),
-            spans, made.record.ids[recent].clone(), made.surprisal[recent].clone(),
-            unit_state=made.unit_state(recent), device=device, elastic=placement.residency == "elastic" or made.components.resident,
-        )  # fmt: skip
+            spans,
+            made.record.ids[recent].clone(),
+            made.surprisal[recent].clone(),
+            unit_state=made.unit_state(recent),
+            device=device,
+            elastic=placement.residency == "elastic" or made.components.resident,
+        )
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
@@ -407,9 +433,16 @@ class RowMemory:
                 self.traffic.offloaded_bytes += memory.to_host()
 
     def entries(
-        self, site: AttentionSite, owner: bool, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, ids: Tensor,
+        self,
+        site: AttentionSite,
+        owner: bool,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        positions: Tensor,
+        ids: Tensor,
         surprisal: Tensor,
-    ) -> Entries:  # fmt: skip
+    ) -> Entries:
         """Store new tokens where `site` owns its store, and return what it attends to; tensors without a batch dimension."""
         store, memories = self.placement.stores[site.store], self.stores[site.store]
         parts, tokens = self.placement.parts(store), self.tokens + q.shape[1]

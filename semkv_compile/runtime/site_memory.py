@@ -75,9 +75,19 @@ class SiteMemory:
     """
 
     def __init__(
-        self, site: AttentionSite, components: Components, kept: TokenStore, recent: TokenStore, spans: FoldedSpans | None,
-        recent_ids: Tensor, recent_surprisal: Tensor, *, unit_state: int = 0, device: torch.device, elastic: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        site: AttentionSite,
+        components: Components,
+        kept: TokenStore,
+        recent: TokenStore,
+        spans: FoldedSpans | None,
+        recent_ids: Tensor,
+        recent_surprisal: Tensor,
+        *,
+        unit_state: int = 0,
+        device: torch.device,
+        elastic: bool = False,
+    ) -> None:
         self.site, self.components, self.device, self.elastic = site, components, device, elastic
         self.kept, self.recent, self.spans = kept, recent, spans
         self.recent_ids, self.recent_surprisal = (
@@ -324,9 +334,10 @@ class SiteMemory:
         inside = torch.arange(factors.positions.shape[-1], dtype=torch.int64, device="cpu") < length[..., None]
         inside = inside.repeat_interleave(site.group_size, 0)[:, None]
         return entries._replace(
-            **factors.parts, factored_positions=factors.positions,  # type: ignore[arg-type]
+            **factors.parts,
+            factored_positions=factors.positions,  # type: ignore[arg-type]
             factored_bias=_bias(seen[..., None] & inside, self.device),
-        )  # fmt: skip
+        )
 
     def _score(self, site: AttentionSite, q: Tensor, step: Step) -> None:
         """Add what the new queries q [Hq, T, D] attend to to the scores of the exact tokens, kept ones first."""
@@ -468,10 +479,13 @@ def _with_block(
 
     (k, k_scale), (v, v_scale) = ((x.codes, x.scale) if isinstance(x, Quantized) else (x, None) for x in (k, v))
     return entries._replace(
-        block_k=[*entries.block_k, k], block_v=[*entries.block_v, v], block_positions=[*entries.block_positions, positions],
-        block_bias=more(entries.block_bias, bias), block_k_scale=more(entries.block_k_scale, k_scale),
+        block_k=[*entries.block_k, k],
+        block_v=[*entries.block_v, v],
+        block_positions=[*entries.block_positions, positions],
+        block_bias=more(entries.block_bias, bias),
+        block_k_scale=more(entries.block_k_scale, k_scale),
         block_v_scale=more(entries.block_v_scale, v_scale),
-    )  # fmt: skip
+    )
 
 
 def _zoomed_units(zoom: Tensor, unit: Tensor, site: AttentionSite) -> Tensor:

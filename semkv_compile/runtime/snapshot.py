@@ -157,9 +157,13 @@ def _memory(
             raise ValueError(f"{name}.positions are not positions of {tokens} tokens in {heads} heads")
         scores = _scores(own, f"{name}.scores", (heads, n)) if part.components.evictor is not None else None
         exact[name] = TokenStore(
-            k.to(device), v.to(device), positions.to(device), placement.page_size,
-            reserve=uncapped and name == "recent", scores=None if scores is None else scores.to(device),
-        )  # fmt: skip
+            k.to(device),
+            v.to(device),
+            positions.to(device),
+            placement.page_size,
+            reserve=uncapped and name == "recent",
+            scores=None if scores is None else scores.to(device),
+        )
     ids, surprisal = torch.zeros(0, dtype=torch.int64, device="cpu"), torch.zeros(0, dtype=torch.float32, device="cpu")
     state = _expect(
         own.get("unit_state", torch.zeros(1, dtype=torch.int64, device="cpu")), "unit_state", (1,), torch.int64
@@ -172,9 +176,17 @@ def _memory(
         spans = FoldedSpans(site, part.components, dtype, tier=placement.tier, device=placement.where(site, tokens))
         _fill_spans(spans, own, tokens)
     memory = SiteMemory(
-        site, part.components, exact["kept"], exact["recent"], spans, ids, surprisal, unit_state=int(state),
-        device=device, elastic=placement.residency == "elastic" or part.components.resident,
-    )  # fmt: skip
+        site,
+        part.components,
+        exact["kept"],
+        exact["recent"],
+        spans,
+        ids,
+        surprisal,
+        unit_state=int(state),
+        device=device,
+        elastic=placement.residency == "elastic" or part.components.resident,
+    )
     if spans is not None and memory.elastic and "workspace.tokens" in own:
         memory.workspace = _workspace(spans, own, device)
         memory.workspace_nbytes = memory.workspace.nbytes
@@ -230,13 +242,16 @@ def _fill_spans(spans: FoldedSpans, own: dict[str, Tensor], tokens: int) -> None
     starts = own["segment_start"]
     is_factor = own["segment_kind"] == FACTORS
     sound = (
-        _within(own["lengths"], 0 if rows > 1 else 1, tokens + 1) and _within(own["positions"], 0, tokens)
+        _within(own["lengths"], 0 if rows > 1 else 1, tokens + 1)
+        and _within(own["positions"], 0, tokens)
         and _within(own["segment_unit"], -1, m)
-        and _within(own["segment_kind"], 0, 2) and _within(own["segment_length"], 1, tokens + 1)
+        and _within(own["segment_kind"], 0, 2)
+        and _within(own["segment_length"], 1, tokens + 1)
         and _within(own["segment_position"], 0, tokens)
-        and _within(starts[is_factor], 0, len(factored)) and _within(starts[~is_factor], 0, stored)
+        and _within(starts[is_factor], 0, len(factored))
+        and _within(starts[~is_factor], 0, stored)
         and _within((starts + own["segment_length"])[~is_factor], 0, stored + 1)
-    )  # fmt: skip
+    )
     if not sound:
         raise ValueError("its span tables point outside of what is stored")
     spans.lengths, spans.positions = own["lengths"].clone(), own["positions"].clone()

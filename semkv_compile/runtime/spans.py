@@ -58,9 +58,14 @@ class FoldedSpans:
     """
 
     def __init__(
-        self, site: AttentionSite, components: Components, dtype: torch.dtype, *, tier: HostTier | None = None,
+        self,
+        site: AttentionSite,
+        components: Components,
+        dtype: torch.dtype,
+        *,
+        tier: HostTier | None = None,
         device: torch.device | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """device: where folded tokens and factors wait; None: on the host, in `tier`."""
         self.site, self.components, self.dtype, self.device = site, components, dtype, device
         heads = site.kv_heads

@@ -289,7 +289,7 @@ class State:
         if ids.shape[1] > 1 and self.placement.plan.reads_surprisal:
             known = torch.nn.functional.cross_entropy(
                 logits[:, :-1].float().transpose(1, 2), ids[:, 1:], reduction="none"
-            ).cpu()  # fmt: skip
+            ).cpu()
         for index, row in enumerate(self.rows):
             row.tokens += ids.shape[1]
             row.ids.extend(self._ids[index].tolist())

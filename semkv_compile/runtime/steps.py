@@ -15,9 +15,16 @@ from semkv.runtime.state import State
 
 @undisturbed
 def prefill_row(
-    program: Program, ids: Tensor, kv_dtype: torch.dtype, *, surprisal: bool, all_queries: bool = False,
-    chunk: int | None = None, tier: HostTier | None = None, logits: int = 1,
-) -> RowRecord:  # fmt: skip
+    program: Program,
+    ids: Tensor,
+    kv_dtype: torch.dtype,
+    *,
+    surprisal: bool,
+    all_queries: bool = False,
+    chunk: int | None = None,
+    tier: HostTier | None = None,
+    logits: int = 1,
+) -> RowRecord:
     """Run the prompt ids int64 [n], `chunk` tokens at a time (None: all at once), and keep its keys and values in `tier`, and the logits
     after its last `logits` tokens."""
     n = len(ids)

@@ -16,8 +16,15 @@ class TokenStore:
     """
 
     def __init__(
-        self, k: Tensor, v: Tensor, positions: Tensor, page_size: int, *, reserve: bool = False, scores: Tensor | None = None
-    ) -> None:  # fmt: skip
+        self,
+        k: Tensor,
+        v: Tensor,
+        positions: Tensor,
+        page_size: int,
+        *,
+        reserve: bool = False,
+        scores: Tensor | None = None,
+    ) -> None:
         self.page_size = page_size
         self.reserve = reserve
         self.length = k.shape[1]

@@ -12,9 +12,18 @@ if TYPE_CHECKING:
     from semkv.runtime.site_memory import SiteMemory
 
 SUMS = (
-    "steps", "moved_bytes", "held_bytes", "peak_bytes", "peak_share", "offloaded_bytes", "ahead_tokens", "ahead_bytes",
-    "hit_tokens", "missed_tokens", "stalled_seconds",
-)  # fmt: skip
+    "steps",
+    "moved_bytes",
+    "held_bytes",
+    "peak_bytes",
+    "peak_share",
+    "offloaded_bytes",
+    "ahead_tokens",
+    "ahead_bytes",
+    "hit_tokens",
+    "missed_tokens",
+    "stalled_seconds",
+)
 
 
 @dataclass

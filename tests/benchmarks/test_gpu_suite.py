@@ -75,10 +75,12 @@ def test_the_page_says_where_the_bars_are_met(load):
     one = {"entries": 65536, "rows": 2, "nbytes": 512 << 20, "rate": 3.5e12, "error": 0.0, "call_us": 400.0}
     small = one | {"entries": 4096, "rows": 1, "nbytes": 16 << 20}
     lines = [
-        one | {"reader": "semkv", "us": 150.0, "share": 0.85}, one | {"reader": "SDPA", "us": 130.0, "share": 0.98},
-        small | {"reader": "semkv", "us": 60.0, "share": 0.1}, small | {"reader": "SDPA", "us": 30.0, "share": 0.2},
+        one | {"reader": "semkv", "us": 150.0, "share": 0.85},
+        one | {"reader": "SDPA", "us": 130.0, "share": 0.98},
+        small | {"reader": "semkv", "us": 60.0, "share": 0.1},
+        small | {"reader": "SDPA", "us": 30.0, "share": 0.2},
         one | {"reader": "semkv, exact and coarse", "us": 300.0, "share": 0.5},
-    ]  # fmt: skip
+    ]
     report = {"lines": lines, "shape": [32, 8, 128], "dtype": "bfloat16", "copy_bandwidth": 4.2e12}
     text = "\n".join(page.kernels_part(report))
     assert "from 256 MiB on: **met**" in text
@@ -103,9 +105,16 @@ def test_the_page_sets_steps_beside_the_models_own(load):
     page = load("gpu_page")
     cell = {"name": "DynamicCache", "tokens": 32768, "rows": 1, "budget": None, "steps": 24}
     told = {
-        "missing": None, "first_ms": None, "median_ms": 30.0, "p99_ms": 31.0, "busy_ms": 28.0, "floor_ms": 6.0,
-        "device_bytes": 1 << 30, "moved_bytes": 0.0, "overlap": None,
-    }  # fmt: skip
+        "missing": None,
+        "first_ms": None,
+        "median_ms": 30.0,
+        "p99_ms": 31.0,
+        "busy_ms": 28.0,
+        "floor_ms": 6.0,
+        "device_bytes": 1 << 30,
+        "moved_bytes": 0.0,
+        "overlap": None,
+    }
     own = told | {
         "cell": cell | {"name": "sekv", "budget": 0.1},
         "median_ms": 10.0,

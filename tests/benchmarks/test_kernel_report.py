@@ -27,9 +27,11 @@ def test_every_kernel_is_there_for_every_model_and_target(report):
     found = {(row["kernel"], row["model"], row["capability"]) for row in rows}
     wanted = {
         (name, model, capability)
-        for model, sizes in report.MODELS.items() for operation in report.OPERATIONS for name, _ in operation(sizes)
+        for model, sizes in report.MODELS.items()
+        for operation in report.OPERATIONS
+        for name, _ in operation(sizes)
         for capability in report.CAPABILITIES
-    }  # fmt: skip
+    }
     assert found == wanted
 
 

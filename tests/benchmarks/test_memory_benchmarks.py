@@ -43,9 +43,16 @@ def test_a_peak_sees_what_is_gone_at_the_end(scripts):
 
 def row(tokens: int, **changes) -> dict:
     return {
-        "claim": "decode", "name": "sekv", "budget": 0.1, "tokens": tokens, "making": 1000 + tokens, "made": 900 + tokens // 4,
-        "peak": 950 + tokens // 2, "full": 8 * tokens, **changes,
-    }  # fmt: skip
+        "claim": "decode",
+        "name": "sekv",
+        "budget": 0.1,
+        "tokens": tokens,
+        "making": 1000 + tokens,
+        "made": 900 + tokens // 4,
+        "peak": 950 + tokens // 2,
+        "full": 8 * tokens,
+        **changes,
+    }
 
 
 def test_growth_is_a_share_of_the_full_cache(scripts):
@@ -69,14 +76,30 @@ def test_pages_hold_every_row(scripts, tmp_path):
     resident, long = scripts
     rows = [row(800) | {"commit": "aaa"}, row(8000) | {"commit": "bbb"}]
     rows.append(
-        {"claim": "prefill", "model": "decoder", "name": "sketch", "budget": 0.1, "tokens": 16_384, "before": 500 * MIB,
-         "peak": 600 * MIB, "after": 510 * MIB, "layer": 50 * MIB, "full": 400 * MIB, "commit": "aaa"}
-    )  # fmt: skip
+        {
+            "claim": "prefill",
+            "model": "decoder",
+            "name": "sketch",
+            "budget": 0.1,
+            "tokens": 16_384,
+            "before": 500 * MIB,
+            "peak": 600 * MIB,
+            "after": 510 * MIB,
+            "layer": 50 * MIB,
+            "full": 400 * MIB,
+            "commit": "aaa",
+        }
+    )
     wanted = [{"claim": "decode", "name": "sekv", "budget": 0.1, "tokens": tokens} for tokens in (8000, 16_000)]
     path = resident.page(
-        {"environment": ENVIRONMENT, "steps": 4, "rows": rows, "growth": resident.growths(rows),
-         "lacking": resident.lacking(wanted, rows)}
-    )  # fmt: skip
+        {
+            "environment": ENVIRONMENT,
+            "steps": 4,
+            "rows": rows,
+            "growth": resident.growths(rows),
+            "lacking": resident.lacking(wanted, rows),
+        }
+    )
     text = path.read_text(encoding="utf-8")
     assert "Not measured yet: decode with `sekv`, 16,000 tokens, 10 %.\n" in text
     assert path.parent == tmp_path
@@ -84,14 +107,30 @@ def test_pages_hold_every_row(scripts, tmp_path):
     assert "| `sketch` | 8 layers | 16,384 | 400 | 50 | 100 | 12.5 |" in text
     assert text.rstrip().endswith("Commits of the rows: aaa, bbb.")
     rows = [
-        {"method": "sekv", "generated": 20_000, "median_ms": 12.34, "busy_ms": 9.87, "peak_share": 0.998, "host": 80 * MIB,
-         "host_per_token": 2128.0, "anonymous": 600 * MIB, "tensors": 321, "threads": 1}
-    ]  # fmt: skip
+        {
+            "method": "sekv",
+            "generated": 20_000,
+            "median_ms": 12.34,
+            "busy_ms": 9.87,
+            "peak_share": 0.998,
+            "host": 80 * MIB,
+            "host_per_token": 2128.0,
+            "anonymous": 600 * MIB,
+            "tensors": 321,
+            "threads": 1,
+        }
+    ]
     held = dict.fromkeys(("budget", "host", "tensors", "tensor_bytes", "threads"), True)
     claims = [
-        {"method": "sekv", "generated": 20_000, "ratio": None, "busy_ratio": None, "largest_peak_share": 0.998,
-         "held": {"budget": True, "time": None, **held}}
-    ]  # fmt: skip
+        {
+            "method": "sekv",
+            "generated": 20_000,
+            "ratio": None,
+            "busy_ratio": None,
+            "largest_peak_share": 0.998,
+            "held": {"budget": True, "time": None, **held},
+        }
+    ]
     text = long.page({"environment": ENVIRONMENT, "rows": rows, "claims": claims}).read_text(encoding="utf-8")
     assert "| `sekv` | 20,000 | 12.3 | 9.9 | 99.8 | 80 | 2128.0 | 600 | 321 | 1 |" in text
     assert "| `sekv` | 20,000 | - | - | 99.8 | yes | not said | yes | yes | yes | yes |" in text

@@ -55,9 +55,16 @@ def test_our_rows_are_the_first_of_the_quality_grid(scripts):
 
 def row(press: str, budget: float | None, context: int, matched: list[int], family: str = "single") -> dict:
     return {
-        "press": press, "budget": budget, "family": family, "context": context, "matched": matched, "expected": [3, 3],
-        "cached": 1.0, "attended": 0.03 + context / 1000, "seconds": 0.1,
-    }  # fmt: skip
+        "press": press,
+        "budget": budget,
+        "family": family,
+        "context": context,
+        "matched": matched,
+        "expected": [3, 3],
+        "cached": 1.0,
+        "attended": 0.03 + context / 1000,
+        "seconds": 0.1,
+    }
 
 
 def test_rows_of_kvpress_are_read_with_their_failures(scripts, tmp_path):

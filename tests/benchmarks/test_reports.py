@@ -27,10 +27,15 @@ def scripts(monkeypatch):
     return reports, reports_heterocache, reports_sentencekv, reports_compresskv
 
 
-@pytest.mark.parametrize(("low", "high", "lower", "equal", "higher"), [
-    (-0.3, -0.1, "yes", "no", "no"), (-0.1, 0.1, "open", "open", "open"),
-    (-0.04, 0.05, "open", "yes", "open"), (0.1, 0.2, "no", "no", "yes"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("low", "high", "lower", "equal", "higher"),
+    [
+        (-0.3, -0.1, "yes", "no", "no"),
+        (-0.1, 0.1, "open", "open", "open"),
+        (-0.04, 0.05, "open", "yes", "open"),
+        (0.1, 0.2, "no", "no", "yes"),
+    ],
+)
 def test_a_claim_is_judged_by_the_interval(scripts, low, high, lower, equal, higher):
     change = Interval(value=(low + high) / 2, low=low, high=high, samples=8, contexts=2)
     assert [scripts[0].verdict(change, way) for way in ("lower", "equal", "higher")] == [lower, equal, higher]
@@ -39,10 +44,13 @@ def test_a_claim_is_judged_by_the_interval(scripts, low, high, lower, equal, hig
 def test_every_option_exists_and_every_claim_has_its_variants(scripts):
     _, hetero, sentence, compress = scripts
     grids = {
-        "hetero": (hetero.ablations(4, 64), hetero.CLAIMS), "thresholds": (hetero.thresholds(4, 64), ()),
-        "transfer": (hetero.transferred(4, 64), ()), "unseen": (sentence.unseen_grid(4, 64, 10), sentence.CLAIMS_UNSEEN),
-        "seen": (sentence.seen_grid(4, 64, 10), sentence.CLAIMS_SEEN), "compress": (compress.grid(4, 64), compress.CLAIMS),
-    }  # fmt: skip
+        "hetero": (hetero.ablations(4, 64), hetero.CLAIMS),
+        "thresholds": (hetero.thresholds(4, 64), ()),
+        "transfer": (hetero.transferred(4, 64), ()),
+        "unseen": (sentence.unseen_grid(4, 64, 10), sentence.CLAIMS_UNSEEN),
+        "seen": (sentence.seen_grid(4, 64, 10), sentence.CLAIMS_SEEN),
+        "compress": (compress.grid(4, 64), compress.CLAIMS),
+    }
     for name, (grid, claims) in grids.items():
         known = [(variant.label, variant.budget) for variant in grid.variants]
         assert len(known) == len(set(known)), f"{name}: a label stands for two variants at one budget"

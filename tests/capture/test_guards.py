@@ -27,12 +27,16 @@ CPU = torch.device("cpu")
         (sympy.Eq(FloorDiv(TOKENS + 63, 64), 1), lambda b, t: (t + 63) // 64 == 1, "((tokens + 63) // 64) == 1"),
         (sympy.Ne(Mod(TOKENS * ROWS, 50), 0), lambda b, t: t * b % 50 != 0, "((rows * tokens) % 50) != 0"),
         (sympy.Le(Max(TOKENS, ROWS) - Min(TOKENS, 7), 30), lambda b, t: max(t, b) - min(t, 7) <= 30, None),
-        (sympy.Lt(CeilToInt(IntTrueDiv(TOKENS, 3)), FloorToInt(IntTrueDiv(TOKENS, 2))), lambda b, t: -(-t // 3) < t // 2, None),
+        (
+            sympy.Lt(CeilToInt(IntTrueDiv(TOKENS, 3)), FloorToInt(IntTrueDiv(TOKENS, 2))),
+            lambda b, t: -(-t // 3) < t // 2,
+            None,
+        ),
         (sympy.Or(sympy.Eq(TOKENS, 5), sympy.Ge(TOKENS**2, 400)), lambda b, t: t == 5 or t * t >= 400, None),
         (sympy.Not(sympy.Eq(Mod(TOKENS, 3), 0)), lambda b, t: t % 3 != 0, "(tokens % 3) != 0"),
         (sympy.true, lambda b, t: True, "True"),
     ],
-)  # fmt: skip
+)
 def test_expressions_are_evaluated_as_python_would(expression, python, words) -> None:
     lengths = np.arange(1, 200)
     for rows in (1, 2, 9):

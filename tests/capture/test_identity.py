@@ -20,9 +20,16 @@ from semkv.errors import CaptureError
 def tiny() -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=41, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=64, bos_token_id=1, eos_token_id=None,
-    )  # fmt: skip
+        vocab_size=41,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+        bos_token_id=1,
+        eos_token_id=None,
+    )
     return LlamaForCausalLM(config).eval()
 
 

@@ -19,14 +19,35 @@ SPECS = "memory=1GB,bandwidth=1GB/s,link=1MB/s"
 def test_methods_beside_the_floor(run, tiny_model, tmp_path):
     out = tmp_path / "out" / "bench.json"
     result = run(
-        "bench", "--model", tiny_model, "--methods", "full,streaming_llm,quest", "--budgets", "0.5,128", "--context", 256, "--batch", 2,
-        "--steps", 5, "--warmup", 1, "--gpu", SPECS, "--json", out,
-    )  # fmt: skip
+        "bench",
+        "--model",
+        tiny_model,
+        "--methods",
+        "full,streaming_llm,quest",
+        "--budgets",
+        "0.5,128",
+        "--context",
+        256,
+        "--batch",
+        2,
+        "--steps",
+        5,
+        "--warmup",
+        1,
+        "--gpu",
+        SPECS,
+        "--json",
+        out,
+    )
     assert result.exit_code == 0, result.output
     rows = json.loads(out.read_text())["timings"]
     assert [(row["method"], row["budget"]) for row in rows] == [
-        ("full", None), ("streaming_llm", 0.5), ("streaming_llm", 128), ("quest", 0.5), ("quest", 128),
-    ]  # fmt: skip
+        ("full", None),
+        ("streaming_llm", 0.5),
+        ("streaming_llm", 128),
+        ("quest", 0.5),
+        ("quest", 128),
+    ]
     for row in rows:
         assert len(row["step_ms"]) == 5
         assert min(row["step_ms"]) > 0
@@ -103,10 +124,31 @@ def test_refusals_are_one_line(run, tiny_model, options, said):
 def test_a_timeline_beside_the_table(run, tiny_model, tmp_path):
     trace = tmp_path / "steps.json"
     result = run(
-        "bench", "--model", tiny_model, "--methods", "quest", "--budgets", "0.4", "--context", 256, "--steps", 3, "--warmup", 1,
-        "--residency", "elastic", "--host", "disk", "--disk-folder", tmp_path, "--prefetch", "--timeline", trace,
-        "--json", tmp_path / "bench.json",
-    )  # fmt: skip
+        "bench",
+        "--model",
+        tiny_model,
+        "--methods",
+        "quest",
+        "--budgets",
+        "0.4",
+        "--context",
+        256,
+        "--steps",
+        3,
+        "--warmup",
+        1,
+        "--residency",
+        "elastic",
+        "--host",
+        "disk",
+        "--disk-folder",
+        tmp_path,
+        "--prefetch",
+        "--timeline",
+        trace,
+        "--json",
+        tmp_path / "bench.json",
+    )
     assert result.exit_code == 0, result.output
     assert "prefetch buffers" in result.output
     (row,) = json.loads((tmp_path / "bench.json").read_text())["timings"]
@@ -120,11 +162,14 @@ def test_a_timeline_beside_the_table(run, tiny_model, tmp_path):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--methods", "full,quest", "--timeline", "steps.json"], "--timeline shows one method at one budget, and 2 were asked for"),
+        (
+            ["--methods", "full,quest", "--timeline", "steps.json"],
+            "--timeline shows one method at one budget, and 2 were asked for",
+        ),
         (["--timeline", "steps.png"], "expected a file that ends in .json"),
         (["--prefetch"], "prefetch=True is for residency='elastic'"),
     ],
-)  # fmt: skip
+)
 def test_refusals_about_fetching(run, tiny_model, tmp_path, monkeypatch, options, said):
     monkeypatch.chdir(tmp_path)
     result = run("bench", "--model", tiny_model, "--context", 64, *options)
@@ -143,8 +188,20 @@ def test_a_text_that_is_too_short(run, tiny_model, tmp_path):
 def test_auto_is_timed_once_as_what_it_stands_for(run, tmp_path):
     out, best = tmp_path / "bench.json", semkv.bundled.profile().best_method(0.2)
     result = run(
-        "bench", "--methods", f"{best},auto", "--budgets", "0.2", "--context", 256, "--steps", 2, "--warmup", 1, "--json", out,
-    )  # fmt: skip
+        "bench",
+        "--methods",
+        f"{best},auto",
+        "--budgets",
+        "0.2",
+        "--context",
+        256,
+        "--steps",
+        2,
+        "--warmup",
+        1,
+        "--json",
+        out,
+    )
     assert result.exit_code == 0, result.output
     assert [(row["method"], row["budget"]) for row in json.loads(out.read_text())["timings"]] == [(best, 0.2)]
 
@@ -159,19 +216,48 @@ def test_auto_without_a_profile_is_refused_before_the_model_is_read(run):
 def test_latents_hold_less(run, tmp_path):
     torch.manual_seed(0)
     config = DeepseekV3Config(
-        vocab_size=96, hidden_size=32, intermediate_size=64, moe_intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16,
-        n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1, first_k_dense_replace=1, max_position_embeddings=256,
-    )  # fmt: skip
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=64,
+        moe_intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=16,
+        v_head_dim=16,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
+        max_position_embeddings=256,
+    )
     DeepseekV3ForCausalLM(config).save_pretrained(tmp_path / "model")
     build_tokenizer().save_pretrained(tmp_path / "model")
     full = []
     for more in ((), ("--latents",)):
         out = tmp_path / "bench.json"
         result = run(
-            "bench", "--model", tmp_path / "model", "--methods", "full,streaming_llm", "--budgets", "0.5", "--context", 128,
-            "--steps", 2, "--warmup", 1, "--json", out, *more,
-        )  # fmt: skip
+            "bench",
+            "--model",
+            tmp_path / "model",
+            "--methods",
+            "full,streaming_llm",
+            "--budgets",
+            "0.5",
+            "--context",
+            128,
+            "--steps",
+            2,
+            "--warmup",
+            1,
+            "--json",
+            out,
+            *more,
+        )
         assert result.exit_code == 0, result.output
         full.append(json.loads(out.read_text())["timings"][0]["full_bytes"])
     heads, latents = full

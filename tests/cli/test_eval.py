@@ -8,9 +8,19 @@ import semkv
 from semkv.evaluation import Report
 
 ARGUMENTS = (
-    "--methods", "full,streaming_llm,snapkv", "--budgets", "0.5,48", "--lengths", "96,128", "--samples", "3",
-    "--questions-per-context", "2", "--families", "single,dense",
-)  # fmt: skip
+    "--methods",
+    "full,streaming_llm,snapkv",
+    "--budgets",
+    "0.5,48",
+    "--lengths",
+    "96,128",
+    "--samples",
+    "3",
+    "--questions-per-context",
+    "2",
+    "--families",
+    "single,dense",
+)
 
 
 @pytest.fixture(scope="module")
@@ -94,9 +104,26 @@ def test_an_interrupt_says_how_to_go_on(evaluated, run, tiny_model, tmp_path, mo
 
 def test_seen_questions_and_elastic_residency(run, tiny_model, tmp_path):
     result = run(
-        "eval", "--model", tiny_model, "--methods", "full,snapkv", "--budgets", "0.5", "--lengths", "96", "--samples",
-        "1", "--families", "dense", "--question", "both", "--residency", "elastic", "--kv-dtype", "float16",
-    )  # fmt: skip
+        "eval",
+        "--model",
+        tiny_model,
+        "--methods",
+        "full,snapkv",
+        "--budgets",
+        "0.5",
+        "--lengths",
+        "96",
+        "--samples",
+        "1",
+        "--families",
+        "dense",
+        "--question",
+        "both",
+        "--residency",
+        "elastic",
+        "--kv-dtype",
+        "float16",
+    )
     assert result.exit_code == 0, result.output
     assert "question unseen" in result.stdout
     assert "question seen" in result.stdout
@@ -142,9 +169,26 @@ def tiny_profile(tiny_model, tmp_path_factory):
 def test_sekv_with_its_profile_draws_its_zoom_rates(run, tiny_model, tiny_profile, tmp_path):
     out = tmp_path / "out.json"
     result = run(
-        "eval", "--model", tiny_model, "--profile", tiny_profile, "--methods", "full,sekv", "--budgets", "0.5",
-        "--lengths", "256", "--samples", "2", "--families", "dense", "--json", out, "--plot", tmp_path,
-    )  # fmt: skip
+        "eval",
+        "--model",
+        tiny_model,
+        "--profile",
+        tiny_profile,
+        "--methods",
+        "full,sekv",
+        "--budgets",
+        "0.5",
+        "--lengths",
+        "256",
+        "--samples",
+        "2",
+        "--families",
+        "dense",
+        "--json",
+        out,
+        "--plot",
+        tmp_path,
+    )
     assert result.exit_code == 0, result.output
     assert (tmp_path / "zoom_sekv_unseen_256.png").stat().st_size > 5000
     cell = next(c for c in Report.model_validate_json(out.read_text()).cells if c.cell.variant.method == "sekv")

@@ -7,9 +7,16 @@ import json
 import pytest
 
 LLAMA_8B = {
-    "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072, "dtype": "bfloat16",
-}  # fmt: skip
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "dtype": "bfloat16",
+}
 
 
 @pytest.fixture
@@ -22,8 +29,20 @@ def config(tmp_path):
 def test_a_plan_with_everything(run, config, tmp_path):
     out, pictures = tmp_path / "out" / "plan.json", tmp_path / "pictures"
     result = run(
-        "plan", "--model", config, "--gpu", "rtx4090", "--context", "128K", "--budget", "0.1", "--json", out, "--report", pictures
-    )  # fmt: skip
+        "plan",
+        "--model",
+        config,
+        "--gpu",
+        "rtx4090",
+        "--context",
+        "128K",
+        "--budget",
+        "0.1",
+        "--json",
+        out,
+        "--report",
+        pictures,
+    )
     assert result.exit_code == 0, result.output
     for said in ("8.03 B parameters", "KV 128.0 KiB per token", "22.4 GiB at 1,008 GB/s", "elastic with 95% overlap"):
         assert said in result.output
@@ -60,10 +79,32 @@ def test_without_a_budget_there_are_two_ways(run, config):
 def test_options_reach_the_plan(run, config, tmp_path):
     out = tmp_path / "plan.json"
     result = run(
-        "plan", "--model", config, "--gpu", "h100,link=25GB/s", "--context", "1024K", "--batch", 4, "--budget", 2048,
-        "--waits", "raw", "--residency", "shared", "--dtype", "float16", "--weights", "5GB", "--working-memory", "1GB",
-        "--host-memory", "2TB", "--json", out,
-    )  # fmt: skip
+        "plan",
+        "--model",
+        config,
+        "--gpu",
+        "h100,link=25GB/s",
+        "--context",
+        "1024K",
+        "--batch",
+        4,
+        "--budget",
+        2048,
+        "--waits",
+        "raw",
+        "--residency",
+        "shared",
+        "--dtype",
+        "float16",
+        "--weights",
+        "5GB",
+        "--working-memory",
+        "1GB",
+        "--host-memory",
+        "2TB",
+        "--json",
+        out,
+    )
     assert result.exit_code == 0, result.output
     plan = json.loads(out.read_text())
     asked = {

@@ -18,9 +18,21 @@ from semkv.profiles.calibration.settings import CalibrationSettings
 from semkv.profiles.schema import Profile
 
 TINY = [
-    "--length", "192", "--queries", "8", "--max-steps", "4", "--sequences", "2", "--samples", "2", "--needle-lengths", "1",
-    "--needle-depths", "1",
-]  # fmt: skip
+    "--length",
+    "192",
+    "--queries",
+    "8",
+    "--max-steps",
+    "4",
+    "--sequences",
+    "2",
+    "--samples",
+    "2",
+    "--needle-lengths",
+    "1",
+    "--needle-depths",
+    "1",
+]
 
 
 @pytest.fixture(scope="module")
@@ -29,9 +41,16 @@ def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("model")
     tokenizer = build_tokenizer()
     config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=16, max_position_embeddings=512, initializer_range=0.3,
-    )  # fmt: skip
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=512,
+        initializer_range=0.3,
+    )
     LlamaForCausalLM(config).save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path
@@ -178,7 +197,7 @@ def test_a_report_of_every_section_is_drawn(tmp_path):
         RetrievalHeads,
         SiteFacts,
         SketchSection,
-    )  # fmt: skip
+    )
 
     def site(index, treatment):
         return SiteFacts(
@@ -190,16 +209,25 @@ def test_a_report_of_every_section_is_drawn(tmp_path):
         fingerprint="f" * 64,
         model=ModelFacts(name="m", dtype="float32", vocab_size=9, sites=(site(0, "window"), site(1, "method"))),
         head_taxonomy=HeadTaxonomy(
-            roles=(("anchor", "anchor"), ("pivot", "satellite")), clusters=((0, 1), (0, 0)), stability=((1, 1), (0.5, 0.2)),
-            similarity=((0, 0), (0.7, 0.7)), tau_stable=0.5, tau_similar=0.5, transfer={"text": 1.0},
+            roles=(("anchor", "anchor"), ("pivot", "satellite")),
+            clusters=((0, 1), (0, 0)),
+            stability=((1, 1), (0.5, 0.2)),
+            similarity=((0, 0), (0.7, 0.7)),
+            tau_stable=0.5,
+            tau_similar=0.5,
+            transfer={"text": 1.0},
         ),
         retrieval_heads=RetrievalHeads(semantic=rows, classic=rows, classic_top_k=rows, tests=2, passed=1),
         layer_errors=LayerErrors(errors=(0, 1), relative=(0, 0.4), sets={"text": (0, 1)}),
         sketch=SketchSection(
-            rank=4, candidates=((2, 2), (4, 2)), ranks=((), (4, 0)), bits=((), (2, 0)), energy=((), (0.9, 0)),
+            rank=4,
+            candidates=((2, 2), (4, 2)),
+            ranks=((), (4, 0)),
+            bits=((), (2, 0)),
+            energy=((), (0.9, 0)),
             caught=((), (0.8, 0)),
         ),
-    )  # fmt: skip
+    )
     tensors = {name: torch.full(shape, 0.125) for name, shape in info.tensor_shapes().items()}
     made = Profile(info, tensors)
     files = write_report(tmp_path / "report", made, [])

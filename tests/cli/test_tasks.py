@@ -71,9 +71,26 @@ def test_perplexity_is_the_models_and_families_stand_beside_it(run, tiny_model, 
 
     out = tmp_path / "out.json"
     command = (
-        "eval", "--model", tiny_model, "--methods", "full,snapkv", "--budgets", "0.5", "--lengths", "128", "--samples", "2",
-        "--tasks", "perplexity,dense", "--set", "perplexity.tokens=20", "--json", out, "--plot", tmp_path / "pictures",
-    )  # fmt: skip
+        "eval",
+        "--model",
+        tiny_model,
+        "--methods",
+        "full,snapkv",
+        "--budgets",
+        "0.5",
+        "--lengths",
+        "128",
+        "--samples",
+        "2",
+        "--tasks",
+        "perplexity,dense",
+        "--set",
+        "perplexity.tokens=20",
+        "--json",
+        out,
+        "--plot",
+        tmp_path / "pictures",
+    )
     result = run(*command)
     assert result.exit_code == 0, result.output + result.stderr
     assert "Scores (%), 128 tokens" in result.stdout

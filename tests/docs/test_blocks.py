@@ -54,10 +54,13 @@ def test_kinds_are_known(page):
 def test_what_does_not_run_is_listed(all_pages):
     left_out = [block for page in all_pages for block in page.blocks if block.mark == "not run"]
     unlisted = [
-        f"{block}, {block.reason}" for block in left_out
-        if not any(block.page == page and block.text.startswith(start) and block.reason == reason
-                   for (page, start), reason in NOT_RUN.items())
-    ]  # fmt: skip
+        f"{block}, {block.reason}"
+        for block in left_out
+        if not any(
+            block.page == page and block.text.startswith(start) and block.reason == reason
+            for (page, start), reason in NOT_RUN.items()
+        )
+    ]
     assert (unlisted, len(left_out)) == ([], len(NOT_RUN))
 
 

@@ -128,8 +128,12 @@ def check_pre_commit(arguments):
 
 
 OTHERS = {
-    "make": check_make, "pip": check_pip, "bash": check_bash, "python": check_python, "pre-commit": check_pre_commit,
-}  # fmt: skip
+    "make": check_make,
+    "pip": check_pip,
+    "bash": check_bash,
+    "python": check_python,
+    "pre-commit": check_pre_commit,
+}
 
 
 def runnable(words, model):
@@ -219,7 +223,7 @@ def check_inline(text):
         ("pip install -e .[tests]", "neither this package"),
         ("curl example.org", "no test knows how to check 'curl'"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_command_is_found(read, check, workplace, line, message):
     block = read(f"```sh\n{line}   # a comment\n```\n").blocks[0]
     workplace(line)

@@ -266,16 +266,27 @@ def test_variants_that_differ_by_label_alone_are_measured_once(lookup, tokenizer
 
 
 def test_auto_is_what_the_profile_measured_at_the_budget():
-    table = [Choice(method=m, budget=b, length=256, score=s, samples=4) for m, b, s in (
-        ("sekv", 0.1, 0.9), ("quest", 0.1, 0.8), ("sekv", 0.2, 0.8), ("quest", 0.2, 1.0),
-    )]  # fmt: skip
+    table = [
+        Choice(method=m, budget=b, length=256, score=s, samples=4)
+        for m, b, s in (
+            ("sekv", 0.1, 0.9),
+            ("quest", 0.1, 0.8),
+            ("sekv", 0.2, 0.8),
+            ("quest", 0.2, 1.0),
+        )
+    ]
     profile = bundled.profile()
     profile = replace(profile, info=profile.info.model_copy(update={"choices": tuple(table)}))
     found = settle_auto(build_variants(["full", "auto", "sekv"], [0.1, 0.2, 64]), profile)
     assert [(v.label, v.method, v.budget) for v in found] == [
-        ("full", "full", None), ("auto", "sekv", 0.1), ("auto", "quest", 0.2), ("auto", "quest", 64),
-        ("sekv", "sekv", 0.1), ("sekv", "sekv", 0.2), ("sekv", "sekv", 64),
-    ]  # fmt: skip
+        ("full", "full", None),
+        ("auto", "sekv", 0.1),
+        ("auto", "quest", 0.2),
+        ("auto", "quest", 64),
+        ("sekv", "sekv", 0.1),
+        ("sekv", "sekv", 0.2),
+        ("sekv", "sekv", 64),
+    ]
     empty = replace(profile, info=profile.info.model_copy(update={"choices": ()}))
     for lacking, message in ((None, "needs a profile"), (empty, "this profile holds none")):
         with pytest.raises(ConfigError, match=message):

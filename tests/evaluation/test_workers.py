@@ -108,9 +108,12 @@ def test_a_grid_gives_the_rows_of_one_process():
     model, tokenizer = semkv.bundled.load()
     compiled = semkv.compile(model, semkv.bundled.profile(), method="full", config=CompileConfig(kv_dtype="float16"))
     grid = Grid(
-        variants=(Variant(method="full"), Variant(method="sketch", budget=0.2)), families=("single", "multi"), lengths=(256,),
-        samples=2, questions_per_context=2,
-    )  # fmt: skip
+        variants=(Variant(method="full"), Variant(method="sketch", budget=0.2)),
+        families=("single", "multi"),
+        lengths=(256,),
+        samples=2,
+        questions_per_context=2,
+    )
     stores = []
     for workers in (1, 2):
         store = RowStore(None)
@@ -122,9 +125,12 @@ def test_a_grid_gives_the_rows_of_one_process():
 
 def test_refusals_of_several_processes_are_one(lookup, tokenizer):
     grid = Grid(
-        variants=(Variant(method="picky", budget=0.5), Variant(method="tail", budget=0.5)), families=("single",), lengths=(256,),
-        samples=24, questions_per_context=2,
-    )  # fmt: skip
+        variants=(Variant(method="picky", budget=0.5), Variant(method="tail", budget=0.5)),
+        families=("single",),
+        lengths=(256,),
+        samples=24,
+        questions_per_context=2,
+    )
     refusals, store = [], RowStore(None)
     lookup.log["first"] = []  # no context will do
     run_grid(Subject(lookup, "test"), tokenizer, grid, store, workers=2, refusals=refusals)

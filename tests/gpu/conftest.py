@@ -17,9 +17,20 @@ CPU = torch.device("cpu")
 MARK = "_pretended_cuda"
 
 ANYWHERE = {
-    "copy_", "__get__", "__set__", "is_complex", "set_", "size", "dim", "numel", "stride", "item", "tolist", "__repr__",
+    "copy_",
+    "__get__",
+    "__set__",
+    "is_complex",
+    "set_",
+    "size",
+    "dim",
+    "numel",
+    "stride",
+    "item",
+    "tolist",
+    "__repr__",
     "__format__",
-}  # fmt: skip
+}
 """Functions by name that take tensors of different devices, or look at no values."""
 
 TO_PYTHON = {"numpy", "__array__"}
@@ -135,9 +146,15 @@ def llama() -> Callable[[int, int, int], LlamaForCausalLM]:
     def make(vocab: int, hidden: int, heads: int) -> LlamaForCausalLM:
         torch.manual_seed(0)
         config = LlamaConfig(
-            vocab_size=vocab, hidden_size=hidden, intermediate_size=3 * hidden // 2, num_hidden_layers=2, num_attention_heads=heads,
-            num_key_value_heads=heads // 2, max_position_embeddings=1024, pad_token_id=0,
-        )  # fmt: skip
+            vocab_size=vocab,
+            hidden_size=hidden,
+            intermediate_size=3 * hidden // 2,
+            num_hidden_layers=2,
+            num_attention_heads=heads,
+            num_key_value_heads=heads // 2,
+            max_position_embeddings=1024,
+            pad_token_id=0,
+        )
         return LlamaForCausalLM(config).eval()
 
     return make

@@ -16,14 +16,46 @@ FOLDERS = ("semkv_compile", "passes", "kernels", "profiles")
 
 FACTORIES = frozenset(
     (
-        "arange", "as_tensor", "asarray", "bartlett_window", "blackman_window", "empty", "empty_permuted", "empty_quantized",
-        "empty_strided", "eye", "fft.fftfreq", "fft.rfftfreq", "full", "hamming_window", "hann_window", "kaiser_window", "linspace",
-        "logspace", "nested.nested_tensor", "nn.utils.skip_init", "normal", "ones", "rand", "randint", "randn", "randperm", "range",
+        "arange",
+        "as_tensor",
+        "asarray",
+        "bartlett_window",
+        "blackman_window",
+        "empty",
+        "empty_permuted",
+        "empty_quantized",
+        "empty_strided",
+        "eye",
+        "fft.fftfreq",
+        "fft.rfftfreq",
+        "full",
+        "hamming_window",
+        "hann_window",
+        "kaiser_window",
+        "linspace",
+        "logspace",
+        "nested.nested_tensor",
+        "nn.utils.skip_init",
+        "normal",
+        "ones",
+        "rand",
+        "randint",
+        "randn",
+        "randperm",
+        "range",
         "scalar_tensor",
-        "sparse_bsc_tensor", "sparse_bsr_tensor", "sparse_compressed_tensor", "sparse_coo_tensor", "sparse_csc_tensor",
-        "sparse_csr_tensor", "tensor", "tril_indices", "triu_indices", "zeros",
+        "sparse_bsc_tensor",
+        "sparse_bsr_tensor",
+        "sparse_compressed_tensor",
+        "sparse_coo_tensor",
+        "sparse_csc_tensor",
+        "sparse_csr_tensor",
+        "tensor",
+        "tril_indices",
+        "triu_indices",
+        "zeros",
     )
-)  # fmt: skip
+)
 """Functions of torch that take dtype and device from globals where they are not given."""
 
 LEGACY = frozenset(
@@ -33,10 +65,17 @@ LEGACY = frozenset(
 
 SETTERS = frozenset(
     (
-        "manual_seed", "random.manual_seed", "seed", "set_default_device", "set_default_dtype", "set_default_tensor_type",
-        "set_grad_enabled", "set_num_threads", "use_deterministic_algorithms",
+        "manual_seed",
+        "random.manual_seed",
+        "seed",
+        "set_default_device",
+        "set_default_dtype",
+        "set_default_tensor_type",
+        "set_grad_enabled",
+        "set_num_threads",
+        "use_deterministic_algorithms",
     )
-)  # fmt: skip
+)
 """What changes a global of the process for everybody."""
 
 EXCEPTIONS = {
@@ -45,9 +84,10 @@ EXCEPTIONS = {
 }
 
 MODULES = frozenset(
-    f"nn.{name}" for name, kind in vars(torch.nn).items()
+    f"nn.{name}"
+    for name, kind in vars(torch.nn).items()
     if inspect.isclass(kind) and {"dtype", "device"} <= set(inspect.signature(kind.__init__).parameters)
-)  # fmt: skip
+)
 """Modules of torch that make parameters."""
 
 
@@ -167,7 +207,7 @@ def test_every_function_that_reads_the_default_device_is_known() -> None:
         ("torch.set_default_dtype(torch.float32)", "1: torch.set_default_dtype changes"),
         ("torch.manual_seed(0)", "1: torch.manual_seed changes"),
     ],
-)  # fmt: skip
+)
 def test_a_call_that_reads_a_global_is_seen(line: str, said: str) -> None:
     (found,) = globals_asked(line if line.startswith(("import", "from")) else f"import torch; {line}")
     assert found.startswith(said)

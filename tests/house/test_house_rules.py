@@ -73,9 +73,12 @@ def test_tests_are_collected_without_packages() -> None:
     named = [name for name in _tracked() if name.startswith("tests/") and name.endswith(".py")]
     helpers = {"conftest.py"}
     lost = [
-        name for name in named
-        if Path(name).name not in helpers and not Path(name).name.startswith("test_") and "def test_" in (ROOT / name).read_text()
-    ]  # fmt: skip
+        name
+        for name in named
+        if Path(name).name not in helpers
+        and not Path(name).name.startswith("test_")
+        and "def test_" in (ROOT / name).read_text()
+    ]
     assert lost == [], "a test in a file without the prefix test_ never runs"
 
 

@@ -99,9 +99,22 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
             target.write_bytes(source.read_bytes())
     out = tmp_path_factory.mktemp("wheel")
     built = subprocess.run(
-        [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(out), str(copy)],
-        capture_output=True, text=True, cwd=copy,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "wheel",
+            "--quiet",
+            "--no-deps",
+            "--no-build-isolation",
+            "--wheel-dir",
+            str(out),
+            str(copy),
+        ],
+        capture_output=True,
+        text=True,
+        cwd=copy,
+    )
     assert built.returncode == 0, built.stderr
     (path,) = out.glob("semkv-*.whl")
     return path

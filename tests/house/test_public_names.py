@@ -13,12 +13,33 @@ import semkv
 PUBLIC = {
     "semkv": ["CompileConfig", "CompiledModel", "Profile", "State", "bundled", "compile", "explain", "load"],
     "semkv.errors": [
-        "ArtifactError", "BudgetError", "CapacityError", "CaptureError", "ConfigError", "InputError", "ProfileError", "SemkvError",
-        "SpecError", "StaleModelError", "StateError",
+        "ArtifactError",
+        "BudgetError",
+        "CapacityError",
+        "CaptureError",
+        "ConfigError",
+        "InputError",
+        "ProfileError",
+        "SemkvError",
+        "SpecError",
+        "StaleModelError",
+        "StateError",
     ],
     "semkv.methods": [
-        "CAKE", "H2O", "METHODS", "ChunkKV", "CompressKV", "Full", "Method", "PyramidKV", "SeKV", "SemantiCache", "SnapKV", "StreamingLLM",
-        "delimiter_ids", "find_method",
+        "CAKE",
+        "H2O",
+        "METHODS",
+        "ChunkKV",
+        "CompressKV",
+        "Full",
+        "Method",
+        "PyramidKV",
+        "SeKV",
+        "SemantiCache",
+        "SnapKV",
+        "StreamingLLM",
+        "delimiter_ids",
+        "find_method",
     ],
     "semkv.profiles.calibration": ["CalibrationSettings", "bundled_data", "calibrate", "text_data"],
     "semkv.pipeline": ["LOWER", "UNDERSTAND", "captured_program", "lower", "run_passes"],
@@ -28,15 +49,33 @@ PUBLIC = {
     "semkv.ir.memory": ["Entries", "Memory", "entries", "record"],
     "semkv.bundled": ["load", "profile"],
     "semkv.profiles.bundled.tasks": ["FAMILIES", "make_haystack", "make_text"],
-}  # fmt: skip
+}
 MEMBERS = {
     "CompiledModel": [
-        "compress", "device", "extend", "generate", "load_state", "prefill", "prefill_record", "refresh", "save", "with_method",
+        "compress",
+        "device",
+        "extend",
+        "generate",
+        "load_state",
+        "prefill",
+        "prefill_record",
+        "refresh",
+        "save",
+        "with_method",
     ],
     "State": ["fork", "full_bytes", "get_seq_length", "kv_dtype", "lengths", "nbytes", "save", "select", "stats"],
-    "Profile": ["best_method", "check_model", "fingerprint", "from_pretrained", "load", "push_to_hub", "save", "save_pretrained"],
+    "Profile": [
+        "best_method",
+        "check_model",
+        "fingerprint",
+        "from_pretrained",
+        "load",
+        "push_to_hub",
+        "save",
+        "save_pretrained",
+    ],
     "CompileConfig": ["extend_chunk", "host", "kv_dtype", "method_options", "page_size", "prefill_chunk", "residency"],
-}  # fmt: skip
+}
 
 
 def test_all_of_semkv() -> None:

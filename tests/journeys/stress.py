@@ -100,9 +100,17 @@ def run_task(task: Task, one: Journey, form: Any, desk: Desk, expected: Result) 
 
 
 def work(
-    thread: int, rng: random.Random, tasks: list[Task], expected: dict[str, Result], forms: Forms, words: Any,
-    model: Any, folder: Path, until: float, log: Log,
-) -> None:  # fmt: skip
+    thread: int,
+    rng: random.Random,
+    tasks: list[Task],
+    expected: dict[str, Result],
+    forms: Forms,
+    words: Any,
+    model: Any,
+    folder: Path,
+    until: float,
+    log: Log,
+) -> None:
     """Journeys drawn by `rng`, one after the other, until the time is over."""
     around = Surroundings(rng, folder)
     disturbed: dict[str, Any] = {}

@@ -17,9 +17,7 @@ from semkv.kernels.selection.cpp import select_cpp
 from semkv.kernels.slots.cpp import Segments, assign_slots_cpp, extent_cpp, release_slots_cpp
 
 needs_compiler = pytest.mark.skipif(cpp.compiler() is None, reason="needs a C++ compiler")
-F, D, H, L, J, U, B = (
-    torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool
-)  # fmt: skip
+F, D, H, L, J, U, B = (torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool)
 
 
 def of(shape: tuple[int, ...], dtype: torch.dtype = F, device: str = "cpu") -> torch.Tensor:
@@ -31,7 +29,10 @@ SEGMENTS = Segments(of((3,), L) + 2, torch.tensor([0, 2, 5]), torch.tensor([0, 2
 CALLS = {
     "log_softmax": (log_softmax_cpp, (of((2, 5)),)),
     "linear": (linear_cpp, (of((1, 2, 4)), of((3, 4)), of((3,)))),
-    "code_products": (lambda q, c, s: code_products_cpp(q, c, 8, s), (of((2, 3, 4)), of((2, 5, 4), U), of((2, 5, 1), H))),
+    "code_products": (
+        lambda q, c, s: code_products_cpp(q, c, 8, s),
+        (of((2, 3, 4)), of((2, 5, 4), U), of((2, 5, 1), H)),
+    ),
     "code_norms": (lambda c, s: code_norms_cpp(c, 8, s), (of((2, 5, 4), U), of((2, 5, 1), H))),
     "copy_tokens": (
         lambda k, ks, k2, h, p, a: copy_tokens_cpp([k], [ks], [k2], h, p, a),
@@ -51,18 +52,33 @@ CALLS = {
         lambda q, w, k, v, p, s: mixed_attention_cpp(q, w, [k], [v], [p], sinks=s),
         (of((1, 4, 1, 16)), of((1, 1), L), of((1, 2, 5, 16)), of((1, 2, 5, 16)), of((1, 1, 5), L), of((4,))),
     ),
-}  # fmt: skip
+}
 """A good call of each kernel. One tensor at a time is replaced by another one."""
 
 CONVERTED = {
-    ("linear", 0, "gaps"), ("linear", 2, "gaps"), ("select", 0, "gaps"), ("select", 1, "gaps"), ("select", 2, "gaps"),
-    ("copy_tokens", 3, "gaps"), ("copy_tokens", 4, "gaps"), ("copy_tokens", 5, "gaps"),
-    ("release_slots", 0, "gaps"), ("release_slots", 1, "gaps"), ("assign_slots", 0, "gaps"), ("assign_slots", 1, "gaps"),
-    ("code_products", 0, "gaps"), ("code_products", 1, "gaps"), ("code_products", 2, "gaps"),
-    ("code_norms", 0, "gaps"), ("code_norms", 1, "gaps"),
+    ("linear", 0, "gaps"),
+    ("linear", 2, "gaps"),
+    ("select", 0, "gaps"),
+    ("select", 1, "gaps"),
+    ("select", 2, "gaps"),
+    ("copy_tokens", 3, "gaps"),
+    ("copy_tokens", 4, "gaps"),
+    ("copy_tokens", 5, "gaps"),
+    ("release_slots", 0, "gaps"),
+    ("release_slots", 1, "gaps"),
+    ("assign_slots", 0, "gaps"),
+    ("assign_slots", 1, "gaps"),
+    ("code_products", 0, "gaps"),
+    ("code_products", 1, "gaps"),
+    ("code_products", 2, "gaps"),
+    ("code_norms", 0, "gaps"),
+    ("code_norms", 1, "gaps"),
     *(("mixed_attention", place, "gaps") for place in range(6)),
-    ("mixed_attention", 0, "dtype"), ("mixed_attention", 1, "dtype"), ("mixed_attention", 4, "dtype"), ("mixed_attention", 5, "dtype"),
-}  # fmt: skip
+    ("mixed_attention", 0, "dtype"),
+    ("mixed_attention", 1, "dtype"),
+    ("mixed_attention", 4, "dtype"),
+    ("mixed_attention", 5, "dtype"),
+}
 """What a wrapper is told the strides of, or converts itself."""
 
 

@@ -37,9 +37,15 @@ def made(
     norms = (0.5 + torch.rand(heads, units, 1, generator=generator)).half()
     lengths = torch.randint(1, 40, (kv_heads if own else 1, units), generator=generator, dtype=torch.int32)
     return (
-        numbers(heads, tokens, dim).to(dtype), weight, means.codes, means.scale, norms, lengths, numbers(heads),
+        numbers(heads, tokens, dim).to(dtype),
+        weight,
+        means.codes,
+        means.scale,
+        norms,
+        lengths,
         numbers(heads),
-    )  # fmt: skip
+        numbers(heads),
+    )
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -29,8 +29,11 @@ def merge(splits: int = 4, dtype: torch.dtype = torch.bfloat16, warps: int = 4) 
 def test_an_identity_is_of_what_the_machine_code_depends_on():
     assert merge().identity(80) == merge().identity(80)
     others = [
-        merge().identity(90), merge(8).identity(80), merge(dtype=torch.float16).identity(80), merge(warps=8).identity(80)
-    ]  # fmt: skip
+        merge().identity(90),
+        merge(8).identity(80),
+        merge(dtype=torch.float16).identity(80),
+        merge(warps=8).identity(80),
+    ]
     assert len({merge().identity(80), *others}) == 5
 
 
@@ -98,9 +101,10 @@ def test_spills_are_seen_in_the_binary():
         name: "constexpr" if name in constants else dict(wide.signature)[name] for name in merge_partials.arg_names
     }
     compiled = triton.compile(
-        ASTSource(merge_partials, signature, constants), target=GPUTarget("cuda", 80, 32),
+        ASTSource(merge_partials, signature, constants),
+        target=GPUTarget("cuda", 80, 32),
         options={"num_warps": 1, "maxnreg": 24, "enable_fp_fusion": True},
-    )  # fmt: skip
+    )
     assert read_resources(compiled.asm["cubin"], shared_bytes=0, warps=1).stack_bytes > 0
 
 

@@ -235,9 +235,20 @@ def test_blocks_that_do_not_fit_are_refused(entries):
     with pytest.raises(InputError, match="1 blocks and block_heads 2 first places; expected at least one block"):
         mixed_attention(q, where, *own._replace(block_heads=[0, 1]), scale=SCALE)
     with pytest.raises(InputError, match="no block has places 0 to 0"):
-        mixed_attention(q, where, *(x[:1] if isinstance(x, torch.Tensor) else x for x in own._replace(
-            block_k=[own.block_k[0][:1, :1]], block_v=[own.block_v[0][:1, :1]], block_positions=[own.block_positions[0][:1, :1]],
-            block_heads=[1])), scale=SCALE)  # fmt: skip
+        mixed_attention(
+            q,
+            where,
+            *(
+                x[:1] if isinstance(x, torch.Tensor) else x
+                for x in own._replace(
+                    block_k=[own.block_k[0][:1, :1]],
+                    block_v=[own.block_v[0][:1, :1]],
+                    block_positions=[own.block_positions[0][:1, :1]],
+                    block_heads=[1],
+                )
+            ),
+            scale=SCALE,
+        )
     with pytest.raises(InputError, match="4 query heads for 3 KV heads of 1 rows; expected a multiple"):
         mixed_attention(
             q[:1], where[:1], *own._replace(block_k=[own.block_k[0][:1, :1]] * 1, block_heads=[2]), scale=SCALE
@@ -257,8 +268,9 @@ def test_streamed_products_equal_matrix_products(stored, count):
     q, weights = torch.randn(3, 2, 60, generator=generator), torch.rand(3, 2, count, generator=generator)
     entries = store[:, :count]
     for got, left, right in (
-        (streaming.scores(q, entries), q, entries.mT), (streaming.weighted_sum(weights, entries), weights, entries),
-    ):  # fmt: skip
+        (streaming.scores(q, entries), q, entries.mT),
+        (streaming.weighted_sum(weights, entries), weights, entries),
+    ):
         exact = left.double() @ right.double()
         plain = (left @ right.float() - exact).abs().max()
         assert (got - exact).abs().max() <= 2 * plain + 1e-7
@@ -312,12 +324,15 @@ def test_padding_of_ragged_factors_changes_nothing(entries):
     q, where, own = entries(spans=2, length=5, rank=3)
     expected = mixed_attention(q, where, *own, scale=SCALE)
     wider = own._replace(
-        key_u=F.pad(own.key_u, (0, 2, 0, 4)), value_u=F.pad(own.value_u, (0, 2, 0, 4)),
-        key_s=F.pad(own.key_s, (0, 2)), value_s=F.pad(own.value_s, (0, 2)),
-        key_v=F.pad(own.key_v, (0, 2)), value_v=F.pad(own.value_v, (0, 2)),
+        key_u=F.pad(own.key_u, (0, 2, 0, 4)),
+        value_u=F.pad(own.value_u, (0, 2, 0, 4)),
+        key_s=F.pad(own.key_s, (0, 2)),
+        value_s=F.pad(own.value_s, (0, 2)),
+        key_v=F.pad(own.key_v, (0, 2)),
+        value_v=F.pad(own.value_v, (0, 2)),
         factored_positions=F.pad(own.factored_positions, (0, 4)),
         factored_bias=F.pad(own.factored_bias, (0, 4), value=float("-inf")),
-    )  # fmt: skip
+    )
     torch.testing.assert_close(mixed_attention(q, where, *wider, scale=SCALE), expected, rtol=1e-12, atol=1e-13)
 
 

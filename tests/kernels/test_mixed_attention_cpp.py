@@ -42,11 +42,19 @@ CASES += [(name, "plain", dtype) for name in ("odd", "128") for dtype in DTYPES[
 MORE = [
     (dim, value_dim, group, dtype)
     for dim, value_dim, group in (
-        (64, 64, 1), (80, 80, 8), (96, 96, 3), (256, 256, 2), (128, 64, 7), (63, 111, 5), (128, 128, 4), (1, 1, 1),
-        (40, 40, 12), (17, 16, 6),
+        (64, 64, 1),
+        (80, 80, 8),
+        (96, 96, 3),
+        (256, 256, 2),
+        (128, 64, 7),
+        (63, 111, 5),
+        (128, 128, 4),
+        (1, 1, 1),
+        (40, 40, 12),
+        (17, 16, 6),
     )
     for dtype in DTYPES
-]  # fmt: skip
+]
 
 
 @pytest.fixture(autouse=True)
@@ -61,9 +69,12 @@ def filled_with_nan() -> Iterator[None]:
 def extras(q: torch.Tensor, terms: tuple[str, ...]) -> dict:
     generator, q_heads = torch.Generator().manual_seed(9), q.shape[1]
     own: dict = {
-        "sinks": torch.randn(q_heads, generator=generator), "bias_slopes": 0.1 * torch.rand(q_heads, generator=generator),
-        "bias_table": torch.randn(q_heads, 13, generator=generator), "softcap": 2.0, "window": 20,
-    }  # fmt: skip
+        "sinks": torch.randn(q_heads, generator=generator),
+        "bias_slopes": 0.1 * torch.rand(q_heads, generator=generator),
+        "bias_table": torch.randn(q_heads, 13, generator=generator),
+        "softcap": 2.0,
+        "window": 20,
+    }
     names = {"slopes": "bias_slopes", "table": "bias_table"}
     own = {name: x.to(q.dtype) if isinstance(x, torch.Tensor) else x for name, x in own.items()}
     return {"scale": q.shape[3] ** -0.5} | {names.get(term, term): own[names.get(term, term)] for term in terms}
@@ -107,9 +118,18 @@ def test_it_equals_the_reference_at_other_sizes(entries, case):
     dim, value_dim, group, dtype = case
     for tokens, exact, bits, terms in ((1, 333, (8, 4), "plain"), (3, 65, (4, 8), "all")):
         q, where, own = entries(
-            batch=1, tokens=tokens, q_heads=2 * group, kv_heads=2, dim=dim, value_dim=value_dim, exact=exact, coarse=21, bits=bits,
-            dtype=dtype, biased=True,
-        )  # fmt: skip
+            batch=1,
+            tokens=tokens,
+            q_heads=2 * group,
+            kv_heads=2,
+            dim=dim,
+            value_dim=value_dim,
+            exact=exact,
+            coarse=21,
+            bits=bits,
+            dtype=dtype,
+            biased=True,
+        )
         options = extras(q, TERMS[terms])
         check(mixed_attention_cpp(q, where, *own, **options), q, where, own, options)
 
@@ -159,8 +179,9 @@ def test_blocks_are_read_where_they_are(entries):
         block_k=[part_of_a_buffer(k[cuts[0]]), half, *(part_of_a_buffer(k[cut]) for cut in cuts[2:])],
         block_v=[part_of_a_buffer(v[cut]) for cut in cuts],
         block_positions=[places[cuts[0]].int(), places[cuts[1]], places[cuts[2]], places[cuts[3]]],
-        block_bias=[None, bias[..., 29:], None, None], block_heads=[0, 0, 1, 0],
-    )  # fmt: skip
+        block_bias=[None, bias[..., 29:], None, None],
+        block_heads=[0, 0, 1, 0],
+    )
     got = mixed_attention_cpp(q, where, *ragged, scale=SCALE)
     single = ragged._replace(block_k=[x.float() for x in ragged.block_k])
     check(got, q, where, single, {"scale": SCALE})

@@ -23,18 +23,45 @@ SHAPES = {
     "exact, group 4, dim 64": {**SMALL, "batch": 2, "q_heads": 4, "kv_heads": 1, "dim": 64, "exact": 33},
     "group 5, dim 128": {**SMALL, "q_heads": 5, "kv_heads": 1, "dim": 128, "exact": 9, "coarse": 7},
     "value dim": {**SMALL, "batch": 3, "q_heads": 8, "dim": 6, "value_dim": 9, "coarse": 4, "spans": 2},
-    "all kinds, odd": {**SMALL, "dim": 15, "exact": 31, "coarse": 11, "spans": 3, "length": 7, "rank": 5, "biased": True},
+    "all kinds, odd": {
+        **SMALL,
+        "dim": 15,
+        "exact": 31,
+        "coarse": 11,
+        "spans": 3,
+        "length": 7,
+        "rank": 5,
+        "biased": True,
+    },
     "tokens": {"batch": 2, "tokens": 3, "q_heads": 4, "kv_heads": 1, "coarse": 3, "spans": 1, "biased": True},
     "one place for all heads": {**SMALL, "heads_of_positions": 1, "exact": 19, "spans": 1, "length": 21},
     "codes": {**SMALL, "dim": 64, "exact": 20, "coarse": 40, "bits": (8, 8), "biased": True},
     "short codes, group 4": {**SMALL, "q_heads": 4, "kv_heads": 1, "dim": 60, "coarse": 33, "bits": (4, 4)},
-    "codes of two widths, odd": {"batch": 2, "tokens": 3, "dim": 15, "value_dim": 9, "coarse": 17, "bits": (4, 8), "spans": 1},
+    "codes of two widths, odd": {
+        "batch": 2,
+        "tokens": 3,
+        "dim": 15,
+        "value_dim": 9,
+        "coarse": 17,
+        "bits": (4, 8),
+        "spans": 1,
+    },
     "codes of keys": {**SMALL, "coarse": 9, "bits": (4, 0)},
-    "two blocks of rows": {"batch": 1, "tokens": 17, "q_heads": 4, "kv_heads": 1, "exact": 5, "spans": 1, "biased": True},
-}  # fmt: skip
+    "two blocks of rows": {
+        "batch": 1,
+        "tokens": 17,
+        "q_heads": 4,
+        "kv_heads": 1,
+        "exact": 5,
+        "spans": 1,
+        "biased": True,
+    },
+}
 TERMS = {
-    "plain": (), "sinks, soft-cap, slopes, table": ("sinks", "softcap", "slopes", "table"), "window": ("sinks", "window"),
-}  # fmt: skip
+    "plain": (),
+    "sinks, soft-cap, slopes, table": ("sinks", "softcap", "slopes", "table"),
+    "window": ("sinks", "window"),
+}
 DRAWS = 5
 HALF_ONLY = "group 5, dim 128"
 """In float32 the interpreter's product sums 128 terms in sequence, as a GPU does, and MKL in parts: 2.8 times its error."""
@@ -59,10 +86,12 @@ CASES = [
 ]
 MORE = [
     (name, terms, splits, dtype)
-    for name in SHAPES for terms in TERMS for splits in (1, 2, 8)
+    for name in SHAPES
+    for terms in TERMS
+    for splits in (1, 2, 8)
     for dtype in (torch.float32, torch.float16, torch.bfloat16)
     if (name, terms, splits, dtype) not in CASES and (name, dtype) != (HALF_ONLY, torch.float32)
-]  # fmt: skip
+]
 
 
 def extras(q_heads: int, dim: int, terms: tuple[str, ...]) -> dict:
@@ -167,10 +196,11 @@ def test_blocks_are_read_where_they_are(on_device, entries):
         block_k=[part_of_a_buffer(x) for x in (k[:, :, :9], k[:, :, 9:], k[:1, 1:, :4], own.block_k[1])],
         block_v=[part_of_a_buffer(x) for x in (v[:, :, :9], v[:, :, 9:], v[:1, 1:, :4], own.block_v[1])],
         block_positions=[places[:, :, :9], places[:, :, 9:], places[:1, 1:, :4], own.block_positions[1]],
-        block_bias=[None, bias[..., 9:], None, own.block_bias[1]], block_heads=[0, 0, 1, 0],
+        block_bias=[None, bias[..., 9:], None, own.block_bias[1]],
+        block_heads=[0, 0, 1, 0],
         block_k_scale=[None, None, None, part_of_a_buffer(own.block_k_scale[1])],
         block_v_scale=[None, None, None, part_of_a_buffer(own.block_v_scale[1])],
-    )  # fmt: skip
+    )
     got = on_device(
         mixed_attention_triton, q, where, *ragged, scale=SCALE, configuration=Configuration(block=16, splits=2)
     )
@@ -190,10 +220,12 @@ def test_two_dtypes_are_one_softmax(on_device, entries, splits):
     """Keys in half precision under queries in single, beside means in single that only the second row's heads have."""
     q, where, own = entries(batch=2, tokens=1, exact=20, coarse=3, dtype=torch.float32)
     mixed = own._replace(
-        block_k=[own.block_k[0].half(), own.block_k[1][1:]], block_v=[own.block_v[0].half(), own.block_v[1][1:]],
-        block_positions=[own.block_positions[0], own.block_positions[1][1:]], block_bias=[None, own.block_bias[1][1:]],
+        block_k=[own.block_k[0].half(), own.block_k[1][1:]],
+        block_v=[own.block_v[0].half(), own.block_v[1][1:]],
+        block_positions=[own.block_positions[0], own.block_positions[1][1:]],
+        block_bias=[None, own.block_bias[1][1:]],
         block_heads=[0, 2],
-    )  # fmt: skip
+    )
     got = on_device(
         mixed_attention_triton, q, where, *mixed, scale=SCALE, configuration=Configuration(block=16, splits=splits)
     )
@@ -219,9 +251,13 @@ def pool(page_size: int, heads: int, dtype: torch.dtype = torch.float32) -> Page
                 True
             )
     return PagedTokens(
-        k.masked_fill(~used[..., None], float("nan")), v.masked_fill(~used[..., None], float("nan")),
-        positions, order, counts, page_size,
-    )  # fmt: skip
+        k.masked_fill(~used[..., None], float("nan")),
+        v.masked_fill(~used[..., None], float("nan")),
+        positions,
+        order,
+        counts,
+        page_size,
+    )
 
 
 @pytest.mark.parametrize(
@@ -235,13 +271,21 @@ def test_tokens_are_read_from_their_pages(on_device, entries, page_size, heads, 
     bias = torch.randn(2, 4, 1, paged.capacity) if biased else None
     k, v, places, absent = paged.gathered(bias)
     whole = own._replace(
-        block_k=[k, rest.block_k[0]], block_v=[v, rest.block_v[0]], block_positions=[places, rest.block_positions[0]],
+        block_k=[k, rest.block_k[0]],
+        block_v=[v, rest.block_v[0]],
+        block_positions=[places, rest.block_positions[0]],
         block_bias=[absent, rest.block_bias[0]],
-    )  # fmt: skip
+    )
     got = on_device(
-        mixed_attention_triton, q, where, *rest, scale=SCALE, paged=paged, paged_bias=bias,
+        mixed_attention_triton,
+        q,
+        where,
+        *rest,
+        scale=SCALE,
+        paged=paged,
+        paged_bias=bias,
         configuration=Configuration(block=16, splits=2),
-    )  # fmt: skip
+    )
     check(got, q, where, whole, {"scale": SCALE}, torch.float32)
 
 
@@ -287,9 +331,13 @@ def test_splits_make_eight_programs_per_processor_and_most_have_a_tile(programs,
 @pytest.mark.parametrize(
     ("dims", "dtype", "plain", "block"),
     [
-        ((128, 128), torch.bfloat16, True, 128), ((128, 128), torch.float32, True, 64), ((192, 128), torch.bfloat16, True, 64),
-        ((256, 256), torch.float32, True, 32), ((60, 60), torch.float32, True, 128), ((128, 128), torch.bfloat16, False, 32),
+        ((128, 128), torch.bfloat16, True, 128),
+        ((128, 128), torch.float32, True, 64),
+        ((192, 128), torch.bfloat16, True, 64),
+        ((256, 256), torch.float32, True, 32),
+        ((60, 60), torch.float32, True, 128),
+        ((128, 128), torch.bfloat16, False, 32),
     ],
-)  # fmt: skip
+)
 def test_a_tile_fits_into_shared_memory(dims, dtype, plain, block):
     assert block_for(dims, dtype, plain=plain) == block

@@ -22,8 +22,15 @@ def made(dim: int, turned: int, value_dim: int, dtype: torch.dtype, place_heads:
     where = torch.tensor([[10, 11, 12], [4, 5, 6]])
     pool = numbers(2, 9, dim), numbers(2, 9, value_dim), torch.zeros(place_heads, 9, dtype=torch.int32)
     return (
-        numbers(2, 4, 3, dim), numbers(2, 2, 3, dim), numbers(2, 2, 3, value_dim), angle.cos(), angle.sin(), where, SLOT, *pool
-    )  # fmt: skip
+        numbers(2, 4, 3, dim),
+        numbers(2, 2, 3, dim),
+        numbers(2, 2, 3, value_dim),
+        angle.cos(),
+        angle.sin(),
+        where,
+        SLOT,
+        *pool,
+    )
 
 
 def test_the_reference_is_the_rotation_of_transformers():

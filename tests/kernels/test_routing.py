@@ -56,9 +56,11 @@ def memory(router: Router, lengths: list[int], *, fill: bool = True, summary: Su
 
 
 ROUTERS = {
-    "gate, 4 bits": (gate(), LENGTHS, Summary(bits=4)), "gate, 8 bits": (gate(), LENGTHS, Summary(bits=8)),
-    "sketch, 4 bits": (sketch(4), [1] * TOKENS, None), "sketch, 3 bits": (sketch(3), [1] * TOKENS, None),
-}  # fmt: skip
+    "gate, 4 bits": (gate(), LENGTHS, Summary(bits=4)),
+    "gate, 8 bits": (gate(), LENGTHS, Summary(bits=8)),
+    "sketch, 4 bits": (sketch(4), [1] * TOKENS, None),
+    "sketch, 3 bits": (sketch(3), [1] * TOKENS, None),
+}
 
 
 @pytest.mark.parametrize("name", ROUTERS)

@@ -61,10 +61,12 @@ FUNCTIONS = {
     "pairs turned": lambda x: torch.stack([-x[..., 1:36:2], x[..., :36:2]], -1).flatten(-2).add(x[..., :36], alpha=0.5),
     "broadcasts": lambda x: x + x[:, :, :1] * x[:1] - x.transpose(0, 1)[..., 0][..., None],
     "heads": lambda x: x[..., :36].reshape(3, 1, 4, 9).transpose(1, 2).reshape(3, -1) * 2 + x[..., :36].flatten(1),
-    "parts": lambda x: torch.cat([part * 2 for part in x.split([5, 30, 2], -1)], -1) + x.chunk(2, -1)[0].mean(-1, keepdim=True),
+    "parts": lambda x: (
+        torch.cat([part * 2 for part in x.split([5, 30, 2], -1)], -1) + x.chunk(2, -1)[0].mean(-1, keepdim=True)
+    ),
     "scalars": lambda x: 1.0 * x / 7 + 2 - x,
     "expanded": lambda x: x[:, :, None].expand(3, 1, 2, 37).reshape(3, 74).clone() + 1,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -196,9 +198,15 @@ def test_a_decode_step_is_a_call_a_layer():
     """With what the passes make of a model: what is left are the memory's calls and the attention."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=41, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=8, max_position_embeddings=300,
-    )  # fmt: skip
+        vocab_size=41,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=300,
+    )
     compiled = semkv.compile(LlamaForCausalLM(config).eval(), config=semkv.CompileConfig(floor=0, kernels="cpp"))
     plain = compiled.with_method("full", config=semkv.CompileConfig(floor=0, kernels="torch"))
     ids = torch.randint(41, (2, 20), generator=torch.Generator().manual_seed(0))

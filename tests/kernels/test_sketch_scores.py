@@ -42,9 +42,14 @@ def made(
     codes = mean[:, None] + numbers(kv_heads, units, rank) * std[:, None]
     levels = encode(codes, mean, std, bits)
     return {
-        "q": numbers(kv_heads * group, tokens, dim).to(dtype), "query_map": numbers(kv_heads, dim, rank) / dim**0.5,
-        "mean": mean, "std": std, "levels": levels, "codes": pack_levels(levels, bits), "bits": bits,
-    }  # fmt: skip
+        "q": numbers(kv_heads * group, tokens, dim).to(dtype),
+        "query_map": numbers(kv_heads, dim, rank) / dim**0.5,
+        "mean": mean,
+        "std": std,
+        "levels": levels,
+        "codes": pack_levels(levels, bits),
+        "bits": bits,
+    }
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -77,7 +82,7 @@ def test_the_kernel_equals_the_reference(on_device, case):
                 x["q"], x["query_map"].to(kind), x["codes"], x["mean"].to(kind), x["std"].to(kind), **options
             )
             for kind in (torch.float64, torch.float32)
-        )  # fmt: skip
+        )
         assert got.dtype == torch.float32
         assert torch.isfinite(got).all()
         ours.append((got - exact).abs().max())

@@ -24,15 +24,20 @@ pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 def state(heads: int, slots: int) -> list[torch.Tensor]:
     """segment, tokens, positions of an empty workspace."""
     return [
-        torch.full((heads, slots), -1), torch.full((heads, slots), -1), torch.full((heads, slots), EMPTY, dtype=torch.int32)
-    ]  # fmt: skip
+        torch.full((heads, slots), -1),
+        torch.full((heads, slots), -1),
+        torch.full((heads, slots), EMPTY, dtype=torch.int32),
+    ]
 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.integers(1, 5), st.integers(0, 140), st.integers(0, 2**32 - 1), st.sampled_from([0.05, 0.5, 0.95]),
+    st.integers(1, 5),
+    st.integers(0, 140),
+    st.integers(0, 2**32 - 1),
+    st.sampled_from([0.05, 0.5, 0.95]),
     st.sampled_from([None, 1, 3]),
-)  # fmt: skip
+)
 def test_steps_are_the_references(heads, segments, seed, share, each):
     """Segments of any lengths, and as regular as pages."""
     chance = torch.Generator().manual_seed(seed)

@@ -27,8 +27,9 @@ def test_the_later_of_two_is_taken():
     old = Tuning({"A": {"x": Configuration(block=16)}, "B": {"x": Configuration(block=32)}})
     new = Tuning({"A": {"x": Configuration(block=64), "y": Configuration()}})
     assert old.merged(new).to_json() == {
-        "A": {"x": vars(Configuration(block=64)), "y": vars(Configuration())}, "B": {"x": vars(Configuration(block=32))},
-    }  # fmt: skip
+        "A": {"x": vars(Configuration(block=64)), "y": vars(Configuration())},
+        "B": {"x": vars(Configuration(block=32))},
+    }
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,11 @@ from semkv.kernels.selection import triton as selection
 from semkv.kernels.sketch_scores import triton as sketch
 
 KERNELS = {
-    "attention": (attention, "attend_triton"), "gate": (gate, "gate_scores_triton"),
-    "sketch": (sketch, "sketch_scores_triton"), "selection": (selection, "select_triton"),
-}  # fmt: skip
+    "attention": (attention, "attend_triton"),
+    "gate": (gate, "gate_scores_triton"),
+    "sketch": (sketch, "sketch_scores_triton"),
+    "selection": (selection, "select_triton"),
+}
 
 
 def main(artifact: str, method: str, budget: str, options: str, steps: str, kv_dtype: str) -> None:

@@ -74,10 +74,15 @@ def test_the_chosen_heads_vote_for_all(heads, tail):
     assert kept[0].tolist() == best
 
 
-@pytest.mark.parametrize(("options", "expected"), [
-    ({"heads": 2}, {0: (1, 5), 1: (3, 4)}), ({"heads": 2, "selection": "classic"}, {0: (3, 4), 1: (1, 5)}),
-    ({"heads": 99}, {0: (0, 1, 2, 3, 4, 5), 1: (0, 1, 2, 3, 4, 5)}), ({"selection": "all"}, {}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"heads": 2}, {0: (1, 5), 1: (3, 4)}),
+        ({"heads": 2, "selection": "classic"}, {0: (3, 4), 1: (1, 5)}),
+        ({"heads": 99}, {0: (0, 1, 2, 3, 4, 5), 1: (0, 1, 2, 3, 4, 5)}),
+        ({"selection": "all"}, {}),
+    ],
+)
 def test_the_best_heads_choose(options, expected):
     keeper = find_method("compresskv", options).components(PROGRAM, profile()).keeper
     assert keeper.heads == expected
@@ -102,9 +107,18 @@ def test_layers_share_by_error(budget):
         assert expected == [round(32 + 0.9 * 536), round(32 + 0.1 * 536)]
 
 
-@pytest.mark.parametrize(("minimum", "recoverable", "least"), [
-    (8, False, 24), (16, False, 24), (24, False, 24), (32, False, 32), (64, False, 64), (32, True, 40), (64, True, 64),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("minimum", "recoverable", "least"),
+    [
+        (8, False, 24),
+        (16, False, 24),
+        (24, False, 24),
+        (32, False, 32),
+        (64, False, 64),
+        (32, True, 40),
+        (64, True, 64),
+    ],
+)
 def test_a_layer_without_errors_gets_the_minimum(minimum, recoverable, least):
     """m as Alg. 1 has it, or the smallest budget, which the others then give up in proportion; no token is lost."""
     model, tokenizer = bundled.load()
@@ -144,10 +158,21 @@ def test_errors_are_in_the_annotated_graph(decoder_program):
     assert CompressKV(allocation="uniform").layer_shares(decoder_program, None) is None
 
 
-@pytest.mark.parametrize(("sections", "options", "said"), [
-    ({"retrieval_heads": None}, {}, "a profile with retrieval heads: .*--steps retrieval-heads -o OUT.*'selection': 'all'"),
-    ({"layer_errors": None}, {}, "a profile with layer errors: .*--steps layer-errors -o OUT.*'allocation': 'uniform'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("sections", "options", "said"),
+    [
+        (
+            {"retrieval_heads": None},
+            {},
+            "a profile with retrieval heads: .*--steps retrieval-heads -o OUT.*'selection': 'all'",
+        ),
+        (
+            {"layer_errors": None},
+            {},
+            "a profile with layer errors: .*--steps layer-errors -o OUT.*'allocation': 'uniform'",
+        ),
+    ],
+)
 def test_a_profile_without_the_sections_is_refused(sections, options, said):
     with pytest.raises(ConfigError, match=said):
         CompressKV(**options).check(profile(**sections))
@@ -168,11 +193,17 @@ def test_recoverable_folds_what_is_not_kept(room):
     assert len(parts.starts) * cost + -(-len(parts.kept) // 8) * 8 + window + 8 <= room
 
 
-@pytest.mark.parametrize(("options", "said"), [
-    ({"heads": 0}, "option 'heads' of method 'compresskv' is 0; expected at least 1"),
-    ({"selection": "best"}, "option 'selection' of method 'compresskv' is 'best'; expected one of 'semantic', 'classic'"),
-    ({"window": 70}, "option 'window' of method 'compresskv' is 70; expected 1 to 64 queries"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"heads": 0}, "option 'heads' of method 'compresskv' is 0; expected at least 1"),
+        (
+            {"selection": "best"},
+            "option 'selection' of method 'compresskv' is 'best'; expected one of 'semantic', 'classic'",
+        ),
+        ({"window": 70}, "option 'window' of method 'compresskv' is 70; expected 1 to 64 queries"),
+    ],
+)
 def test_options_are_checked(options, said):
     with pytest.raises(ConfigError, match=said):
         find_method("compresskv", options)

@@ -95,9 +95,16 @@ def test_scores_of_a_part_are_those_of_its_heads():
         )
 
 
-@pytest.mark.parametrize(("room", "page", "heavy", "places"), [
-    (48, 8, 0.5, 24), (24, 8, 0.5, 8), (40, 1, 0.5, 20), (33, 1, 0.2, 6), (24, 8, 0.99, 16),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("room", "page", "heavy", "places"),
+    [
+        (48, 8, 0.5, 24),
+        (24, 8, 0.5, 8),
+        (40, 1, 0.5, 20),
+        (33, 1, 0.2, 6),
+        (24, 8, 0.99, 16),
+    ],
+)
 def test_h2os_window_has_at_least_a_page(room, page, heavy, places):
     assert HeavyHitters(heavy).places(room, page) == places
 
@@ -193,26 +200,35 @@ def test_pyramidkvs_budgets_fall_linearly(double_found, beta):
 # -- shares --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("shares", "budget", "expected"), [
-    ((0.975, 0.025), 60.0, (0.8, 0.2)),  # the second is raised to 24 of 120
-    ((0.9, 0.1), 80.0, (0.625, 0.375)),  # the first has all of its 100 tokens, the rest goes on
-    ((0.5, 0.5), 60.0, (0.5, 0.5)), ((0.9, 0.1), 20.0, (0.5, 0.5)), ((0.9, 0.1), 100.0, (0.5, 0.5)), ((1.0, 0.0), 30.0, (0.6, 0.4)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("shares", "budget", "expected"),
+    [
+        ((0.975, 0.025), 60.0, (0.8, 0.2)),  # the second is raised to 24 of 120
+        ((0.9, 0.1), 80.0, (0.625, 0.375)),  # the first has all of its 100 tokens, the rest goes on
+        ((0.5, 0.5), 60.0, (0.5, 0.5)),
+        ((0.9, 0.1), 20.0, (0.5, 0.5)),
+        ((0.9, 0.1), 100.0, (0.5, 0.5)),
+        ((1.0, 0.0), 30.0, (0.6, 0.4)),
+    ],
+)
 def test_every_layer_gets_its_smallest_size_and_none_more_than_all_tokens(shares, budget, expected):
     made = bounded_shares((SITE, OTHER), shares, budget, least=24, most=100)
     assert sum(made) == pytest.approx(1)
     assert made == pytest.approx(expected, rel=2e-3)
 
 
-@pytest.mark.parametrize(("method", "options", "said"), [
-    ("h2o", {"heavy": 1.0}, "option 'heavy' of method 'h2o' is 1.0; expected a share between 0 and 1"),
-    ("pyramidkv", {"beta": 0.5}, "option 'beta' of method 'pyramidkv' is 0.5; expected a number of at least 1"),
-    ("pyramidkv", {"kernel": 4}, "option 'kernel' of method 'pyramidkv' is 4; expected an odd width"),
-    ("chunkkv", {"chunk": 0}, "option 'chunk' of method 'chunkkv' is 0; expected at least 1"),
-    ("chunkkv", {"window": 100}, "option 'window' of method 'chunkkv' is 100; expected 1 to 64 queries"),
-    ("cake", {"tau1": 0.0}, "option 'tau1' of method 'cake' is 0.0; expected a positive number"),
-    ("cake", {"gamma": -1.0}, "option 'gamma' of method 'cake' is -1.0; expected a number of at least 0"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("method", "options", "said"),
+    [
+        ("h2o", {"heavy": 1.0}, "option 'heavy' of method 'h2o' is 1.0; expected a share between 0 and 1"),
+        ("pyramidkv", {"beta": 0.5}, "option 'beta' of method 'pyramidkv' is 0.5; expected a number of at least 1"),
+        ("pyramidkv", {"kernel": 4}, "option 'kernel' of method 'pyramidkv' is 4; expected an odd width"),
+        ("chunkkv", {"chunk": 0}, "option 'chunk' of method 'chunkkv' is 0; expected at least 1"),
+        ("chunkkv", {"window": 100}, "option 'window' of method 'chunkkv' is 100; expected 1 to 64 queries"),
+        ("cake", {"tau1": 0.0}, "option 'tau1' of method 'cake' is 0.0; expected a positive number"),
+        ("cake", {"gamma": -1.0}, "option 'gamma' of method 'cake' is -1.0; expected a number of at least 0"),
+    ],
+)
 def test_options_are_checked(method, options, said):
     with pytest.raises(ConfigError, match=said):
         find_method(method, options)
@@ -222,9 +238,17 @@ def test_h2o_reads_all_queries(double_found):
     assert H2O().components(double_found, None).reads_queries
 
 
-@pytest.mark.parametrize(("room", "window", "recent", "tail"), [
-    (200, 8, 32, 32), (61, 8, 32, 24), (24, 8, 32, 8), (200, 32, 0, 32), (40, 32, 0, 16), (64, 32, 48, 32),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("room", "window", "recent", "tail"),
+    [
+        (200, 8, 32, 32),
+        (61, 8, 32, 24),
+        (24, 8, 32, 8),
+        (200, 32, 0, 32),
+        (40, 32, 0, 16),
+        (64, 32, 48, 32),
+    ],
+)
 def test_a_question_asked_later_fits_into_what_is_recent(room, window, recent, tail):
     """What stays exact shrinks to half of the room, the window with it."""
     _, first = SteadyVotes(window, 5, "mean", recent).keep(SITE, record(300, queries=64), room, 8)

@@ -197,11 +197,14 @@ def test_what_a_token_unfolds_is_fetched_before_its_turn(whole, prompt):
 
 
 KINDS = {
-    "faithful": (0.7, CLUSTERS), "uniform": (0.7, {"uniform": True, **CLUSTERS}), "static": (0.7, {"retrieval": False, **CLUSTERS}),
-    "anchors": (0.8, {"tau_stable": 0.1, "tau_similar": 0.4}), "strict": (0.5, {"strict": True, **CLUSTERS}),
+    "faithful": (0.7, CLUSTERS),
+    "uniform": (0.7, {"uniform": True, **CLUSTERS}),
+    "static": (0.7, {"retrieval": False, **CLUSTERS}),
+    "anchors": (0.8, {"tau_stable": 0.1, "tau_similar": 0.4}),
+    "strict": (0.5, {"strict": True, **CLUSTERS}),
     "strict, in tokens": (100, {"strict": True}),
     "recoverable": (0.8, {"tau_stable": 0.1, "tau_similar": 0.4, "recoverable": True}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
@@ -294,12 +297,15 @@ def test_a_profile_without_roles_is_refused():
             HeteroCache().check(profile)
 
 
-@pytest.mark.parametrize(("options", "said"), [
-    ({"tau_drift": 1.5}, r"option 'tau_drift' .* is 1.5; expected an overlap in \(0, 1\]"),
-    ({"pool": 4}, "option 'pool' .* is 4; expected an odd width"),
-    ({"every": 0}, "option 'every' .* is 0; expected at least 1"),
-    ({"bits": 3}, "option 'bits' .* is 3; expected 4, 8 or 16"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"tau_drift": 1.5}, r"option 'tau_drift' .* is 1.5; expected an overlap in \(0, 1\]"),
+        ({"pool": 4}, "option 'pool' .* is 4; expected an odd width"),
+        ({"every": 0}, "option 'every' .* is 0; expected at least 1"),
+        ({"bits": 3}, "option 'bits' .* is 3; expected 4, 8 or 16"),
+    ],
+)
 def test_wrong_options_are_refused(options, said):
     with pytest.raises(ConfigError, match=said):
         find_method("heterocache", options)

@@ -64,13 +64,16 @@ def test_snapkv_keeps_what_the_window_looks_at(kernel, pool, n):
         assert float(chosen.min()) >= float(others.max()) - 1e-6
 
 
-@pytest.mark.parametrize(("n", "room", "window", "kept"), [
-    (200, 128, 32, 96),  # the paper's window
-    (200, 48, 24, 24),  # half of the room
-    (200, 24, 8, 16),  # at least a page
-    (30, 128, 30, 0),  # everything fits in the window
-    (40, 128, 32, 8),  # everything fits
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("n", "room", "window", "kept"),
+    [
+        (200, 128, 32, 96),  # the paper's window
+        (200, 48, 24, 24),  # half of the room
+        (200, 24, 8, 16),  # at least a page
+        (30, 128, 30, 0),  # everything fits in the window
+        (40, 128, 32, 8),  # everything fits
+    ],
+)
 def test_snapkvs_window_shrinks_with_the_budget(n, room, window, kept):
     index, recent = ObservationWindow().keep(SITE, record(n), room, 8)
     assert (n - recent, index.shape[1]) == (window, kept)

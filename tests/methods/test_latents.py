@@ -10,9 +10,14 @@ from semkv.compiled import CompiledModel
 from tests.conftest import VOCABULARY
 
 OPTIONS = {
-    "specontext": {"strict": True, "window": 8}, "compresskv": {"recoverable": True}, "heterocache": {"strict": True},
-    "mixed": {"others": "spans"}, "sekv": {}, "sketch": {}, "sentencekv": {},
-}  # fmt: skip
+    "specontext": {"strict": True, "window": 8},
+    "compresskv": {"recoverable": True},
+    "heterocache": {"strict": True},
+    "mixed": {"others": "spans"},
+    "sekv": {},
+    "sketch": {},
+    "sentencekv": {},
+}
 
 
 @pytest.fixture(scope="module")
@@ -20,10 +25,24 @@ def latent(profiled) -> CompiledModel:
     """A small DeepSeek-V3 whose memory holds latents of 16 numbers and a shared key of 8."""
     torch.manual_seed(0)
     config = DeepseekV3Config(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, first_k_dense_replace=2,
-        num_attention_heads=8, num_key_value_heads=8, kv_lora_rank=16, q_lora_rank=24, qk_nope_head_dim=16, qk_rope_head_dim=8,
-        v_head_dim=16, max_position_embeddings=1024, initializer_range=0.3, bos_token_id=1, eos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        first_k_dense_replace=2,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        kv_lora_rank=16,
+        q_lora_rank=24,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=8,
+        v_head_dim=16,
+        max_position_embeddings=1024,
+        initializer_range=0.3,
+        bos_token_id=1,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
     return profiled(DeepseekV3ForCausalLM(config).eval(), latents=True)
 
 

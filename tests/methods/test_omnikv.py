@@ -95,9 +95,12 @@ def test_with_room_for_everything_it_is_full_attention(whole, prompt):
 
 
 KINDS = {
-    "faithful": (0.7, {}), "two filters": (0.85, {"filter_layers": (0, 2)}), "strict": (0.25, {"strict": True}),
-    "strict, dense layers": (0.3, {"strict": True, "filter_layers": (2,)}), "strict, in tokens": (100, {"strict": True}),
-}  # fmt: skip
+    "faithful": (0.7, {}),
+    "two filters": (0.85, {"filter_layers": (0, 2)}),
+    "strict": (0.25, {"strict": True}),
+    "strict, dense layers": (0.3, {"strict": True, "filter_layers": (2,)}),
+    "strict, in tokens": (100, {"strict": True}),
+}
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
@@ -164,12 +167,15 @@ def test_filters_of_ones_own_choice_are_layers_of_the_model(whole):
         whole.with_method("omnikv", budget=0.7, filter_layers=(1, 7))
 
 
-@pytest.mark.parametrize(("options", "said"), [
-    ({"filter_layers": (2, 1)}, r"'filter_layers' .* is \(2, 1\); expected numbers of layers in ascending order"),
-    ({"filter_layers": "2,8"}, "'filter_layers' .* is '2,8'; expected numbers of layers"),
-    ({"layers_per_filter": 0}, "option 'layers_per_filter' .* is 0; expected at least 1"),
-    ({"bits": 3}, "option 'bits' .* is 3; expected 4, 8 or 16"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"filter_layers": (2, 1)}, r"'filter_layers' .* is \(2, 1\); expected numbers of layers in ascending order"),
+        ({"filter_layers": "2,8"}, "'filter_layers' .* is '2,8'; expected numbers of layers"),
+        ({"layers_per_filter": 0}, "option 'layers_per_filter' .* is 0; expected at least 1"),
+        ({"bits": 3}, "option 'bits' .* is 3; expected 4, 8 or 16"),
+    ],
+)
 def test_wrong_options_are_refused(options, said):
     with pytest.raises(ConfigError, match=said):
         find_method("omnikv", options)

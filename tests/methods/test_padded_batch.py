@@ -18,10 +18,14 @@ BUDGET = 0.4
 
 # What differs from the method's own options at BUDGET: smallest sizes, or settings under which more of the method runs.
 SETTINGS: dict[str, tuple[float | None, dict[str, Any]]] = {
-    "full": (None, {}), "quest": (0.6, {}), "infllm": (0.8, {"block": 8}), "clusterkv": (0.8, {"tokens_per_cluster": 12}),
+    "full": (None, {}),
+    "quest": (0.6, {}),
+    "infllm": (0.8, {"block": 8}),
+    "clusterkv": (0.8, {"tokens_per_cluster": 12}),
     "heterocache": (0.8, {"tau_similar": 0.05, "tau_stable": 0.001, "every": 2, "tau_drift": 0.9}),
-    "omnikv": (0.8, {"filter_layers": (0,)}), "specontext": (0.6, {}),
-}  # fmt: skip
+    "omnikv": (0.8, {"filter_layers": (0,)}),
+    "specontext": (0.6, {}),
+}
 OTHERS: dict[str, tuple[str, float, dict[str, Any]]] = {
     "sekv, thresholds only": ("sekv", BUDGET, {"fill": False}),
     "sekv, factored": ("sekv", BUDGET, {"forms": "factored"}),

@@ -48,9 +48,12 @@ SEGMENTERS = {
 
 @pytest.mark.parametrize("kind", list(SEGMENTERS))
 @given(
-    n=st.integers(1, 260), room=st.floats(24, 400), cost=st.floats(0.02, 1.5), page=st.sampled_from([1, 8]),
+    n=st.integers(1, 260),
+    room=st.floats(24, 400),
+    cost=st.floats(0.02, 1.5),
+    page=st.sampled_from([1, 8]),
     size=st.sampled_from([3, 8, 16]),
-)  # fmt: skip
+)
 @settings(max_examples=40, deadline=None, derandomize=True)
 def test_every_token_has_one_place_and_the_fixed_parts_their_room(kind, n, room, cost, page, size):
     division = SEGMENTERS[kind](size).segment(prompt(n), SITE, room, cost, page)
@@ -67,9 +70,12 @@ def test_every_token_has_one_place_and_the_fixed_parts_their_room(kind, n, room,
 
 
 @given(
-    n=st.integers(60, 600), room=st.floats(24, 200), more=st.floats(0, 40), cost=st.floats(0.05, 6.0),
+    n=st.integers(60, 600),
+    room=st.floats(24, 200),
+    more=st.floats(0, 40),
+    cost=st.floats(0.05, 6.0),
     share=st.sampled_from([1 / 4, 1 / 3, 1 / 2]),
-)  # fmt: skip
+)
 @settings(max_examples=200, deadline=None, derandomize=True)
 def test_more_room_never_makes_pages_longer(n, room, more, cost, share):
     """A window that grows by whole pages does not take them from the index."""
@@ -203,9 +209,12 @@ def test_codes_survive_packing(bits, rank):
 def test_sketch_scores_are_those_of_the_decoded_codes():
     generator = torch.Generator().manual_seed(1)
     maps = SketchMaps(
-        torch.randn(3, 8, 5, generator=generator), torch.randn(3, 8, 5, generator=generator),
-        torch.randn(3, 5, generator=generator), torch.rand(3, 5, generator=generator) + 0.5, bits=3,
-    )  # fmt: skip
+        torch.randn(3, 8, 5, generator=generator),
+        torch.randn(3, 8, 5, generator=generator),
+        torch.randn(3, 5, generator=generator),
+        torch.rand(3, 5, generator=generator) + 0.5,
+        bits=3,
+    )
     router = SketchRouter({(0, 0): maps})
     made = prompt(N)
     spans = FoldedSpans(SITE, Components(router=router, host_form="raw", outside="folded"), torch.float32)

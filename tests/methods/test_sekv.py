@@ -35,18 +35,22 @@ ALL = float("inf")
 def gate(seed: int = 0, shared: bool = False) -> GateRouter:
     generator = torch.Generator().manual_seed(seed)
     return GateRouter(
-        {0: torch.randn(4, 3, 8, generator=generator)}, {0: torch.randn(4, generator=generator)},
-        {0: torch.randn(4, generator=generator)}, shared,
-    )  # fmt: skip
+        {0: torch.randn(4, 3, 8, generator=generator)},
+        {0: torch.randn(4, generator=generator)},
+        {0: torch.randn(4, generator=generator)},
+        shared,
+    )
 
 
 def memory(router=None, **changes) -> tuple[SiteMemory, dict[str, torch.Tensor]]:
     """A store of kept tokens, folded spans of LENGTHS and a window, and the tokens that it was made of."""
     generator = torch.Generator().manual_seed(5)
     made = {
-        "k": torch.randn(2, N, 8, generator=generator), "v": torch.randn(2, N, 6, generator=generator),
-        "surprisal": torch.rand(N, generator=generator), "q": torch.randn(4, 1, 8, generator=generator),
-    }  # fmt: skip
+        "k": torch.randn(2, N, 8, generator=generator),
+        "v": torch.randn(2, N, 6, generator=generator),
+        "surprisal": torch.rand(N, generator=generator),
+        "q": torch.randn(4, 1, 8, generator=generator),
+    }
     summary = Summary(bits=8, **changes.pop("summary", {}))
     components = Components(summary=summary, router=router or gate(), host_form="raw", outside="folded", **changes)
     where = torch.arange(N)[None]

@@ -50,9 +50,15 @@ def by_loops(k: torch.Tensor, lengths: list[int], counts: list[int]) -> list[lis
     return out
 
 
-@pytest.mark.parametrize(("lengths", "counts"), [
-    ([9, 1, 17, 4], [3, 1, 5, 4]), ([30], [1]), ([5, 5, 5], [5, 1, 2]), ([63], [20]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("lengths", "counts"),
+    [
+        ([9, 1, 17, 4], [3, 1, 5, 4]),
+        ([30], [1]),
+        ([5, 5, 5], [5, 1, 2]),
+        ([63], [20]),
+    ],
+)
 def test_clusters_are_those_of_greedy_seeds(lengths, counts):
     k = keys(sum(lengths), seed=len(lengths))
     got = cluster(k, torch.tensor(lengths), torch.tensor(counts))
@@ -135,12 +141,18 @@ def test_delimiters_of_the_bundled_tokenizer():
     assert not any(text[-1:].isalnum() for text in found)
 
 
-@pytest.mark.parametrize(("options", "said"), [
-    ({"delimiters": "3"}, r"option 'delimiters' of method 'semanticache' is '3'; expected token ids such as \[5, 17\]"),
-    ({"delimiters": [3, -1]}, r"option 'delimiters' of method 'semanticache' is \(3, -1\)"),
-    ({"chunk": 0}, "option 'chunk' of method 'semanticache' is 0; expected at least 1 token"),
-    ({"bits": 5}, "option 'bits' of method 'semanticache' is 5; expected 4 or 8"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            {"delimiters": "3"},
+            r"option 'delimiters' of method 'semanticache' is '3'; expected token ids such as \[5, 17\]",
+        ),
+        ({"delimiters": [3, -1]}, r"option 'delimiters' of method 'semanticache' is \(3, -1\)"),
+        ({"chunk": 0}, "option 'chunk' of method 'semanticache' is 0; expected at least 1 token"),
+        ({"bits": 5}, "option 'bits' of method 'semanticache' is 5; expected 4 or 8"),
+    ],
+)
 def test_options_are_checked(options, said):
     with pytest.raises(ConfigError, match=said):
         find_method("semanticache", options)
@@ -178,9 +190,15 @@ def test_chunks_end_where_sentences_may_by_the_profile():
     assert segmenter.chunks(ids).tolist() == chunks_by_loops(ids.tolist(), ends, 9)
 
 
-@pytest.mark.parametrize(("delimiters", "classes", "expected"), [
-    (None, None, ()), ((), CLASSES, ()), ([3, 4], CLASSES, (3, 4)), (None, CLASSES, sentence_delimiters(CLASSES)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("delimiters", "classes", "expected"),
+    [
+        (None, None, ()),
+        ((), CLASSES, ()),
+        ([3, 4], CLASSES, (3, 4)),
+        (None, CLASSES, sentence_delimiters(CLASSES)),
+    ],
+)
 def test_delimiters_that_are_given_are_those(delimiters, classes, expected):
     method = find_method("semanticache", {"delimiters": delimiters})
     assert method.components(None, with_classes(classes)).segmenter.delimiters == expected

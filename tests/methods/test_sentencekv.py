@@ -223,8 +223,11 @@ def test_chunks_go_on_until_they_are_full():
 
 
 OPTIONS = {
-    "faithful": {}, "recoverable": {"recoverable": True}, "token": {"query": "token"}, "chunks": {"buckets": "chunks"},
-}  # fmt: skip
+    "faithful": {},
+    "recoverable": {"recoverable": True},
+    "token": {"query": "token"},
+    "chunks": {"buckets": "chunks"},
+}
 
 
 @pytest.mark.parametrize("kind", list(OPTIONS))
@@ -269,9 +272,11 @@ def test_with_room_for_everything_it_is_full_attention(whole, text):
 
 def test_a_profile_without_sentences_is_refused():
     bare = bundled.profile()
-    bare = replace(bare, info=bare.info.model_copy(update={"sentences": None}), tensors={
-        name: x for name, x in bare.tensors.items() if not name.startswith("sentences.")
-    })  # fmt: skip
+    bare = replace(
+        bare,
+        info=bare.info.model_copy(update={"sentences": None}),
+        tensors={name: x for name, x in bare.tensors.items() if not name.startswith("sentences.")},
+    )
     for profile in (None, bare):
         with pytest.raises(
             ConfigError, match=r"needs a profile with sentences: make it with `semkv-profile MODEL --steps"
@@ -280,13 +285,16 @@ def test_a_profile_without_sentences_is_refused():
         SentenceKV(buckets="chunks", query="token").check(profile)
 
 
-@pytest.mark.parametrize(("options", "said"), [
-    ({"r": 0.5}, "option 'r' of method 'sentencekv' is 0.5; expected a number of at least 1"),
-    ({"kernel": 4}, "option 'kernel' .* is 4; expected an odd width"),
-    ({"window": 65}, "option 'window' .* is 65; expected 1 to 64 queries"),
-    ({"bits": 5}, "option 'bits' .* is 5; expected 4, 8 or 16"),
-    ({"longest": 0}, "option 'longest' .* is 0; expected at least 1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"r": 0.5}, "option 'r' of method 'sentencekv' is 0.5; expected a number of at least 1"),
+        ({"kernel": 4}, "option 'kernel' .* is 4; expected an odd width"),
+        ({"window": 65}, "option 'window' .* is 65; expected 1 to 64 queries"),
+        ({"bits": 5}, "option 'bits' .* is 5; expected 4, 8 or 16"),
+        ({"longest": 0}, "option 'longest' .* is 0; expected at least 1"),
+    ],
+)
 def test_wrong_options_are_refused(options, said):
     with pytest.raises(ConfigError, match=said):
         find_method("sentencekv", options)

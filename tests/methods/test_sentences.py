@@ -103,10 +103,37 @@ def test_as_the_text_has_them(name, kind):
 
 
 PIECES = (
-    "word", "A", "3.14", "$1,299.99", "2.0.1", "Dr.", "Mr.", "J.", "e.g.", "U.S.", "a.m.", "vs.", "end.", "end!", "end?", "what?!",
-    "well...", '"quoted."', '"Why?"', "(aside.)", "“He left.”", "‘Go.’", "a!=b", "x.y", "no marks",
-    "今天。", "「好。」", "去吧！", "是的？", "你好",
-)  # fmt: skip
+    "word",
+    "A",
+    "3.14",
+    "$1,299.99",
+    "2.0.1",
+    "Dr.",
+    "Mr.",
+    "J.",
+    "e.g.",
+    "U.S.",
+    "a.m.",
+    "vs.",
+    "end.",
+    "end!",
+    "end?",
+    "what?!",
+    "well...",
+    '"quoted."',
+    '"Why?"',
+    "(aside.)",
+    "“He left.”",
+    "‘Go.’",
+    "a!=b",
+    "x.y",
+    "no marks",
+    "今天。",
+    "「好。」",
+    "去吧！",
+    "是的？",
+    "你好",
+)
 
 
 @pytest.mark.parametrize("name", NAMES[:3])
@@ -138,12 +165,15 @@ def test_the_bundled_tokenizer():
         assert len(sentences_of(text)) > 10
 
 
-@pytest.mark.parametrize(("text", "expected"), [
-    ("It is 3.14. So.", ["It is 3.14.", "So."]),
-    ("Mr. Lee (a.k.a. Lee) ran.", ["Mr. Lee (a.k.a. Lee) ran."]),
-    ('"Go!" he said.', ['"Go!"', "he said."]),
-    ("好。好！", ["好。", "好！"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("It is 3.14. So.", ["It is 3.14.", "So."]),
+        ("Mr. Lee (a.k.a. Lee) ran.", ["Mr. Lee (a.k.a. Lee) ran."]),
+        ('"Go!" he said.', ['"Go!"', "he said."]),
+        ("好。好！", ["好。", "好！"]),
+    ],
+)
 def test_by_hand(text, expected):
     assert sentences_of(text) == expected
     assert token_sentences("gpt2", text) == expected

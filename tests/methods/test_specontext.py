@@ -25,9 +25,15 @@ from semkv.runtime.site_memory import SiteMemory
 from semkv.runtime.spans import FoldedSpans
 
 SIZES = {
-    "hidden": 192, "q_heads": 8, "kv_heads": 4, "head_dim": 16, "theta": 1e5, "yarn": Yarn(factor=4, positions=512),
-    "parameters": 70_000, "whole": 700_000,
-}  # fmt: skip
+    "hidden": 192,
+    "q_heads": 8,
+    "kv_heads": 4,
+    "head_dim": 16,
+    "theta": 1e5,
+    "yarn": Yarn(factor=4, positions=512),
+    "parameters": 70_000,
+    "whole": 700_000,
+}
 FEATURES = {"feature_sites": (1,), "features": 192}
 UNCAPPED = float("inf")
 
@@ -205,12 +211,21 @@ def check(row) -> None:
     assert row.charged_nbytes == sum(x.nbytes for name, x in row.notes.items() if name.startswith((KEYS, SCALE)))
 
 
-@pytest.mark.parametrize(("budget", "options", "residency"), [
-    (0.2, {}, "shared"), (80, {"strict": True}, "elastic"),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-        (0.25, {}, "elastic"), (0.15, {"strict": True}, "shared"), (0.15, {"retrieval": "layers"}, "shared"),
-    )),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("budget", "options", "residency"),
+    [
+        (0.2, {}, "shared"),
+        (80, {"strict": True}, "elastic"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (0.25, {}, "elastic"),
+                (0.15, {"strict": True}, "shared"),
+                (0.15, {"retrieval": "layers"}, "shared"),
+            )
+        ),
+    ],
+)
 def test_the_budget_is_a_hard_cap_with_the_heads_keys_in_it(whole, budget, options, residency):
     settings = CompileConfig(floor=0, kv_dtype="float16", residency=residency)
     compiled = whole.with_method("specontext", budget, config=settings, **options)

@@ -30,9 +30,12 @@ def steps(
     script = Path(__file__).parent / "steps_in_triton.py"
     arguments = [str(artifact), method, json.dumps(budget), json.dumps(options), str(count), kv_dtype]
     ran = subprocess.run(
-        [sys.executable, str(script), *arguments], capture_output=True, text=True, timeout=300,
+        [sys.executable, str(script), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
         env={**os.environ, "TRITON_INTERPRET": "1"},
-    )  # fmt: skip
+    )
     assert ran.returncode == 0, ran.stderr[-2000:]
     return json.loads(ran.stdout)
 

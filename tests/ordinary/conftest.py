@@ -19,9 +19,18 @@ def tiny_llama(
     """Random weights, large enough that tokens depend on what was read long before."""
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=32, num_hidden_layers=layers, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, max_position_embeddings=context, bos_token_id=1, eos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=context,
+        bos_token_id=1,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
     model = LlamaForCausalLM(config).to(dtype).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -30,9 +30,19 @@ REFRESH = r"compiled\.refresh\(\) captures it as it is now; or undo the change"
 def llama(layers: int = 1, **settings: Any) -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=32, num_hidden_layers=layers, num_attention_heads=8, num_key_value_heads=4,
-        head_dim=8, max_position_embeddings=300, bos_token_id=1, eos_token_id=None, pad_token_id=0, **settings,
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=8,
+        max_position_embeddings=300,
+        bos_token_id=1,
+        eos_token_id=None,
+        pad_token_id=0,
+        **settings,
+    )
     return sensitive(LlamaForCausalLM(config)).eval()
 
 
@@ -107,11 +117,17 @@ def test_a_merged_adapter_is_never_counted_twice(adapted):
     was = compiled.program
     adapted.merge_adapter()
     for call in (
-        lambda: compiled.prefill(ids()), lambda: small.generate(ids(), max_new_tokens=2), lambda: compiled.extend(state, ids(1)),
-        lambda: compiled(ids()), lambda: compiled.prefill_record(ids()), lambda: small.compress(record),
-        lambda: compiled.with_method("snapkv", 0.5), lambda: compiled.save("never"), lambda: state.save("never"),
+        lambda: compiled.prefill(ids()),
+        lambda: small.generate(ids(), max_new_tokens=2),
+        lambda: compiled.extend(state, ids(1)),
+        lambda: compiled(ids()),
+        lambda: compiled.prefill_record(ids()),
+        lambda: small.compress(record),
+        lambda: compiled.with_method("snapkv", 0.5),
+        lambda: compiled.save("never"),
+        lambda: state.save("never"),
         lambda: compiled.load_state("never"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(StaleModelError, match=rf"q_proj\.merged_adapters: \[\] -> \['default'\].*{REFRESH}"):
             call()
     assert compiled.program is was
@@ -290,10 +306,16 @@ def exchange_buffer(model: nn.Module) -> None:
 
 
 CHANGES = {
-    "load_state_dict": load, "load_state_dict(assign=True)": lambda model: load(model, assign=True), "a training step": train,
-    "in place": each(multiply), ".data in place": each(add_to_data), ".data replaced": each(replace_data),
-    "a parameter replaced": replace_parameter, "a buffer in place": change_buffer, "a buffer replaced": exchange_buffer,
-}  # fmt: skip
+    "load_state_dict": load,
+    "load_state_dict(assign=True)": lambda model: load(model, assign=True),
+    "a training step": train,
+    "in place": each(multiply),
+    ".data in place": each(add_to_data),
+    ".data replaced": each(replace_data),
+    "a parameter replaced": replace_parameter,
+    "a buffer in place": change_buffer,
+    "a buffer replaced": exchange_buffer,
+}
 
 
 @pytest.mark.parametrize("change", list(CHANGES))

@@ -142,9 +142,13 @@ def test_stop_criteria_and_streamers_leave_a_whole_state(model, full, ids):
 
     collected = Collect()
     out = full.generate(
-        ids(30), max_new_tokens=10, stopping_criteria=[StopsAt(free[4])], streamer=collected,
-        return_dict_in_generate=True, **NEW,
-    )  # fmt: skip
+        ids(30),
+        max_new_tokens=10,
+        stopping_criteria=[StopsAt(free[4])],
+        streamer=collected,
+        return_dict_in_generate=True,
+        **NEW,
+    )
     ends = free.index(free[4]) + 1
     assert collected.tokens == ids(30)[0].tolist() + free[:ends] + [-1]
     text = out[CACHE].ids[0].tolist()

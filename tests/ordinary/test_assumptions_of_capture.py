@@ -281,9 +281,14 @@ def test_long_rope_crosses_its_original_context_as_the_model_does() -> None:
     rope |= {"original_max_position_embeddings": 48, "factor": 2.0}
     settings = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = LlamaConfig(
-        **settings, vocab_size=VOCAB, num_key_value_heads=2, max_position_embeddings=128, rope_parameters=rope,
-        bos_token_id=1, eos_token_id=None,
-    )  # fmt: skip
+        **settings,
+        vocab_size=VOCAB,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        rope_parameters=rope,
+        bos_token_id=1,
+        eos_token_id=None,
+    )
     torch.manual_seed(0)
     model = LlamaForCausalLM(config).eval()
     for parameter in model.parameters():

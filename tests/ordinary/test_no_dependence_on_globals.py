@@ -26,16 +26,25 @@ METHODS = {
     "quest": (0.5, {}),
     "semanticache": (0.5, {}),
     "shadowkv": (0.5, {}),
-}  # fmt: skip
+}
 """One that keeps all, one that evicts, segments with codes, pages, clusters, and a low-rank index of codes."""
 
 
 @pytest.fixture(scope="module")
 def model() -> LlamaForCausalLM:
     config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=512, bos_token_id=1, eos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        hidden_size=48,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=512,
+        bos_token_id=1,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
     torch.manual_seed(0)
     model = LlamaForCausalLM(config).float().eval()
     with torch.no_grad():
@@ -193,7 +202,7 @@ HOSTILE = {
     "warnings are errors": warnings_are_errors,
     "numpy raises": lambda: np.errstate(all="raise"),
     "another seed": another_seed,
-}  # fmt: skip
+}
 
 
 TOGETHER = {

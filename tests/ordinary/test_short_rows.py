@@ -253,14 +253,34 @@ def test_no_length_is_refused_with_the_smallest_floor(made, records, name):
 
 
 REFUSED = {
-    "tokens below the smallest": ("snapkv", {}, 23, r"budget 23 can never serve: 'snapkv' needs at least 24 .* use budget=24"),
+    "tokens below the smallest": (
+        "snapkv",
+        {},
+        23,
+        r"budget 23 can never serve: 'snapkv' needs at least 24 .* use budget=24",
+    ),
     "of the largest smallest": ("infllm", {}, 95, r"'infllm' needs at least 96 .* use budget=96"),
     "of heads of their own": ("sketch", {}, 23, r"'sketch' needs at least 24 .* use budget="),
-    "an index of every token in tokens": ("specontext", {}, 300, r"budget 300 is a number of tokens.*give a fraction.*or strict=True"),
+    "an index of every token in tokens": (
+        "specontext",
+        {},
+        300,
+        r"budget 300 is a number of tokens.*give a fraction.*or strict=True",
+    ),
     "whole heads in tokens": ("omnikv", {}, 300, r"budget 300 is a number of tokens.*keeps every token of some heads"),
-    "an index above the fraction": ("specontext", {}, 0.1, r"budget 0\.1 can never serve: .*'specontext' keeps 12\.5%.*of at least 0\.1"),
-    "whole heads above the fraction": ("omnikv", {}, 0.5, r"'omnikv' keeps 10\d\.\d%.*no fraction but 1\.0, which keeps every token"),
-}  # fmt: skip
+    "an index above the fraction": (
+        "specontext",
+        {},
+        0.1,
+        r"budget 0\.1 can never serve: .*'specontext' keeps 12\.5%.*of at least 0\.1",
+    ),
+    "whole heads above the fraction": (
+        "omnikv",
+        {},
+        0.5,
+        r"'omnikv' keeps 10\d\.\d%.*no fraction but 1\.0, which keeps every token",
+    ),
+}
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -373,9 +393,7 @@ def test_an_artifact_keeps_its_floor(made, text, tmp_path: Path):
     again = semkv.load(tmp_path / "model")
     assert (again.settings.floor, again.placement.budget) == (48, compiled.placement.budget)
     first, second = (c.prefill(text[:, :9]) for c in (compiled, again))
-    torch.testing.assert_close(
-        compiled.extend(first, text[:, 9:70]), again.extend(second, text[:, 9:70]), **CLOSE
-    )  # fmt: skip
+    torch.testing.assert_close(compiled.extend(first, text[:, 9:70]), again.extend(second, text[:, 9:70]), **CLOSE)
 
 
 def test_a_takeover_that_fails_leaves_the_row_as_it_was(made, text, monkeypatch):

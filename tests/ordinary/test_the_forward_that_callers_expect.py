@@ -116,15 +116,18 @@ def test_use_cache_and_tuples(full, ids):
     assert state.lengths == [9]
 
 
-@pytest.mark.parametrize(("name", "value", "message"), [
-    ("output_attentions", True, "keeps no weights; ask the model that was compiled"),
-    ("output_hidden_states", True, "a program returns logits alone"),
-    ("inputs_embeds", torch.zeros(1, 3, 32), "reads token ids; pass input_ids"),
-    ("cache_implementation", "static", "a compiled model has its own memory"),
-    ("token_type_ids", torch.zeros(1, 9, dtype=torch.int64), "input_ids"),
-    ("pixel_values", torch.zeros(1, 3, 8, 8), "input_ids"),
-    ("max_tokens", 5, "input_ids"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("output_attentions", True, "keeps no weights; ask the model that was compiled"),
+        ("output_hidden_states", True, "a program returns logits alone"),
+        ("inputs_embeds", torch.zeros(1, 3, 32), "reads token ids; pass input_ids"),
+        ("cache_implementation", "static", "a compiled model has its own memory"),
+        ("token_type_ids", torch.zeros(1, 9, dtype=torch.int64), "input_ids"),
+        ("pixel_values", torch.zeros(1, 3, 8, 8), "input_ids"),
+        ("max_tokens", 5, "input_ids"),
+    ],
+)
 def test_what_there_is_not_is_refused_by_name(full, ids, name, value, message):
     for call in (full.forward, full.generate):
         with pytest.raises(ConfigError, match=rf"(forward|generate)\({name}=\.\.\.\): .*{message}"):
@@ -166,19 +169,22 @@ def test_what_changes_nothing_is_done(full):
     assert full.tie_weights() is None
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    (lambda c: c.half(), r"to\(torch.float16\): a compiled model computes in torch.float64"),
-    (lambda c: c.bfloat16(), r"to\(torch.bfloat16\)"),
-    (lambda c: c.float(), r"to\(torch.float32\)"),
-    (lambda c: c.to(dtype=torch.float16), r"CompileConfig\(kv_dtype=\.\.\.\)"),
-    (lambda c: c.to("cuda"), r"stays on 'cpu'.*semkv\.compile\(model, device='cuda'\)"),
-    (lambda c: c.cuda(), r"to\('cuda'\)"),
-    (lambda c: c.to("meta"), r"to\('meta'\)"),
-    (lambda c: c.share_memory(), "are those of the model that was compiled"),
-    (lambda c: c.train(), "does not train"),
-    (lambda c: c.requires_grad_(), "computes no gradients"),
-    (lambda c: c.load_state_dict({}), "load them there"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda c: c.half(), r"to\(torch.float16\): a compiled model computes in torch.float64"),
+        (lambda c: c.bfloat16(), r"to\(torch.bfloat16\)"),
+        (lambda c: c.float(), r"to\(torch.float32\)"),
+        (lambda c: c.to(dtype=torch.float16), r"CompileConfig\(kv_dtype=\.\.\.\)"),
+        (lambda c: c.to("cuda"), r"stays on 'cpu'.*semkv\.compile\(model, device='cuda'\)"),
+        (lambda c: c.cuda(), r"to\('cuda'\)"),
+        (lambda c: c.to("meta"), r"to\('meta'\)"),
+        (lambda c: c.share_memory(), "are those of the model that was compiled"),
+        (lambda c: c.train(), "does not train"),
+        (lambda c: c.requires_grad_(), "computes no gradients"),
+        (lambda c: c.load_state_dict({}), "load them there"),
+    ],
+)
 def test_what_would_change_the_weights_is_refused(model, full, change, message):
     before = {name: (x.dtype, x.device, x.requires_grad) for name, x in model.named_parameters()}
     with pytest.raises(ConfigError, match=message):

@@ -110,12 +110,16 @@ def test_states_of_one_model_in_many_threads(small, ids):
     assert [made[number] for number in range(4)] == expected
 
 
-@pytest.mark.parametrize("options", [
-    {"max_new_tokens": 12},
-    {"max_length": 302},
-    {"generation_config": GenerationConfig(max_new_tokens=12)},
-    {"generation_config": GenerationConfig(max_length=302)},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_new_tokens": 12},
+        {"max_length": 302},
+        {"generation_config": GenerationConfig(max_new_tokens=12)},
+        {"generation_config": GenerationConfig(max_length=302)},
+    ],
+    ids=str,
+)
 def test_what_would_leave_the_context_is_refused_before_the_first_token(full, ids, monkeypatch, options):
     def never(*args, **kwargs):
         raise AssertionError("the prompt was read")

@@ -32,9 +32,18 @@ def plain(seed: int = 0, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM
     """Random weights large enough that tokens depend on what was read long before."""
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, max_position_embeddings=1000, bos_token_id=1, eos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=1000,
+        bos_token_id=1,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
     model = LlamaForCausalLM(config).to(dtype).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():

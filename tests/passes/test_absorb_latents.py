@@ -156,16 +156,29 @@ def test_what_is_no_projection_of_one_small_latent_stays(make_found, module_clas
 
 
 COMMON = {
-    "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "num_key_value_heads": 8,
-    "vocab_size": 128, "kv_lora_rank": 16, "q_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
-    "max_position_embeddings": 512, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "vocab_size": 128,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 EXPERTS = {"moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 2}
 FAMILIES = {
-    "DeepseekV2": {**EXPERTS, "n_group": 2, "topk_group": 1}, "DeepseekV3": {**EXPERTS, "n_group": 2, "topk_group": 1},
-    "MiniCPM3": {}, "Youtu": {}, "Glm4MoeLite": {**EXPERTS, "n_group": 2, "topk_group": 1},
+    "DeepseekV2": {**EXPERTS, "n_group": 2, "topk_group": 1},
+    "DeepseekV3": {**EXPERTS, "n_group": 2, "topk_group": 1},
+    "MiniCPM3": {},
+    "Youtu": {},
+    "Glm4MoeLite": {**EXPERTS, "n_group": 2, "topk_group": 1},
     "Mistral4": {**EXPERTS, "n_group": 2, "topk_group": 1},
-}  # fmt: skip
+}
 
 
 def build(family: str, layers: int) -> nn.Module:

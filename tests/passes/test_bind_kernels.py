@@ -26,8 +26,10 @@ def test_calls_of_steps_say_the_kernel_and_the_layout(program):
     layouts = ((64, 4, 3, 0, 0), (), (32, 4, 2, 0, 0))
     bound = place(program, PassOptions(kernels="triton", layouts=layouts))
     wanted = [
-        {"kernel": "triton", "layout": [64, 4, 3, 0, 0]}, {"kernel": "triton"}, {"kernel": "triton", "layout": [32, 4, 2, 0, 0]},
-    ]  # fmt: skip
+        {"kernel": "triton", "layout": [64, 4, 3, 0, 0]},
+        {"kernel": "triton"},
+        {"kernel": "triton", "layout": [32, 4, 2, 0, 0]},
+    ]
     assert said(bound.decode) == said(bound.extend) == wanted
     assert bound.notes[-1] == "bind_kernels: kernels 'triton' at 3 sites, 2 with a tuned layout"
     assert said(program.decode) == [{}, {}, {}], "the program that was given must not change"

@@ -52,24 +52,36 @@ FAMILIES = [
     ("GPT2", {**OLD, "n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 128}, "eager", [{"kv_heads": 4}]),
     ("Bloom", {**OLD, "hidden_size": 32, "n_layer": 1, "n_head": 4}, "eager", [{"has_bias": True, "kv_heads": 4}]),
     pytest.param(
-        "Mpt", {**OLD, "d_model": 32, "n_layers": 1, "n_heads": 4, "max_seq_len": 256}, "eager", [{"has_bias": True}],
+        "Mpt",
+        {**OLD, "d_model": 32, "n_layers": 1, "n_heads": 4, "max_seq_len": 256},
+        "eager",
+        [{"has_bias": True}],
         marks=slow,
     ),
     pytest.param(
-        "Falcon", {**OLD, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "alibi": True}, "sdpa",
-        [{"has_bias": True, "kv_heads": 1}], marks=slow,
+        "Falcon",
+        {**OLD, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "alibi": True},
+        "sdpa",
+        [{"has_bias": True, "kv_heads": 1}],
+        marks=slow,
     ),
     pytest.param("Phi3", {}, "sdpa", [{"kv_heads": 2}] * 2, marks=slow),
     pytest.param(
-        "GptOss", {**EXPERTS, "sliding_window": 128}, "eager",
-        [{"has_sinks": True, "window": 128}, {"has_sinks": True, "window": 0}], marks=slow,
+        "GptOss",
+        {**EXPERTS, "sliding_window": 128},
+        "eager",
+        [{"has_sinks": True, "window": 128}, {"has_sinks": True, "window": 0}],
+        marks=slow,
     ),
     pytest.param("DeepseekV3", LATENT, "sdpa", [{"key_dim": 16, "value_dim": 6, "kv_heads": 4}] * 2, marks=slow),
     pytest.param(
-        "Gemma3n", {**SHARED, **VECTORS}, "sdpa",
-        [{"store": 0, "window": 16}, {"store": 1}, {"store": 0, "window": 16}, {"store": 1}], marks=slow,
+        "Gemma3n",
+        {**SHARED, **VECTORS},
+        "sdpa",
+        [{"store": 0, "window": 16}, {"store": 1}, {"store": 0, "window": 16}, {"store": 1}],
+        marks=slow,
     ),
-]  # fmt: skip
+]
 
 
 def build(family: str, settings: dict, implementation: str) -> PreTrainedModel:

@@ -34,14 +34,25 @@ POSITIONS = torch.arange(7)[None] + 11
 
 def make_head(sites=(1, 2), projected=0, hidden=HIDDEN, **changes) -> RetrievalHead:
     section = RetrievalHeadSection(
-        hidden=hidden, feature_sites=sites, features=hidden * len(sites), projected=projected, q_heads=4, kv_heads=2,
-        head_dim=6, theta=50.0, yarn=Yarn(factor=4, positions=64), parameters=100, whole=5000, **changes,
-    )  # fmt: skip
+        hidden=hidden,
+        feature_sites=sites,
+        features=hidden * len(sites),
+        projected=projected,
+        q_heads=4,
+        kv_heads=2,
+        head_dim=6,
+        theta=50.0,
+        yarn=Yarn(factor=4, positions=64),
+        parameters=100,
+        whole=5000,
+        **changes,
+    )
     generator = torch.Generator().manual_seed(1)
     shapes = section.tensor_shapes()
-    return RetrievalHead(section, {
-        name.removeprefix(PREFIX): torch.randn(shape, generator=generator) * 0.3 for name, shape in shapes.items()
-    })  # fmt: skip
+    return RetrievalHead(
+        section,
+        {name.removeprefix(PREFIX): torch.randn(shape, generator=generator) * 0.3 for name, shape in shapes.items()},
+    )
 
 
 def lowered(program, head):
@@ -125,9 +136,11 @@ class Observed:
 def test_memories_see_the_hidden_states_and_nothing_else_changes(decoder_program, decoder):
     program = lowered(decoder_program, make_head())
     plain = run_passes(
-        decoder_program, (SurprisalHead(), AssignBudgets(), RewriteAttention()), PassOptions(method="specontext"),
+        decoder_program,
+        (SurprisalHead(), AssignBudgets(), RewriteAttention()),
+        PassOptions(method="specontext"),
         ran=["find_attention", "lift_positions"],
-    )  # fmt: skip
+    )
     for label in ("prefill", "extend", "decode"):
         before, after = getattr(plain, label).graph, getattr(program, label).graph
         assert sum(node.target is memory.observe for node in after.nodes) == 2

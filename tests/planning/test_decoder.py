@@ -23,22 +23,51 @@ from semkv.pipeline import captured_program, on_latents
 from semkv.planning.decoder import Decoder, LayerCache, decoder_of, load_config
 
 LLAMA_8B = {
-    "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072, "dtype": "bfloat16",
-}  # fmt: skip
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "dtype": "bfloat16",
+}
 SMALL = {
-    "vocab_size": 99, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0,
-}  # fmt: skip
+    "vocab_size": 99,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
 LATENT = {
-    **SMALL, "num_key_value_heads": 4, "moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
-    "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1, "kv_lora_rank": 24, "q_lora_rank": 24,
-    "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12,
-}  # fmt: skip
+    **SMALL,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 24,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
 WINDOWED = {
-    **SMALL, "head_dim": 16, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"],
+    **SMALL,
+    "head_dim": 16,
+    "sliding_window": 16,
+    "layer_types": ["sliding_attention", "full_attention"],
     "query_pre_attn_scalar": 16,
-}  # fmt: skip
+}
 FAMILIES = {
     "llama": LlamaConfig(**SMALL),
     "tied": LlamaConfig(**SMALL, tie_word_embeddings=True),

@@ -10,8 +10,16 @@ from hypothesis import strategies as st
 from semkv.errors import BudgetError
 
 COMPRESSING = (
-    "streaming_llm", "snapkv", "sekv", "h2o", "pyramidkv", "chunkkv", "cake", "semanticache", "compresskv",
-)  # fmt: skip
+    "streaming_llm",
+    "snapkv",
+    "sekv",
+    "h2o",
+    "pyramidkv",
+    "chunkkv",
+    "cake",
+    "semanticache",
+    "compresskv",
+)
 SLOW = settings(
     max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True
 )
@@ -57,9 +65,15 @@ def test_cap_over_prompts_and_chunks(
         check(state.rows[0], resident, folded)
 
 
-@pytest.mark.parametrize("options", [
-    {"forms": "factored", "max_rank": 4}, {"forms": "raw"}, {"bits": 8}, {"routing": "mean", "router": "untrained"},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"forms": "factored", "max_rank": 4},
+        {"forms": "raw"},
+        {"bits": 8},
+        {"routing": "mean", "router": "untrained"},
+    ],
+)
 @pytest.mark.parametrize("residency", ["shared", "elastic"])
 def test_cap_over_forms_of_folded_spans(wide_program, compile_as, prompt, resident, options, residency):
     compiled = compile_as(wide_program, "sekv", 0.3, options=options, residency=residency, kv_dtype="float16")

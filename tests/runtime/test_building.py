@@ -10,9 +10,14 @@ from semkv.runtime.host_pool import ROOM
 from semkv.runtime.snapshot import row_to_tensors
 
 CASES = {
-    "sekv": {}, "quest": {}, "infllm": {}, "clusterkv": {}, "shadowkv": {},
-    "compresskv": {"recoverable": True}, "sentencekv": {"buckets": "chunks", "query": "token"},
-}  # fmt: skip
+    "sekv": {},
+    "quest": {},
+    "infllm": {},
+    "clusterkv": {},
+    "shadowkv": {},
+    "compresskv": {"recoverable": True},
+    "sentencekv": {"buckets": "chunks", "query": "token"},
+}
 
 
 @pytest.mark.parametrize("method", list(CASES))

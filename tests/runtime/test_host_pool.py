@@ -78,13 +78,17 @@ def factors() -> tuple[HostFactors, list[list[dict[str, torch.Tensor]]]]:
     spans = [
         [
             {
-                "key_u": torch.randn(length, rk), "key_s": torch.rand(rk), "key_v": torch.randn(6, rk),
-                "value_u": torch.randn(length, rv), "value_s": torch.rand(rv), "value_v": torch.randn(4, rv),
+                "key_u": torch.randn(length, rk),
+                "key_s": torch.rand(rk),
+                "key_v": torch.randn(6, rk),
+                "value_u": torch.randn(length, rv),
+                "value_s": torch.rand(rv),
+                "value_v": torch.randn(4, rv),
             }
             for (rk, rv), length in zip(row, LENGTHS)
         ]
         for row in RANKS
-    ]  # fmt: skip
+    ]
     pool = HostFactors(2, 6, 4, torch.float32)
     pool.append([row[:1] for row in spans], torch.tensor(LENGTHS[:1]))
     pool.append([row[1:] for row in spans], torch.tensor(LENGTHS[1:]))

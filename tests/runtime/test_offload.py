@@ -41,9 +41,12 @@ def both(wide_program, compile_as):
     def make(method, options=None, budget=BUDGET, first=FIRST, **config):
         config = {"kv_dtype": "float16", "extend_chunk": 32} | config
         plain = compile_as(
-            wide_program, method, budget, options=options,
+            wide_program,
+            method,
+            budget,
+            options=options,
             **{name: value for name, value in config.items() if name not in ("rows", "host_memory")},
-        )  # fmt: skip
+        )
         rows = config.pop("rows", 1)
         there = {"offload": "progressive", "rows": rows}
         probe = compile_as(wide_program, method, budget, options=options, **config, **there, device_memory="1TB")
@@ -226,9 +229,14 @@ def test_a_full_host_is_the_end(both, wide_program, compile_as, prompt):
     _, progressive = both("quest")
     waiting = demand_of(progressive).waiting
     small = compile_as(
-        wide_program, "quest", BUDGET, kv_dtype="float16", offload="progressive",
-        device_memory=progressive.settings.device_memory, host_memory=200 * waiting[-1],
-    )  # fmt: skip
+        wide_program,
+        "quest",
+        BUDGET,
+        kv_dtype="float16",
+        offload="progressive",
+        device_memory=progressive.settings.device_memory,
+        host_memory=200 * waiting[-1],
+    )
     assert small.placement.thresholds == (150, 200, 200)
     with pytest.raises(BudgetError, match=r"a sequence of 201 tokens does not fit"):
         small.prefill(prompt(201))

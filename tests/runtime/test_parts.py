@@ -120,18 +120,26 @@ def _entries(heads: int, exact: int, coarse: int, spans: int, bias: bool, genera
     if spans:
         rank, length = spans + 1, spans + 2
         made |= {
-            "key_u": draw(heads, spans, length, rank), "key_s": draw(heads, spans, rank), "key_v": draw(heads, spans, 8, rank),
-            "value_u": draw(heads, spans, length, rank), "value_s": draw(heads, spans, rank),
-            "value_v": draw(heads, spans, 6, rank), "factored_positions": where(heads, spans, length),
+            "key_u": draw(heads, spans, length, rank),
+            "key_s": draw(heads, spans, rank),
+            "key_v": draw(heads, spans, 8, rank),
+            "value_u": draw(heads, spans, length, rank),
+            "value_s": draw(heads, spans, rank),
+            "value_v": draw(heads, spans, 6, rank),
+            "factored_positions": where(heads, spans, length),
             "factored_bias": draw(2 * heads, 2, spans, length),
-        }  # fmt: skip
+        }
     return Entries(**made)
 
 
-@pytest.mark.parametrize("sizes", [
-    ((5, 0, 0, False), (5, 0, 0, False), (5, 0, 0, False)), ((5, 3, 0, False), (9, 0, 2, True), (1, 4, 0, False)),
-    ((4, 0, 3, True), (6, 0, 1, False), (2, 2, 0, True)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        ((5, 0, 0, False), (5, 0, 0, False), (5, 0, 0, False)),
+        ((5, 3, 0, False), (9, 0, 2, True), (1, 4, 0, False)),
+        ((4, 0, 3, True), (6, 0, 1, False), (2, 2, 0, True)),
+    ],
+)
 def test_joined_parts_attend_as_each_alone(sizes):
     generator = torch.Generator().manual_seed(1)
     parts = [_entries(1, *size, generator) for size in sizes]

@@ -68,10 +68,16 @@ def test_without_coarse_entries_no_values_are_kept():
     assert spans.mean_v is None
 
 
-@pytest.mark.parametrize("parts", [
-    components(), components(summary=Summary(attend=False)), components(unfold=False),
-    components(summary=Summary(routing="uniform", bits=4)), components(summary=Summary(bits=4)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "parts",
+    [
+        components(),
+        components(summary=Summary(attend=False)),
+        components(unfold=False),
+        components(summary=Summary(routing="uniform", bits=4)),
+        components(summary=Summary(bits=4)),
+    ],
+)
 def test_the_declared_cost_of_a_span_is_what_it_takes(parts):
     spans, *_ = folded(parts)
     held = sum(x.nbytes for x in spans.device_tensors())
@@ -245,9 +251,12 @@ def test_a_span_waits_in_the_smallest_faithful_form():
     flat = torch.randn(2, 48, 1) @ torch.randn(2, 1, 64)
     k = torch.cat((flat, torch.randn(2, 48, 64)), 1)
     parts = Components(
-        summary=Summary(), outside="folded", host_form="int8", unfold=False,
+        summary=Summary(),
+        outside="folded",
+        host_form="int8",
+        unfold=False,
         forms=LowRankForms(max_rank=8, only_if_smaller=True),
-    )  # fmt: skip
+    )
     spans = FoldedSpans(site, parts, torch.float16)
     spans.fold(Folding(k.half(), k.half(), torch.arange(96), torch.rand(96), torch.tensor([48, 48])))
     assert spans.segment_kind.tolist() == [1, 0]

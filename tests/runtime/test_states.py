@@ -172,8 +172,11 @@ def test_a_saved_state_goes_on_bit_for_bit(compiled, prompt, tmp_path):
     state.save(tmp_path / "turn.state")
     loaded = compiled.load_state(tmp_path / "turn.state")
     assert loaded.nbytes | {"peak": 0, "workspace": 0, "device": 0, "reserved": 0} == state.nbytes | {
-        "peak": 0, "workspace": 0, "device": 0, "reserved": 0
-    }  # fmt: skip
+        "peak": 0,
+        "workspace": 0,
+        "device": 0,
+        "reserved": 0,
+    }
     for step in range(12):
         compiled.extend(state, prompt(1, rows=2, seed=step))
         compiled.extend(loaded, prompt(1, rows=2, seed=step))
@@ -217,9 +220,13 @@ def test_elastic_loading_moves_less_for_the_same_tokens(double_program, compile_
     states = {}
     for residency in ("shared", "elastic"):
         compiled = compile_as(
-            double_program, "sekv", 2000, options=options | {"window": 8, "fixed_share": 0.03}, residency=residency,
+            double_program,
+            "sekv",
+            2000,
+            options=options | {"window": 8, "fixed_share": 0.03},
+            residency=residency,
             kv_dtype="float64",
-        )  # fmt: skip
+        )
         state = compiled.prefill(prompt(200))
         assert state.rows[0].stores[0][0].spans.count > 3
         tokens = decode(compiled, state, 10)
@@ -280,16 +287,18 @@ def test_rows_in_a_batch_attend_as_each_alone():
             for given, x in zip(blocks, (*(packed.codes for packed in means), torch.zeros(1, coarse).long())):
                 given.append(x)
             more |= {
-                "block_bias": [None, torch.randn(4, 1, coarse)], "block_k_scale": [None, means[0].scale],
+                "block_bias": [None, torch.randn(4, 1, coarse)],
+                "block_k_scale": [None, means[0].scale],
                 "block_v_scale": [None, means[1].scale],
-            }  # fmt: skip
+            }
         if spans:
             length, rank = 3 + spans, 1 + spans
             for side in ("key", "value"):
                 more |= {
-                    f"{side}_u": torch.randn(2, spans, length, rank), f"{side}_s": torch.rand(2, spans, rank),
+                    f"{side}_u": torch.randn(2, spans, length, rank),
+                    f"{side}_s": torch.rand(2, spans, rank),
                     f"{side}_v": torch.randn(2, spans, 6, rank),
-                }  # fmt: skip
+                }
             more |= {
                 "factored_positions": torch.zeros(2, spans, length).long(),
                 "factored_bias": torch.randn(4, 1, spans, length),

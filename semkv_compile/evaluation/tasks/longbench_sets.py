@@ -8,9 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Metric = Literal[
-    "f1", "f1_zh", "rouge", "rouge_zh", "classes", "count", "paragraph", "paragraph_zh", "code"
-]  # fmt: skip
+Metric = Literal["f1", "f1_zh", "rouge", "rouge_zh", "classes", "count", "paragraph", "paragraph_zh", "code"]
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,20 @@ FULL = Variant(method="full")
 
 def test_groups_have_the_published_tasks():
     assert GROUPS["ruler"] == (
-        "niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3",
-        "niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe", "qa_1", "qa_2",
-    )  # fmt: skip
+        "niah_single_1",
+        "niah_single_2",
+        "niah_single_3",
+        "niah_multikey_1",
+        "niah_multikey_2",
+        "niah_multikey_3",
+        "niah_multivalue",
+        "niah_multiquery",
+        "vt",
+        "cwe",
+        "fwe",
+        "qa_1",
+        "qa_2",
+    )
     assert len(GROUPS["longbench"]) == 21
     assert len(GROUPS["longbench_en"]) == 16
     assert len(GROUPS["infinitebench"]) == 3

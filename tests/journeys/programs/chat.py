@@ -77,9 +77,13 @@ def chat_over_the_returned_cache(model: Any, desk: Desk) -> Result:
         nonlocal cache
         given = {} if cache is None else {CACHE: cache}
         out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=ANSWER, return_dict_in_generate=True,
-            **given, **GREEDY,
-        )  # fmt: skip
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=ANSWER,
+            return_dict_in_generate=True,
+            **given,
+            **GREEDY,
+        )
         cache = out[CACHE]
         return out.sequences[0, ids.shape[1] :].tolist()
 

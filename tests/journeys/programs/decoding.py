@@ -35,9 +35,15 @@ def samples_of_a_seed(model: Any, desk: Desk) -> Result:
     for seed in (1, 2, 1):
         torch.manual_seed(seed)
         made = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=True, temperature=1.3, top_k=40,
-            top_p=0.95, num_return_sequences=3,
-        )  # fmt: skip
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=8,
+            do_sample=True,
+            temperature=1.3,
+            top_k=40,
+            top_p=0.95,
+            num_return_sequences=3,
+        )
         out.append(made[:, ids.shape[1] :].tolist())
     assert out[0] == out[2] != out[1]
     return out
@@ -100,9 +106,13 @@ def guidance(model: Any, desk: Desk) -> Result:
     haystack = desk.haystack("single", 400)
     ids, bare = desk.ids(haystack.context + haystack.questions[0].text), desk.ids(haystack.questions[0].text)
     return continued(
-        model, ids, 6, guidance_scale=1.5, negative_prompt_ids=bare,
+        model,
+        ids,
+        6,
+        guidance_scale=1.5,
+        negative_prompt_ids=bare,
         negative_prompt_attention_mask=torch.ones_like(bare),
-    )  # fmt: skip
+    )
 
 
 @journey("shadowkv", same=True)

@@ -23,9 +23,18 @@ def prompt(desk: Desk) -> Tensor:
 def another_model() -> LlamaForCausalLM:
     """A small one of random weights, in another dtype."""
     config = LlamaConfig(
-        vocab_size=602, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, max_position_embeddings=2048, bos_token_id=1, eos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=602,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=2048,
+        bos_token_id=1,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
     generator = torch.Generator(device="cpu").manual_seed(5)
     model = LlamaForCausalLM(config).to(torch.float64).eval()
     with torch.no_grad():

@@ -20,10 +20,16 @@ def tiny_llama(seed=0, **changes) -> LlamaForCausalLM:
     """Two layers, four query heads on two KV heads of dim 16; large weights, so that attention looks far back."""
     torch.manual_seed(seed)
     values = {
-        "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 1024,
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 1024,
         "initializer_range": 0.3,
-    } | changes  # fmt: skip
+    } | changes
     return LlamaForCausalLM(LlamaConfig(**values)).eval()
 
 
@@ -82,9 +88,21 @@ def make_data():
 @pytest.fixture(scope="session")
 def measure_settings():
     return MeasureSettings.checked(
-        length=96, steps=12, samples=4, held_out=1, block=5, keep=16, observation=4, selectors=2, classic_top_k=3,
-        sketch_rank=8, sketch_ranks=(2, 8), sketch_bits=(2, 8), sketch_share=0.1, pass_recall=0.0,
-    )  # fmt: skip
+        length=96,
+        steps=12,
+        samples=4,
+        held_out=1,
+        block=5,
+        keep=16,
+        observation=4,
+        selectors=2,
+        classic_top_k=3,
+        sketch_rank=8,
+        sketch_ranks=(2, 8),
+        sketch_bits=(2, 8),
+        sketch_share=0.1,
+        pass_recall=0.0,
+    )
 
 
 def random_measure_data(settings: MeasureSettings, seed=0) -> MeasureData:

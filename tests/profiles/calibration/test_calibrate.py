@@ -73,9 +73,13 @@ def test_an_interrupted_run_resumes_to_the_same_result(model, settings, finished
         calibrate(model, make_data(settings), settings, name="tiny", checkpoint=checkpoint, progress=stop_after_six)
     seen = []
     resumed = calibrate(
-        model, make_data(settings), settings, name="tiny", checkpoint=checkpoint,
+        model,
+        make_data(settings),
+        settings,
+        name="tiny",
+        checkpoint=checkpoint,
         progress=lambda phase, done, *_: seen.append(done) if phase == "train" else None,
-    )  # fmt: skip
+    )
     assert seen[0] == 5
     assert resumed.history == finished.history
     for name, tensor in finished.profile.tensors.items():

@@ -41,10 +41,22 @@ def repeated(seed: int) -> torch.Tensor:
 def subject(program):
     def make(held_out=9, **changes):
         settings = MeasureSettings.checked(
-            **{"length": LENGTH, "steps": STEPS, "samples": 3, "held_out": 1, "head_near": NEAR, "head_rounds": 2,
-               "head_steps": 2, "head_dim": 8, "head_floor": 0.0, "keep": 16, "observation": 8, "sketch_share": 0.1}
+            **{
+                "length": LENGTH,
+                "steps": STEPS,
+                "samples": 3,
+                "held_out": 1,
+                "head_near": NEAR,
+                "head_rounds": 2,
+                "head_steps": 2,
+                "head_dim": 8,
+                "head_floor": 0.0,
+                "keep": 16,
+                "observation": 8,
+                "sketch_share": 0.1,
+            }
             | changes
-        )  # fmt: skip
+        )
         sets = (SampleSet("random", tuple(repeated(seed) for seed in range(3)), (repeated(held_out),)),)
         return Subject(program, MeasureData(sets, (), "random tokens"), settings)
 
@@ -169,17 +181,27 @@ def write_checkpoint(folder, *, drop=(), **changes):
         return torch.randn(shape, generator=generator).to(torch.bfloat16)
 
     tensors = {
-        "fc.weight": normal(32, 96), "midlayer.input_layernorm.weight": normal(32),
-        "midlayer.hidden_norm.weight": normal(32), "midlayer.self_attn.q_proj.weight": normal(32, 64),
-        "midlayer.self_attn.k_proj.weight": normal(16, 64), "midlayer.self_attn.v_proj.weight": normal(16, 64),
-        "midlayer.self_attn.o_proj.weight": normal(32, 32), "midlayer.mlp.up_proj.weight": normal(48, 32),
-        "norm.weight": normal(32), "lm_head.weight": normal(20, 32), "d2t": torch.arange(20),
-    }  # fmt: skip
+        "fc.weight": normal(32, 96),
+        "midlayer.input_layernorm.weight": normal(32),
+        "midlayer.hidden_norm.weight": normal(32),
+        "midlayer.self_attn.q_proj.weight": normal(32, 64),
+        "midlayer.self_attn.k_proj.weight": normal(16, 64),
+        "midlayer.self_attn.v_proj.weight": normal(16, 64),
+        "midlayer.self_attn.o_proj.weight": normal(32, 32),
+        "midlayer.mlp.up_proj.weight": normal(48, 32),
+        "norm.weight": normal(32),
+        "lm_head.weight": normal(20, 32),
+        "d2t": torch.arange(20),
+    }
     tensors |= changes
     config = {
-        "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-6,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "rms_norm_eps": 1e-6,
         "rope_theta": 500.0,
-    }  # fmt: skip
+    }
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     kept = {name: tensor for name, tensor in tensors.items() if name not in drop}
@@ -220,10 +242,13 @@ def test_an_eagle_checkpoint_becomes_a_retrieval_head(deep, tmp_path):
     torch.testing.assert_close(stored.norm(dim=-1), key.norm(dim=-1), rtol=2e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"drop": ("fc.weight",)}, "has no tensor 'fc.weight'"),
-    ({"midlayer.self_attn.k_proj.weight": torch.zeros(8, 64)}, r"k_proj.weight' is \(8, 64\), expected \(16, 64\)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"drop": ("fc.weight",)}, "has no tensor 'fc.weight'"),
+        ({"midlayer.self_attn.k_proj.weight": torch.zeros(8, 64)}, r"k_proj.weight' is \(8, 64\), expected \(16, 64\)"),
+    ],
+)
 def test_other_checkpoints_are_refused(deep, tmp_path, changes, message):
     write_checkpoint(tmp_path / "draft", **changes)
     with pytest.raises(ProfileError, match=message):

@@ -12,20 +12,42 @@ from semkv.profiles.calibration.steps import MEASURES
 
 CONFIGS = {
     "windows and soft-caps": Gemma2Config(
-        vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, max_position_embeddings=256, sliding_window=32,
+        vocab_size=40,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=256,
+        sliding_window=32,
     ),
     "one KV head": LlamaConfig(
-        vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=1, head_dim=16, max_position_embeddings=256, initializer_range=0.3,
+        vocab_size=40,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=256,
+        initializer_range=0.3,
     ),
     "ALiBi": BloomConfig(vocab_size=40, hidden_size=32, n_layer=2, n_head=4),
     "sinks": GptOssConfig(
-        vocab_size=40, hidden_size=32, intermediate_size=16, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, max_position_embeddings=256, num_local_experts=2, num_experts_per_tok=1,
+        vocab_size=40,
+        hidden_size=32,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=256,
+        num_local_experts=2,
+        num_experts_per_tok=1,
         layer_types=["full_attention", "full_attention"],
     ),
-}  # fmt: skip
+}
 
 
 SLOW = {"sinks", "windows and soft-caps"}

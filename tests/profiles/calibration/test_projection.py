@@ -15,14 +15,24 @@ aten = torch.ops.aten
 FAMILIES = {
     "gpt2": GPT2Config(vocab_size=40, n_embd=32, n_layer=2, n_head=4, n_positions=128),
     "gpt_neox": GPTNeoXConfig(
-        vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=40,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
         max_position_embeddings=128,
     ),
     "qwen3": Qwen3Config(
-        vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, max_position_embeddings=128,
+        vocab_size=40,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=128,
     ),
-}  # fmt: skip
+}
 OUTPUTS = {"gpt2": "attn.c_proj", "gpt_neox": "attention.dense", "qwen3": "self_attn.o_proj"}
 
 

@@ -62,16 +62,34 @@ def test_attention_agrees_with_the_operator():
     positions = starts[:, None] + torch.arange(longest)
     n = kept + int(lengths.sum())
     call = SiteCall(
-        0, draw(q_heads, queries, dim), draw(kv_heads, queries, dim), draw(kv_heads, queries, dim),
+        0,
+        draw(q_heads, queries, dim),
+        draw(kv_heads, queries, dim),
+        draw(kv_heads, queries, dim),
         n + torch.arange(queries),
-        draw(q_heads), None, None, dim**-0.5, 5.0, 0,
-    )  # fmt: skip
+        draw(q_heads),
+        None,
+        None,
+        dim**-0.5,
+        5.0,
+        0,
+    )
     k, v = draw(kv_heads, spans, longest, dim), draw(kv_heads, spans, longest, dim)
     unused = torch.zeros(0)
     folded = module.Spans(
-        k, v, positions, real, draw(kv_heads, spans, dim), draw(kv_heads, spans, dim), starts, lengths.float().log(),
-        unused, unused, unused, unused,
-    )  # fmt: skip
+        k,
+        v,
+        positions,
+        real,
+        draw(kv_heads, spans, dim),
+        draw(kv_heads, spans, dim),
+        starts,
+        lengths.float().log(),
+        unused,
+        unused,
+        unused,
+        unused,
+    )
     site = module.SiteContext(draw(kv_heads, kept, dim), draw(kv_heads, kept, dim), torch.arange(kept), folded)
     zoom = (draw(q_heads, queries, spans) > 0).float()
     got = module._attend(call, site, folded, zoom, k, v)
@@ -80,13 +98,16 @@ def test_attention_agrees_with_the_operator():
     fine = torch.where(real, closed[..., None], float("-inf")).flatten(2)
     coarse = torch.where(zoom > 0, float("-inf"), 0.0) + folded.log_size
     expected = mixed_attention_reference(
-        call.q[None], call.positions[None],
+        call.q[None],
+        call.positions[None],
         [x[None] for x in (site.kept_k, call.k, k.flatten(1, 2), folded.mean_k)],
         [x[None] for x in (site.kept_v, call.v, v.flatten(1, 2), folded.mean_v)],
         [x.flatten()[None, None] for x in (site.kept_positions, call.positions, positions, starts)],
         [None, None, fine[None], coarse[None]],
-        sinks=call.sinks, scale=call.scale, softcap=call.softcap,
-    )[0]  # fmt: skip
+        sinks=call.sinks,
+        scale=call.scale,
+        softcap=call.softcap,
+    )[0]
     assert torch.allclose(got, expected, atol=1e-5)
 
 

@@ -123,13 +123,23 @@ def test_a_scaled_minimum_always_fits(errors, total):
 @pytest.mark.parametrize(
     ("errors", "total", "options", "message"),
     [
-        ([1, 1], 63, {}, r"63 tokens are too few for 2 layers of at least 32: give at least 64 tokens, or a minimum of at most 31"),
-        ([1, 1], 300, {"maximum": 100}, r"300 tokens do not fit into 2 layers of 32 to 100: give at most 200 .* at least 150"),
+        (
+            [1, 1],
+            63,
+            {},
+            r"63 tokens are too few for 2 layers of at least 32: give at least 64 tokens, or a minimum of at most 31",
+        ),
+        (
+            [1, 1],
+            300,
+            {"maximum": 100},
+            r"300 tokens do not fit into 2 layers of 32 to 100: give at most 200 .* at least 150",
+        ),
         ([1, -1], 100, {}, r"errors holds -1, expected finite numbers of at least 0"),
         ([1, float("nan")], 100, {}, r"errors holds nan"),
         ([], 100, {}, r"errors is empty"),
     ],
-)  # fmt: skip
+)
 def test_budgets_that_cannot_be_met_say_what_would(errors, total, options, message):
     with pytest.raises(BudgetError, match=message):
         layer_budgets(errors, total, **options)

@@ -107,9 +107,13 @@ def test_eq_6_and_7_of_an_8b_model():
     """Llama-3-8B in half precision: 32 layers of 8 KV heads of 128, groups of 4, a retrieval head of one such layer."""
     layer, weights = 4 * 8 * 128, 16_060_000_000
     demand = MemoryDemand(
-        weights=weights, runtime=int(0.3 * weights), waiting=(layer,) * 32, exact=(layer,) * 32, budget=2048,
+        weights=weights,
+        runtime=int(0.3 * weights),
+        waiting=(layer,) * 32,
+        exact=(layer,) * 32,
+        budget=2048,
         staying=layer // 2 + 4 * layer,
-    )  # fmt: skip
+    )
     # 4 R (L + 1/2 + alpha) S H D, and 4 R [(L_gpu + 1/2 + alpha) S + L_cpu B] H D.
     assert demand.device_bytes(10_000, 0) == 1.3 * weights + 4 * 36.5 * 10_000 * 8 * 128
     assert demand.device_bytes(10_000, 3) == 1.3 * weights + 4 * (33.5 * 10_000 + 3 * 2048) * 8 * 128
@@ -120,9 +124,16 @@ def test_eq_6_and_7_of_an_8b_model():
 
 
 CONSTANTS = {
-    "parameter_bytes": 1000, "prefill_bytes": 50, "decode_bytes": 5, "tokens": 16, "token_bytes": (8, 8, 8), "group_size": 2,
-    "device_bytes": 9000, "rows": 2, "budget": 10,
-}  # fmt: skip
+    "parameter_bytes": 1000,
+    "prefill_bytes": 50,
+    "decode_bytes": 5,
+    "tokens": 16,
+    "token_bytes": (8, 8, 8),
+    "group_size": 2,
+    "device_bytes": 9000,
+    "rows": 2,
+    "budget": 10,
+}
 
 
 def test_the_section_holds_thresholds_that_follow():

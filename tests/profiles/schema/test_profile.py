@@ -40,24 +40,42 @@ def build(**changes) -> Profile:
         "model": model,
         "sekv": sekv,
         "sketch": SketchSection(
-            rank=3, candidates=((2, 2), (3, 4)), ranks=((2,), (0,)), bits=((2,), (0,)), energy=((0.9,), (0.0,)),
+            rank=3,
+            candidates=((2, 2), (3, 4)),
+            ranks=((2,), (0,)),
+            bits=((2,), (0,)),
+            energy=((0.9,), (0.0,)),
             caught=((0.95,), (0.0,)),
         ),
         "head_taxonomy": HeadTaxonomy(
-            roles=(("anchor",), ("volatile",)), clusters=((0,), (0,)), stability=((0.7,), (0.2,)),
-            similarity=((0.0,), (0.0,)), tau_stable=0.5, tau_similar=0.5,
+            roles=(("anchor",), ("volatile",)),
+            clusters=((0,), (0,)),
+            stability=((0.7,), (0.2,)),
+            similarity=((0.0,), (0.0,)),
+            tau_stable=0.5,
+            tau_similar=0.5,
         ),
         "retrieval_heads": RetrievalHeads(
-            semantic=((0.5, 0.1), (0.0, 0.0)), classic=((0.4, 0.0), (0.0, 0.0)), classic_top_k=((0.6, 0.0), (0.0, 0.0)),
-            tests=4, passed=3,
+            semantic=((0.5, 0.1), (0.0, 0.0)),
+            classic=((0.4, 0.0), (0.0, 0.0)),
+            classic_top_k=((0.6, 0.0), (0.0, 0.0)),
+            tests=4,
+            passed=3,
         ),
         "layer_errors": LayerErrors(errors=(0.25, 0.75), relative=(0.1, 0.3), sets={"text": (0.25, 0.75)}),
         "provenance": Provenance(
-            created="2026-01-01T00:00:00Z", command="semkv-profile tiny -o tiny.profile", data="text",
-            tokens=1000, seed=1, steps=5, data_digest="0" * 64,
-            wall_minutes=0.1, versions={"torch": "2"}, losses={"total": 1.25},
+            created="2026-01-01T00:00:00Z",
+            command="semkv-profile tiny -o tiny.profile",
+            data="text",
+            tokens=1000,
+            seed=1,
+            steps=5,
+            data_digest="0" * 64,
+            wall_minutes=0.1,
+            versions={"torch": "2"},
+            losses={"total": 1.25},
         ),
-    } | changes  # fmt: skip
+    } | changes
     info = ProfileInfo(**content)
     generator = torch.Generator().manual_seed(0)
     tensors = {name: torch.randn(shape, generator=generator) for name, shape in info.tensor_shapes().items()}
@@ -128,23 +146,32 @@ JSON_DAMAGE = {
     "tensors of a section dropped": (lambda c: c.update(head_taxonomy=None), "which no section uses"),
     "fingerprint missing": (lambda c: c.pop("fingerprint"), "fingerprint: Field required"),
     "roles of another model": (
-        lambda c: c["head_taxonomy"].update(roles=[["anchor", "anchor"], ["volatile"]]), "KV store 0 has 2 entries, expected 1",
+        lambda c: c["head_taxonomy"].update(roles=[["anchor", "anchor"], ["volatile"]]),
+        "KV store 0 has 2 entries, expected 1",
     ),
     "a pivot without a satellite": (
-        lambda c: c["head_taxonomy"].update(roles=[["pivot"], ["volatile"]]), "head 0 is a pivot without a satellite",
+        lambda c: c["head_taxonomy"].update(roles=[["pivot"], ["volatile"]]),
+        "head 0 is a pivot without a satellite",
     ),
     "a satellite of itself": (
-        lambda c: c["head_taxonomy"].update(roles=[["satellite"], ["volatile"]]), "of head 0, which is no pivot",
+        lambda c: c["head_taxonomy"].update(roles=[["satellite"], ["volatile"]]),
+        "of head 0, which is no pivot",
     ),
     "scores of too few sites": (lambda c: c["retrieval_heads"].update(semantic=[[0.5, 0.1]]), "has 1 rows for 2 sites"),
     "more tests passed than asked": (lambda c: c["retrieval_heads"].update(passed=9), "9 tests passed of 4"),
-    "errors that are no shares": (lambda c: c["layer_errors"].update(errors=[0.5, 0.75]), "errors sum to 1.25, expected 1"),
-    "errors of too few layers": (lambda c: c["layer_errors"]["sets"].update(text=[1.0]), "sets.text has 1 entries for 2"),
+    "errors that are no shares": (
+        lambda c: c["layer_errors"].update(errors=[0.5, 0.75]),
+        "errors sum to 1.25, expected 1",
+    ),
+    "errors of too few layers": (
+        lambda c: c["layer_errors"]["sets"].update(text=[1.0]),
+        "sets.text has 1 entries for 2",
+    ),
     "rank without bits": (lambda c: c["sketch"].update(bits=[[0], [0]]), "site 0, head 0: rank 2 at 0 bits"),
     "rank beyond what is stored": (lambda c: c["sketch"].update(ranks=[[4], [0]]), "a rank of at most 3"),
     "tensor undeclared": (lambda c: c["tensors"].pop("sekv.router.0"), "first difference: 'sekv.router.0'"),
     "huge tensor": (lambda c: c["tensors"]["sekv.router.0"].update(shape=[1 << 24, 1 << 24]), "first difference"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", JSON_DAMAGE)

@@ -11,9 +11,15 @@ from pydantic import ValidationError
 from semkv.profiles.schema.retrieval_head import RetrievalHeadSection, Yarn, matched_heads, rotary_frequencies
 
 SIZES = {
-    "hidden": 12, "feature_sites": (1, 3), "features": 24, "q_heads": 4, "kv_heads": 2, "head_dim": 6, "parameters": 900,
+    "hidden": 12,
+    "feature_sites": (1, 3),
+    "features": 24,
+    "q_heads": 4,
+    "kv_heads": 2,
+    "head_dim": 6,
+    "parameters": 900,
     "whole": 10_000,
-}  # fmt: skip
+}
 
 
 def section(**changes) -> RetrievalHeadSection:
@@ -22,9 +28,11 @@ def section(**changes) -> RetrievalHeadSection:
 
 def test_tensors_follow_from_the_sizes():
     assert section().tensor_shapes() == {
-        "retrieval_head.input_norm": (12,), "retrieval_head.query": (24, 36), "retrieval_head.key": (12, 36),
+        "retrieval_head.input_norm": (12,),
+        "retrieval_head.query": (24, 36),
+        "retrieval_head.key": (12, 36),
         "retrieval_head.feature_norm": (24,),
-    }  # fmt: skip
+    }
     projected = section(projected=12).tensor_shapes()
     assert projected["retrieval_head.projection"] == (12, 24)
     assert projected["retrieval_head.query"] == (24, 24)
@@ -35,12 +43,15 @@ def test_tensors_follow_from_the_sizes():
     assert section().key_nbytes == 2 * 2 * 6
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"q_heads": 3}, "3 query heads are no multiple of 2 KV heads"),
-    ({"head_dim": 5}, "head_dim is 5"),
-    ({"features": 0}, "do not agree"),
-    ({"feature_sites": (), "features": 0, "projected": 4}, "do not agree"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"q_heads": 3}, "3 query heads are no multiple of 2 KV heads"),
+        ({"head_dim": 5}, "head_dim is 5"),
+        ({"features": 0}, "do not agree"),
+        ({"feature_sites": (), "features": 0, "projected": 4}, "do not agree"),
+    ],
+)
 def test_sizes_that_contradict_each_other_are_refused(changes, message):
     with pytest.raises(ValidationError, match=message):
         section(**changes)
