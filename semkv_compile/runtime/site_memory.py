@@ -334,8 +334,8 @@ class SiteMemory:
         inside = torch.arange(factors.positions.shape[-1], dtype=torch.int64, device="cpu") < length[..., None]
         inside = inside.repeat_interleave(site.group_size, 0)[:, None]
         return entries._replace(
-            **factors.parts,
-            factored_positions=factors.positions,  # type: ignore[arg-type]
+            **factors.parts,  # type: ignore[arg-type]
+            factored_positions=factors.positions,
             factored_bias=_bias(seen[..., None] & inside, self.device),
         )
 
