@@ -88,6 +88,7 @@ class Generation(GenerationMixin, Reader):
         if input_ids is None:
             raise InputError("forward needs input_ids [B, T]: a compiled model reads token ids")
         state = given_state("forward", None, past_key_values, cache)
+        _check_labels(labels, input_ids, logits_to_keep)
         if state is None or state.turn is None:  # `generate` has looked
             self._follow_for(input_ids)
         mask = None if attention_mask is None else attention_mask[:, -input_ids.shape[1] :]
@@ -100,11 +101,7 @@ class Generation(GenerationMixin, Reader):
                 ids, rows = self._checked_rows(input_ids, mask, None if blank else state)
                 check_positions(position_ids, ids, mask, [0] * len(rows) if blank else _next_positions(state))
                 logits = self._read_kept(state, rows, mask, logits_to_keep)
-        loss = None
-        if labels is not None:
-            if logits.shape[:2] != labels.shape:
-                raise InputError(f"labels {tuple(labels.shape)} do not match logits {tuple(logits.shape[:2])} [B, T]")
-            loss = _loss(logits, labels)
+        loss = None if labels is None else _loss(logits, labels)
         output = CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE: None if use_cache is False else state})
         return output.to_tuple() if return_dict is False else output
 
@@ -113,7 +110,7 @@ class Generation(GenerationMixin, Reader):
         last = not isinstance(keep, Tensor) and keep == 1
         if not state.rows:
             made, where = self._read_prompts(rows, [1 if last else len(row) for row in rows])
-            state.begin(made.state if len(made.state.rows) == len(where) else made.state.select(where))
+            state.begin(made.for_rows(where))
             parts = [made.last_logits[index] for index in where]
         else:
             parts = self._extend_rows(state, *state.with_pending(rows), all_logits=not last)
@@ -130,8 +127,8 @@ class Generation(GenerationMixin, Reader):
         if not state.rows:
             rows = real_tokens(ids, mask)
             made, where = self._read_prompts(rows, [1] * len(rows))
-            state.begin(made.state.select(where))
-            turn.prompt = (made.state, where) if turn.keeps_prompt else None
+            turn.prompt = (made.state, where) if turn.keeps_prompt else None  # beams take copies of its rows
+            state.begin(made.for_rows(where))
         elif turn.unread is not None:
             self._extend_rows(state, turn.unread)
             turn.unread = None
@@ -297,6 +294,16 @@ def _loss(logits: Tensor, labels: Tensor) -> Tensor:
     """Mean cross entropy in nats, float32, of labels int64 [B, T], each given the logits [B, T, vocab] before it; -100: no label."""
     targets = labels[:, 1:].to(logits.device).flatten()
     return torch.nn.functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), targets, ignore_index=-100)
+
+
+def _check_labels(labels: Tensor | None, ids: Tensor, keep: int | Tensor) -> None:
+    """Raise `InputError` where there is not a label for each of the logits that are asked for."""
+    if labels is None:
+        return
+    rows, columns = ids.shape
+    kept = keep.numel() if isinstance(keep, Tensor) else min(keep, columns) or columns
+    if labels.shape != (rows, kept):
+        raise InputError(f"labels {tuple(labels.shape)} do not match logits {(rows, kept)} [B, T]")
 
 
 def _next_positions(state: State) -> list[int]:

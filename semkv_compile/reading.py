@@ -39,6 +39,10 @@ class Prompts:
     state: State
     last_logits: list[Tensor]
 
+    def for_rows(self, where: list[int]) -> State:
+        """The state of rows whose prompts are at these places; this one's own where no prompt stands twice."""
+        return self.state if len(self.state.rows) == len(where) else self.state.select(where)
+
 
 class Reader(Following):
     """What reads text into states: a program, how its memory is laid out, and the settings of both."""
@@ -163,7 +167,7 @@ class Reader(Following):
         self._follow()
         _, rows = self._checked_rows(input_ids, attention_mask, None)
         made, where = self._read_prompts(rows, [1] * len(rows))
-        return made.state if len(made.state.rows) == len(rows) else made.state.select(where)
+        return made.for_rows(where)
 
     def _read_prompts(self, rows: list[Tensor], logits: list[int]) -> tuple[Prompts, list[int]]:
         """Read prompts [n], each of those that differ once, with logits after the last so many tokens of each, and the place of each row

@@ -85,6 +85,10 @@ def test_labels_give_the_loss(model, full, ids):
         full(ids(30, 2), labels=labels[:, 1:])
     with pytest.raises(InputError, match=r"labels \(2, 30\) do not match logits \(2, 1\)"):
         full(ids(30, 2), labels=labels, logits_to_keep=1)
+    state = full.prefill(ids(9))
+    with pytest.raises(InputError, match=r"labels \(1, 3\) do not match logits \(1, 4\)"):
+        full(ids(4), labels=ids(3), **{CACHE: state})
+    assert state.lengths == [9]  # refused before anything is read
 
 
 def test_positions_are_those_that_a_memory_counts(model, full, padded, ids):

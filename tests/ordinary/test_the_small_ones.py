@@ -14,6 +14,7 @@ from transformers import DynamicCache, GenerationConfig, StoppingCriteria
 import semkv
 from semkv.errors import BatchError, BudgetError, ConfigError, InputError, StateError
 from semkv.huggingface import CACHE
+from semkv.runtime.row_memory import RowMemory
 
 NEW = {"do_sample": False, "pad_token_id": 0}
 
@@ -257,3 +258,16 @@ def test_prompts_that_are_the_same_are_read_once(full, ids, monkeypatch):
     out = full.generate(ids(30), do_sample=True, num_return_sequences=5, max_new_tokens=4, pad_token_id=0)
     assert read == [30]
     assert len({tuple(row) for row in out.tolist()}) == 5
+
+
+def test_prompts_that_differ_are_not_copied(full, ids, monkeypatch):
+    """A copy of a long prompt's memory would be a second one."""
+
+    def never(self):
+        raise AssertionError("a row was copied")
+
+    monkeypatch.setattr(RowMemory, "clone", never)
+    assert full.generate(ids(30, 2), max_new_tokens=3, **NEW).shape == (2, 33)
+    assert full.prefill(ids(30, 2)).lengths == [30, 30]
+    with pytest.raises(AssertionError, match="a row was copied"):  # where two are the same, one is
+        full.generate(ids(30).expand(2, -1), max_new_tokens=3, **NEW)
