@@ -126,7 +126,7 @@ def test_a_layer_without_errors_gets_the_minimum(minimum, recoverable, least):
     errors = known.info.layer_errors.model_copy(update={"errors": (0.0, 0.3, 0.3, 0.4)})
     known = Profile(known.info.model_copy(update={"layer_errors": errors}), known.tensors)
     options = {"minimum": minimum, "recoverable": recoverable}
-    config = CompileConfig(floor=0, kv_dtype="float16", page_size=8, method_options=options)
+    config = CompileConfig(floor=0, kv_dtype="float16", page_size=8, method_options=options, cache=True)
     compiled = compile_model(model, known, method="compresskv", budget=100, config=config)
     ids = tokenizer(make_text(700, 0), return_tensors="pt")["input_ids"][:, :600]
     state = compiled.prefill(ids)

@@ -40,7 +40,7 @@ def with_sentences(profile: Profile, tokenizer) -> Profile:
 def whole():
     model, tokenizer = bundled.load()
     profile = with_sentences(bundled.profile(), tokenizer)
-    return compile_model(model, profile, method="full", config=CompileConfig(floor=0, kv_dtype="float16"))
+    return compile_model(model, profile, method="full", config=CompileConfig(floor=0, kv_dtype="float16", cache=True))
 
 
 @pytest.fixture(scope="module")

@@ -63,7 +63,7 @@ def with_head(head: RetrievalHead):
 def whole():
     model, _ = bundled.load()
     return compile_model(
-        model, with_head(make_head()), method="full", config=CompileConfig(floor=0, kv_dtype="float16")
+        model, with_head(make_head()), method="full", config=CompileConfig(floor=0, kv_dtype="float16", cache=True)
     )
 
 
