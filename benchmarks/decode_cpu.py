@@ -290,7 +290,7 @@ class Bench:
         self.probe = torch.randn(1 << 26)
         self.model = build()
         self.weights = sum(x.nbytes for x in self.model.parameters()) - self.model.model.embed_tokens.weight.nbytes
-        config = semkv.CompileConfig(floor=0, residency="elastic")
+        config = semkv.CompileConfig(floor=0)
         self.full = semkv.compile(self.model, random_profile(self.model), method="full", config=config)
         self.found: list[Step] = []
 

@@ -200,7 +200,7 @@ class Bench:
     def __init__(self, model: LlamaForCausalLM, warmup: int, bandwidth: dict[str, float], kernels: str) -> None:
         self.model, self.warmup, self.bandwidth, self.device = model, warmup, bandwidth, model.device
         self.read = sum(x.nbytes for x in model.parameters()) - model.model.embed_tokens.weight.nbytes
-        self.full = semkv.compile(model, config=semkv.CompileConfig(floor=0, residency="elastic", kernels=kernels))
+        self.full = semkv.compile(model, config=semkv.CompileConfig(floor=0, kernels=kernels))
         self.weights = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
         self._record: RowRecord | None = None
 

@@ -148,7 +148,7 @@ class Bench:
         """The decoder with a method that replays, its folded tokens in `tier`."""
         host, form = TIERS[tier]
         folder = self.folder if host == "disk" else None
-        config = CompileConfig(floor=0, residency="elastic", host=host, disk_folder=folder, prefetch=False)  # type: ignore[arg-type]
+        config = CompileConfig(floor=0, host=host, disk_folder=folder, prefetch=False)  # type: ignore[arg-type]
         return CompiledModel(self.program, None, Replayed(form), BUDGET, config)
 
     def trace(self, state: State, overlap: float) -> list[dict[int, Tensor]]:
@@ -284,7 +284,7 @@ def in_cache(state: State) -> float:
 def own_hits(steps: int) -> list[dict[str, Any]]:
     """Overlap and hits of the bundled model's own steps, on text."""
     model, tokenizer = bundled.load()
-    config = CompileConfig(floor=0, residency="elastic", prefetch=True)
+    config = CompileConfig(floor=0, prefetch=True)
     full = semkv.compile(model, bundled.profile(), method="full", config=config)
     ids = torch.tensor([tokenizer(make_text(4096, 3, with_tasks=True), add_special_tokens=False)["input_ids"]])
     out = []

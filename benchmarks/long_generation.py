@@ -4,9 +4,9 @@
     python benchmarks/long_generation.py --tokens 600 --every 200 --methods mixed --out small.json --folder runs/small
     python benchmarks/long_generation.py --page               # the page alone, from the results that are there
 
-Two layers of the decoder of benchmarks/decode_cpu.py, a budget of 1,024 tokens per KV head and layer, elastic residency, host tier in
-memory. A prompt of 1,024 random tokens is read, then each token is drawn from the model's own distribution (a generator seeded by its
-place, so that a resumed run draws the same). Claims, per method:
+Two layers of the decoder of benchmarks/decode_cpu.py, a budget of 1,024 tokens per KV head and layer, host tier in memory. A
+prompt of 1,024 random tokens is read, then each token is drawn from the model's own distribution (a generator seeded by its place, so
+that a resumed run draws the same). Claims, per method:
 
 - the device holds at most the budget in every step, while a layer runs (`state.stats.peak_share`) and between steps, by the tensors
   that exist;
@@ -76,7 +76,7 @@ class Run:
         self.folder = folder / method
         self.folder.mkdir(parents=True, exist_ok=True)
         model = build(LAYERS)
-        config = semkv.CompileConfig(floor=0, residency="elastic")
+        config = semkv.CompileConfig(floor=0)
         full = semkv.compile(model, random_profile(model), method="full", config=config)
         self.compiled = full.with_method(method, BUDGET, **OPTIONS[method])
         self.times, self.busy = array("d"), array("d")

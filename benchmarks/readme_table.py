@@ -6,7 +6,7 @@ python benchmarks/readme_table.py     # writes
 
 from __future__ import annotations
 
-from grids import RESULTS, ROOT, at_a_glance
+from grids import EARLIER, MEASURED_EARLIER, RESULTS, ROOT, at_a_glance
 
 from semkv.evaluation.schema import Report
 
@@ -26,6 +26,8 @@ def block(report: Report) -> str:
         "contexts, chose. All methods of other papers are our implementations. Made by `benchmarks/grid.py`; more in "
         "[docs/results/grid.md](docs/results/grid.md)."
     )
+    if "grid" in MEASURED_EARLIER:
+        intro = f"{EARLIER} {intro}"
     picture = f"![Exact answers against the KV budget, per task family: some of the methods above]({PICTURE})"
     return f"{intro}\n\n{at_a_glance(report)}\n\n{picture}"
 

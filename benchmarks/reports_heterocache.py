@@ -52,24 +52,22 @@ TAIL = 1.41
 TIGHT = (0.03, 0.05, 0.1)
 OMNIKV = "omnikv, strict"
 STRICT_OWN = "strict, the paper's thresholds"
-Line = tuple[str, str, dict[str, Any], str | None]
-"""Label, method, options, residency."""
+Line = tuple[str, str, dict[str, Any]]
+"""Label, method, options."""
 
 AGAINST_OMNIKV: tuple[Line, ...] = (
-    (STRICT_OWN, "heterocache", {"strict": True}, None),
-    ("uniform allocation", "heterocache", {"strict": True, "uniform": True}, None),
-    ("an index of 8 bits", "heterocache", {"strict": True, "bits": 8}, None),
-    (OMNIKV, "omnikv", {"strict": True}, None),
-    ("omnikv, strict, each layer its own room", "omnikv", {"strict": True}, "elastic"),
+    (STRICT_OWN, "heterocache", {"strict": True}),
+    ("uniform allocation", "heterocache", {"strict": True, "uniform": True}),
+    ("an index of 8 bits", "heterocache", {"strict": True, "bits": 8}),
+    (OMNIKV, "omnikv", {"strict": True}),
 )
 AGAINST_SHADOWKV: tuple[Line, ...] = (
-    (STRICT_OWN, "heterocache", {"strict": True}, None),
-    ("uniform allocation", "heterocache", {"strict": True, "uniform": True}, None),
-    ("shadowkv", "shadowkv", {}, None),
-    ("shadowkv, no outlier chunks", "shadowkv", {"outliers": 0}, None),
-    ("shadowkv, half of the budget fixed", "shadowkv", {"fixed_share": 0.5}, None),
-    ("shadowkv, each layer its own room", "shadowkv", {}, "elastic"),
-    ("shadowkv, all three", "shadowkv", {"outliers": 0, "fixed_share": 0.5}, "elastic"),
+    (STRICT_OWN, "heterocache", {"strict": True}),
+    ("uniform allocation", "heterocache", {"strict": True, "uniform": True}),
+    ("shadowkv", "shadowkv", {}),
+    ("shadowkv, no outlier chunks", "shadowkv", {"outliers": 0}),
+    ("shadowkv, half of the budget fixed", "shadowkv", {"fixed_share": 0.5}),
+    ("shadowkv, both", "shadowkv", {"outliers": 0, "fixed_share": 0.5}),
 )
 """Each takes away something that tells `strict` from the other method."""
 
@@ -138,9 +136,9 @@ def thresholds(samples: int, length: int) -> Grid:
 def against(lines: Sequence[Line], samples: int, length: int) -> Grid:
     """`strict` and another method at tight budgets, and what tells them apart taken away one by one."""
     variants = [
-        Variant(method=method, budget=budget, label=label, options=options, residency=residency)
+        Variant(method=method, budget=budget, label=label, options=options)
         for budget in TIGHT
-        for label, method, options, residency in lines
+        for label, method, options in lines
     ]
     return grid(variants, samples, length)
 
@@ -287,13 +285,9 @@ def drift_line(found: dict[str, Any]) -> list[str]:
 
 
 @torch.no_grad()
-def room(
-    bench: Bench, method: str, options: dict[str, Any], budget: float, residency: str | None, length: int
-) -> dict[str, list[float]]:
+def room(bench: Bench, method: str, options: dict[str, Any], budget: float, length: int) -> dict[str, list[float]]:
     """What a question's first token reads in the layer that retrieves, of each of its parts: tokens of a unit, and unfolded per KV head."""
-    settings = bench.compiled.settings
-    config = settings if residency is None else settings.model_copy(update={"residency": residency})
-    compiled = bench.compiled.with_method(method, budget, config=config, **options)
+    compiled = bench.compiled.with_method(method, budget, config=bench.compiled.settings, **options)
     sample = make_sample(bench.tokenizer, "dense", length, 0, seed=0, questions=1)
     state = compiled.prefill(as_ids(sample.ids))
     compiled.extend(state, as_ids(sample.questions[0].ids))
@@ -310,17 +304,14 @@ def rooms(bench: Bench, figures: Figures, lines: Sequence[Line], length: int) ->
     """`room` of every line, by budget."""
     kept = []
     for budget in TIGHT:
-        for label, method, options, residency in lines:
+        for label, method, options in lines:
             settings = {
                 "method": method,
                 "options": options,
                 "budget": budget,
-                "residency": residency,
                 "length": length,
             }
-            held = figures.get(
-                "room", settings, lambda m=method, o=options, b=budget, r=residency: room(bench, m, o, b, r, length)
-            )
+            held = figures.get("room", settings, lambda m=method, o=options, b=budget: room(bench, m, o, b, length))
             kept.append(settings | {"label": label, **held})
     return kept
 
@@ -494,9 +485,9 @@ def write_page(content: Mapping[str, Any], bench: Bench) -> Path:
             "bits doubles the pages, "
             "and answers fall at every budget. A uniform allocation gives the heads of this layer up to 1.8 times the room, "
             "which is worth 8 points at "
-            "10 % and nothing beyond the interval below. What HeteroCache's heads unfold stays between steps, so that layers do not use "
-            "one workspace in turn. The last line takes that from OmniKV too, which still answers all: it is not what the distance is "
-            "made of. Tokens are of the layer that retrieves, over its heads, at a question's "
+            "10 % and nothing beyond the interval below. In the last line OmniKV's layers have each their own part of the budget, as "
+            "HeteroCache's do and as all have now: it still answers all, so that this is not what the distance is made of. "
+            "Tokens are of the layer that retrieves, over its heads, at a question's "
             "first token.",
             against_table(content["room"], reports["against"]),
         ]
@@ -505,13 +496,12 @@ def write_page(content: Mapping[str, Any], bench: Bench) -> Path:
             "## Against ShadowKV",
             "Both find pages by the mean of their keys. What ShadowKV has and `strict` has not, taken away one by one: the chunks that "
             "their mean describes worst stay exact; two thirds of the budget, in place of half, go to what is not unfolded, index "
-            "included; layers unfold in one workspace in turn. `all three` takes them away together, and stands beside "
+            "included; layers unfolded in one workspace in turn. `all three` takes them away together, and stands beside "
             "`uniform allocation`, in which all heads have the same room, as ShadowKV's have. These two unfold as much and answer alike: "
             "the three are what the distance is made of. What each weighs depends on the budget. Without the workspace a head has a "
             "quarter of the room, which costs answers at every budget. With half of the budget fixed pages are twice as large at 3 %, "
             "which costs about as much there, and no larger above. The exact chunks are worth nothing on this model; at 5 % they "
-            "take the place that the index of smaller pages needs. HeteroCache cannot use such a workspace, as what its heads unfold "
-            "stays until their satellites need it.",
+            "take the place that the index of smaller pages needs. `each layer its own room` is the form that remains.",
             against_table(content["room_shadowkv"], reports["against_shadowkv"]),
         ]
     if "drift" in content:

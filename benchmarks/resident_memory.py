@@ -120,7 +120,7 @@ def decode(
 
 def decoder_model(model: Any, method: str, budget: float | int | None, folder: str | None) -> Any:
     """The decoder compiled with the disk tier."""
-    config = semkv.CompileConfig(floor=0, residency="elastic", host="disk", disk_folder=folder, prefill_chunk=CHUNK)
+    config = semkv.CompileConfig(floor=0, host="disk", disk_folder=folder, prefill_chunk=CHUNK)
     full = semkv.compile(model, random_profile(model), method="full", config=config)
     return full if budget is None else full.with_method(method, budget, **OPTIONS[method])
 

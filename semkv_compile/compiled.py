@@ -113,7 +113,6 @@ class CompiledModel(Generation):
             plan=plan,
             budget=cap,
             minimum_tokens=minimum,
-            residency=settings.residency,
             page_size=settings.page_size,
             tier=HostTier(
                 disk=settings.host == "disk",

@@ -35,8 +35,6 @@ class CompileConfig(Settings):
     ----------
     kv_dtype: dtype of exact keys and values, `float16` for example. Default: the model's own.
         It is also the dtype in which the full KV, the budget's denominator, is measured.
-    residency: `shared`: unfolded spans sit in one workspace that the layers use in turn, so that little is resident and
-        much is moved; `elastic`: each layer keeps its unfolded spans and moves only the set difference.
     host: where folded spans wait: `ram` or `disk` (a memory-mapped file).
     floor: tokens per KV head and layer that every row may hold where the budget is a fraction, however short the row is: one of up to
         so many tokens is exact, a longer one is held within them until the fraction of its length is more. Where the method needs
@@ -66,7 +64,7 @@ class CompileConfig(Settings):
     cuda_graphs: CUDA only: decode steps launch what lies between two attentions as CUDA graphs, recorded at the first step of each
         number of rows; what cannot be recorded is launched as before, with a warning. Default: on a CUDA device, where steps are
         shorter with them (docs/results/gpu.md).
-    prefetch: `elastic` only: a thread fetches what layers will, or are likely to, unfold in their next step while others are computed,
+    prefetch: a thread fetches what layers will, or are likely to, unfold in their next step while others are computed,
         into buffers beside the budget (`State.nbytes["prefetch"]`). Tokens are the same. Default: with host='disk', for layers whose
         choice is known before their turn (a retrieval head, filter layers). A guess costs more than it saves, and so does fetching
         ahead from memory, on a CPU (docs/results/fetch_stall.md) and on a GPU (docs/results/gpu.md).
@@ -80,7 +78,6 @@ class CompileConfig(Settings):
     """
 
     kv_dtype: str | None = None
-    residency: Literal["shared", "elastic"] = "shared"
     host: Literal["ram", "disk"] = "ram"
     disk_folder: str | None = None
     floor: int = Field(default=256, ge=0)
@@ -117,14 +114,6 @@ class CompileConfig(Settings):
         return self
 
     @model_validator(mode="after")
-    def _prefetch_with_elastic(self) -> CompileConfig:
-        if self.prefetch and self.residency != "elastic":
-            raise ValueError(
-                f"prefetch=True is for residency='elastic', where a step lacks few tokens; residency is {self.residency!r}"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _memory_with_progressive(self) -> CompileConfig:
         if self.offload == "progressive" and self.device_memory is None:
             raise ValueError("offload='progressive' needs device_memory, such as '24GB'")
@@ -140,7 +129,7 @@ class CompileConfig(Settings):
     @property
     def prefetches(self) -> bool:
         """Whether steps fetch ahead."""
-        return self.residency == "elastic" and self.host == "disk" if self.prefetch is None else self.prefetch
+        return self.host == "disk" if self.prefetch is None else self.prefetch
 
     @property
     def guesses(self) -> bool:

@@ -31,8 +31,7 @@ def describe(compiled: CompiledModel, *, verbose: bool = False) -> str:
             escape(site.reason),
         )
     facts = [
-        f"KV in {str(compiled.placement.budget.dtype).removeprefix('torch.')}, "
-        f"residency {compiled.settings.residency}, host {compiled.settings.host}",
+        f"KV in {str(compiled.placement.budget.dtype).removeprefix('torch.')}, host {compiled.settings.host}",
         _floor(compiled),
         f"attention of a step by {compiled.kernels}",
         f"rows {'run together' if program.batched else 'run one at a time'}; context {program.max_positions or 'not declared'}; "

@@ -156,7 +156,6 @@ def _identity(state: State) -> dict[str, Any]:
         ],
         "budget": placement.budget.value,
         "kv_dtype": str(placement.budget.dtype),
-        "residency": placement.residency,
         "page_size": placement.page_size,
         "calibrated": weights_digest(dict(_tensors(placement.plan, "")))[:16],
     }

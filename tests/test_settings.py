@@ -16,12 +16,11 @@ GRID = {"variants": ({"method": "full"},), "families": ("single",), "lengths": (
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"residency": "far"}, r"^setting residency = 'far': Input should be 'shared' or 'elastic'$"),
+        ({"host": "far"}, r"^setting host = 'far': Input should be 'ram' or 'disk'$"),
         ({"page_size": 0}, r"^setting page_size = 0: Input should be greater than or equal to 1$"),
         ({"kv_dtype": "int3"}, r"^setting kv_dtype = 'int3': expected one of float32, float16, bfloat16, float64$"),
         ({"host_memory": "much"}, r"^setting host_memory = 'much': 'much' is no size: expected a number of bytes"),
-        ({"pagesize": 8}, r"^setting pagesize = 8: there is no such setting; CompileConfig has: kv_dtype, residency"),
-        ({"prefetch": True}, r"^prefetch=True is for residency='elastic'"),
+        ({"pagesize": 8}, r"^setting pagesize = 8: there is no such setting; CompileConfig has: kv_dtype, host"),
     ],
 )
 def test_compile_config_names_what_is_wrong(values, message):
@@ -48,7 +47,7 @@ def test_json_that_is_no_config_is_refused(text, message):
     ("kind", "values", "error", "message"),
     [
         (Variant, {}, ConfigError, r"^setting method of Variant is missing$"),
-        (Variant, {"method": "sekv", "residency": "far"}, ConfigError, r"^setting residency = 'far': Input should be"),
+        (Variant, {"method": "sekv", "label": 3}, ConfigError, r"^setting label = 3: Input should be"),
         (Variant, {"method": "sekv", "budget": 2.0}, BudgetError, r"^budget 2\.0: a fraction of the full KV must lie"),
         (Variant, {"method": "sekv", "bugdet": 0.1}, ConfigError, r"^setting bugdet = 0\.1: .*Variant has: method, bu"),
         (

@@ -161,7 +161,18 @@ def print_timings(console: Console, timings: list[Timing], floors: list[float | 
     first = timings[0]
     title = f"{first.rows} row(s) of {first.tokens:,} tokens, {len(first.step_ms)} steps; milliseconds"
     times = simple_table(
-        title, "method", "budget", "first token", *percentiles, "floor", "tokens/s", "device", "% of full", "host"
+        title,
+        "method",
+        "budget",
+        "first token",
+        *percentiles,
+        "floor",
+        "tokens/s",
+        "device",
+        "% of full",
+        "a layer holds",
+        "a layer reads",
+        "host",
     )
     moves = simple_table(
         "Folded tokens, per step", "method", "budget", "overlap", "moved", "fetched ahead", "hits", "stall", "stall %"
@@ -177,6 +188,8 @@ def print_timings(console: Console, timings: list[Timing], floors: list[float | 
             f"{timing.tokens_per_second:,.1f}",
             size(peak),
             f"{100 * peak / timing.full_bytes:.1f}",
+            f"{100 * timing.device_share:.1f} / {100 * timing.device_share_mean:.1f}",
+            f"{100 * timing.attended_share:.1f} / {100 * timing.attended_share_mean:.1f}",
             size(timing.nbytes["host"] + timing.nbytes["disk"]),
         )
         moves.add_row(
@@ -192,7 +205,8 @@ def print_timings(console: Console, timings: list[Timing], floors: list[float | 
         table.columns[0].justify = "left"
         console.print(table)
     console.print(
-        "device: the largest residency of a step, weights apart. hits: of what steps lacked, what had been fetched ahead. "
+        "device: the largest residency of a step, weights apart. A layer holds on the device, and reads: % of its full KV, "
+        "the largest of all layers and steps / the mean. hits: of what steps lacked, what had been fetched ahead. "
         "stall: time in which a step stood still for the rest; steps contain it."
     )
     buffers = max(timing.nbytes["prefetch"] for timing in timings)

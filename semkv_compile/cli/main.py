@@ -94,9 +94,6 @@ def eval_command(
     plot: Annotated[Path | None, typer.Option(help="Folder for pictures (PNG).")] = None,
     kv_dtype: Annotated[str | None, typer.Option(help=KV_DTYPE_HELP)] = None,
     latents: Annotated[bool, typer.Option("--latents", help=LATENTS_HELP)] = False,
-    residency: Annotated[
-        str, typer.Option(help="shared: layers share a workspace of unfolded spans. elastic: each keeps its own.")
-    ] = "shared",
     device: Annotated[str | None, typer.Option(help="Where to run, `cuda` for example.")] = None,
     workers: Annotated[
         int,
@@ -141,9 +138,7 @@ def eval_command(
                 seed=seed,
                 json=json,
                 plot=plot,
-                config=CompileConfig.model_validate(
-                    {"kv_dtype": kv_dtype, "floor": 0, "latents": latents, "residency": residency}
-                ),
+                config=CompileConfig.model_validate({"kv_dtype": kv_dtype, "floor": 0, "latents": latents}),
                 device=device,
                 tasks=[] if tasks is None else words(tasks, "--tasks"),
                 sources=source or [],
@@ -229,12 +224,8 @@ def plan_command(
     waits: Annotated[
         str, typer.Option(help="How folded tokens wait on the host: int8, raw, or none where the method drops them.")
     ] = "int8",
-    residency: Annotated[
-        str,
-        typer.Option(help="elastic: each layer keeps what it unfolded. shared: layers share one workspace in turn."),
-    ] = "elastic",
     overlap: Annotated[
-        float, typer.Option(help="elastic: of what a step unfolds, the share that the step before unfolded too.")
+        float, typer.Option(help="Of what a step unfolds, the share that the step before unfolded too.")
     ] = 0.95,
     latents: Annotated[bool, typer.Option("--latents", help=LATENTS_HELP)] = False,
     dtype: Annotated[str | None, typer.Option(help="Of weights and KV. Default: the configuration's.")] = None,
@@ -263,7 +254,6 @@ def plan_command(
             budgets[0],
             waits,
             overlap,
-            residency,
             runtime=parse_size(working_memory, "--working-memory"),
             host=parse_size(host_memory, "--host-memory"),
         )
@@ -286,9 +276,9 @@ def plan_command(
 
     What a step waits for folded tokens, with and without fetching ahead, and a picture of it (steps.json for Perfetto, steps.png):
 
-    $ semkv bench --methods quest --residency elastic --host disk --context 8K
+    $ semkv bench --methods quest --host disk --context 8K
 
-    $ semkv bench --methods quest --residency elastic --host disk --prefetch --context 8K --timeline steps.json
+    $ semkv bench --methods quest --host disk --prefetch --context 8K --timeline steps.json
     """,
 )
 def bench_command(
@@ -311,18 +301,13 @@ def bench_command(
     ] = None,
     kv_dtype: Annotated[str | None, typer.Option(help=KV_DTYPE_HELP)] = None,
     latents: Annotated[bool, typer.Option("--latents", help=LATENTS_HELP)] = False,
-    residency: Annotated[
-        str, typer.Option(help="shared: layers share a workspace of unfolded spans. elastic: each keeps its own.")
-    ] = "shared",
     host: Annotated[str, typer.Option(help="Where folded tokens wait: ram, or disk (files in --disk-folder).")] = "ram",
     disk_folder: Annotated[
         str | None, typer.Option(help="Folder of those files. Default: the system's temporary folder.")
     ] = None,
     prefetch: Annotated[
         bool | None,
-        typer.Option(
-            help="elastic: fetch what layers unfold next while others are computed. Default: on disk, what is known."
-        ),
+        typer.Option(help="Fetch what layers unfold next while others are computed. Default: on disk, what is known."),
     ] = None,
     gpu: Annotated[
         str | None, typer.Option(help="This machine as `semkv plan` takes it, for the floor under a step.")
@@ -339,8 +324,7 @@ def bench_command(
     """Time methods on this machine: first token, percentiles of a step, bytes per tier, transfers, beside the floor.
 
     A step lacks the folded tokens that it unfolds and the one before did not (`overlap`). `hits` of them had been fetched ahead; for the
-    others, and for a fetch that is not done, the step stands still: `stall`, in milliseconds and in % of the step. With
-    --residency elastic a step lacks few.
+    others, and for a fetch that is not done, the step stands still: `stall`, in milliseconds and in % of the step.
     """
     with plain_errors():
         lengths = whole_numbers(context, "--context")
@@ -354,7 +338,6 @@ def bench_command(
             "kv_dtype": kv_dtype,
             "floor": 0,
             "latents": latents,
-            "residency": residency,
             "host": host,
             "disk_folder": disk_folder,
             "prefetch": prefetch,

@@ -121,9 +121,9 @@ def _describe(console: Console, plan: MemoryPlan) -> None:
     console.print(
         f"{machine.name}: {size(machine.memory)} at {machine.bandwidth / 1e9:,.0f} GB/s, link {machine.link / 1e9:,.0f} GB/s"
     )
-    asked = "" if workload.budget is None else f", budget {workload.budget:g}, {workload.residency}"
-    if workload.budget is not None and workload.residency == "elastic":
-        asked += f" with {workload.overlap:.0%} overlap of steps"
+    asked = (
+        "" if workload.budget is None else f", budget {workload.budget:g} with {workload.overlap:.0%} overlap of steps"
+    )
     working = size(workload.runtime) if workload.runtime is not None else "0.3 of the weights"
     console.print(f"{workload.rows} row(s) of {workload.tokens:,} tokens{asked}; working memory {working}\n")
 

@@ -30,7 +30,8 @@ class Timing:
     step. full_bytes: of the full KV then. moved_bytes: per step and row, host to device. overlap: of what
     steps unfolded, the share that was there. stall_ms: milliseconds that a timed step stood still for folded tokens, on average.
     hit_rate: of the tokens that timed steps lacked, the share that had been fetched ahead. ahead_bytes: fetched ahead, lacked or not,
-    per step and row.
+    per step and row. device_share, attended_share: the largest part of its full KV that a layer held on the device, and read, in a step;
+    device_share_mean, attended_share_mean: over layers and steps.
     """
 
     method: str
@@ -46,6 +47,10 @@ class Timing:
     stall_ms: float = 0.0
     hit_rate: float = 0.0
     ahead_bytes: float = 0.0
+    device_share: float = 0.0
+    attended_share: float = 0.0
+    device_share_mean: float = 0.0
+    attended_share_mean: float = 0.0
 
     def percentile(self, percent: int) -> float:
         """Milliseconds that so many of a hundred steps took at most (nearest rank)."""
@@ -102,6 +107,10 @@ def time_compiled(
         stall_ms=1000 * stalled / steps,
         hit_rate=hits / max(1, hits + missed),
         ahead_bytes=stats.ahead_bytes_per_step,
+        device_share=stats.device_share,
+        attended_share=stats.attended_share,
+        device_share_mean=stats.device_share_mean,
+        attended_share_mean=stats.attended_share_mean,
     )
     if timeline is not None:
         state.timeline = timeline

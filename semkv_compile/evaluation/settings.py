@@ -26,14 +26,12 @@ class Variant(Settings):
     method: name of the method. `full` keeps everything and takes no budget.
     budget: fraction of the full KV (float) or tokens per KV head and layer (int).
     options: the method's options, `{"router": "oracle"}` for example.
-    residency: `shared` or `elastic`; None leaves the compiled model's own.
     label: what tables and plots call it; the method's name by default.
     """
 
     method: str
     budget: int | float | None = None
     options: dict[str, Any] = Field(default_factory=dict)
-    residency: Literal["shared", "elastic"] | None = None
     label: str = ""
 
     @field_validator("budget", mode="before")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from semkv.evaluation.schema import Usage, Zoom
+from semkv.evaluation.schema import SHARES, Usage, Zoom
 from semkv.evaluation.settings import Variant
 
 
@@ -34,8 +34,6 @@ class Subject:
         key = variant.model_dump_json(exclude={"label"})
         if key not in self._variants:
             settings = self.compiled.settings.model_copy(update={"floor": 0})  # a cell's budget is what it says
-            if variant.residency is not None:
-                settings = settings.model_copy(update={"residency": variant.residency})
             self._variants[key] = self.compiled.with_method(
                 variant.method, budget=variant.budget, config=settings, **variant.options
             )
@@ -72,6 +70,10 @@ def usage_of(state: Any) -> Usage:
         device=nbytes["peak"],
         full=state.full_bytes,
         budget_used=stats.peak_share,
+        device_share=stats.device_share,
+        attended_share=stats.attended_share,
+        device_share_mean=stats.device_share_mean,
+        attended_share_mean=stats.attended_share_mean,
         workspace=nbytes["workspace"],
         host=nbytes["host"],
         disk=nbytes["disk"],
@@ -90,6 +92,10 @@ def worst(first: Usage | None, second: Usage) -> Usage:
     return larger.model_copy(
         update={
             "budget_used": max(first.budget_used, second.budget_used),
+            **{
+                name: max(x for x in (getattr(first, name), getattr(second, name), 0.0) if x is not None)
+                for name in SHARES
+            },
             "host": max(first.host, second.host),
             "disk": max(first.disk, second.disk),
             "moved": first.moved + second.moved,

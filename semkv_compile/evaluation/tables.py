@@ -15,7 +15,8 @@ WIDE = 110
 
 UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 CAPTION = (
-    "In brackets: 95 % interval, clustered by context. Times are of the clock, beside whatever else the machine did."
+    "In brackets: 95 % interval, clustered by context. A layer holds on the device, and reads: of its full KV in percent, the largest of "
+    "all layers and steps / the mean. Times are of the clock, beside whatever else the machine did."
 )
 PERPLEXITY_CAPTION = "Where likelihood is measured the figure is perplexity, and is in no mean of scores."
 
@@ -100,6 +101,8 @@ def _cost(report: Report, summaries: list[Summary]) -> tuple[list[str], list[lis
                 summary.variant.budget_text,
                 f"{100 * summary.device_share:.2f}",
                 "-" if summary.variant.budget is None else f"{100 * max(u.budget_used for u in usage):.1f}",
+                _shares([(u.device_share, u.device_share_mean) for u in usage]),
+                _shares([(u.attended_share, u.attended_share_mean) for u in usage]),
                 size(max(u.device for u in usage)),
                 size(max(u.host for u in usage)),
                 size(max(u.disk for u in usage)),
@@ -108,8 +111,24 @@ def _cost(report: Report, summaries: list[Summary]) -> tuple[list[str], list[lis
                 millis(summary.step_us.p95),
             ]
         )
-    columns = ["method", "budget", "device, % of full KV", "% of budget", "device", "host", "disk"]
+    columns = [
+        "method",
+        "budget",
+        "device, % of full KV",
+        "% of budget",
+        "a layer holds",
+        "a layer reads",
+        "device",
+        "host",
+        "disk",
+    ]
     return [*columns, "moved per step", "step, ms (median)", "step, ms (p95)"], lines
+
+
+def _shares(found: list[tuple[float | None, float | None]]) -> str:
+    """`12.1 / 10.0`: in percent of a layer's full KV, the largest and the mean; `-` where one was not measured."""
+    largest, means = ([x for x in column if x is not None] for column in zip(*found))
+    return f"{100 * max(largest):.1f} / {100 * max(means):.1f}" if largest and means else "-"
 
 
 def tables(report: Report, *, spread: bool = True) -> Iterator[tuple[str, list[str], list[list[str]]]]:

@@ -131,7 +131,6 @@ class HeteroCache(Method):
             "window": self.recent,
             "window_share": frame.share,
             "fold_chunk": frame.fold_chunk,
-            "resident": True,
         }
         satellite = Components(segmenter=Pages(1, frame, fixed=True), router=router, host_form="raw", **folded)  # type: ignore[arg-type]
         votes = ObservationWindow(1, self.pool, "mean", self.recent)

@@ -23,7 +23,6 @@ from semkv.runtime.host_pool import AHEAD
 
 WAYS = ("full", "full-offload", "budget", "progressive")
 FORMS = ("int8", "raw", "none")
-RESIDENCIES = ("elastic", "shared")
 
 UNFOLDED_SHARE = 1 / 2
 """Of the budget, what most folding methods leave for unfolded tokens at least by default: their `fixed_share` is one half (two thirds for
@@ -38,8 +37,7 @@ class Workload:
 
     tokens: of each row. rows: sequences at once. budget: a fraction of the full KV, tokens per KV head and layer, or None: only
     the two ways without one. form: in which folded tokens wait, `int8`, `raw`, or `none` where they are dropped.
-    overlap: of what a step unfolds, the share that was unfolded by the step before and does not move. residency: `elastic` holds
-    that between steps; with `shared`, each layer in turn unfolds as much as all of them together leave free, and all of it moves.
+    overlap: of what a step unfolds, the share that was unfolded by the step before and does not move.
     runtime: bytes of working memory, None: 0.3 of the weights (SpeContext Sec. 6.2). host: bytes of the host's memory, None:
     without limit.
     """
@@ -49,7 +47,6 @@ class Workload:
     budget: float | int | None = None
     form: str = "int8"
     overlap: float = 0.95
-    residency: str = "elastic"
     runtime: int | None = None
     host: int | None = None
 
@@ -61,8 +58,6 @@ class Workload:
             raise ConfigError(f"overlap {self.overlap}: expected a share in [0, 1]")
         if self.form not in FORMS:
             raise ConfigError(f"form {self.form!r} is not one of {', '.join(FORMS)}")
-        if self.residency not in RESIDENCIES:
-            raise ConfigError(f"residency {self.residency!r} is not one of {', '.join(RESIDENCIES)}")
 
 
 @dataclass(frozen=True)
@@ -175,9 +170,7 @@ class Estimator:
         demand = self.demand(tokens, rows)
         selected = float(demand.selected(tokens))
         held = rows * selected * sum(self.exact)
-        attended = (
-            selected if not sum(self.waiting) else self._unfolded(tokens, selected) + (1 - UNFOLDED_SHARE) * selected
-        )
+        attended = selected if not sum(self.waiting) else self._unfolded(selected) + (1 - UNFOLDED_SHARE) * selected
         read = weights + window + rows * attended * sum(self.exact)
         if way == "budget":
             moved = rows * self._moved(tokens, selected, self.waiting)
@@ -191,15 +184,13 @@ class Estimator:
         device = float(demand.device_bytes(tokens, layers))
         return _Bytes(device, demand.host_bytes(tokens, layers), read, moved, layers)
 
-    def _unfolded(self, tokens: int, selected: float) -> float:
+    def _unfolded(self, selected: float) -> float:
         """Tokens per KV head that a layer unfolds in a step."""
-        own = UNFOLDED_SHARE * selected
-        return own if self.workload.residency == "elastic" else min(tokens, len(self.exact) * own)
+        return UNFOLDED_SHARE * selected
 
     def _moved(self, tokens: int, selected: float, waiting: tuple[int, ...]) -> float:
         """Bytes that cross the link for one row in a step, of layers whose folded tokens take `waiting` bytes."""
-        anew = 1 - self.workload.overlap if self.workload.residency == "elastic" else 1.0
-        return anew * self._unfolded(tokens, selected) * sum(waiting)
+        return (1 - self.workload.overlap) * self._unfolded(selected) * sum(waiting)
 
     def fits(self, way: str, tokens: int, rows: int) -> bool:
         found = self.bytes_of(way, tokens, rows)

@@ -197,7 +197,6 @@ class Components:
     reads_queries: whether the record of a prompt must hold all of its queries, not the last ones only.
     reads_others: whether a store's memory is made of other stores' keys too, so that a record keeps them until all are made.
     whole: every token stays exact on the device, whatever it takes; the row's other parts share what is left of its budget.
-    resident: what is unfolded stays between steps, within the part's own share of the budget, whatever the residency.
     """
 
     keeper: Keeper | None = None
@@ -220,7 +219,6 @@ class Components:
     reads_queries: bool = False
     reads_others: bool = False
     whole: bool = False
-    resident: bool = False
 
     @property
     def reads_surprisal(self) -> bool:

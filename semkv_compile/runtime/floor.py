@@ -68,8 +68,6 @@ class Demand:
         if whole:
             least *= sum(budget.full_bytes(part.site, 1) for part in sharing) / full
             least += budget.page_size * whole / full
-        elif sharing:
-            least /= min(part.share for part in sharing)
         index, share = plan.charge.token_nbytes / full, plan.charge.share
         rows = UNBOUNDED if longest is None else longest
         return cls(method, minimum, least, whole / full, index, share, rows, tuple(sharing))

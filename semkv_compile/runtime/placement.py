@@ -42,7 +42,6 @@ class Placement:
     plan: Plan
     budget: Budget
     minimum_tokens: int
-    residency: str
     page_size: int
     tier: HostTier
     device: torch.device

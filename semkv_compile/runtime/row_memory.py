@@ -29,7 +29,7 @@ from semkv.runtime.spans import FoldedSpans, unit_cost_bytes
 from semkv.runtime.step import Step
 from semkv.runtime.token_store import TokenStore
 from semkv.runtime.traffic import Traffic
-from semkv.runtime.whole_heads import part_shares, unclaimed
+from semkv.runtime.whole_heads import part_shares, whole_nbytes
 
 FOLD_BLOCK, FOLD_BLOCKS = 1024, 16
 """A prompt is folded in at most `FOLD_BLOCKS` blocks of at least `FOLD_BLOCK` tokens: what is computed of one is freed before the next."""
@@ -76,7 +76,7 @@ class RowMemory:
         if placement.plan.after_prompt is not None:
             placement.plan.after_prompt.read(record, self.notes, self.whole_cap)
         self.shares = self._shares(record)
-        self.part_shares = part_shares(placement, self.shares, self.tokens)
+        self.part_shares = part_shares(placement, self.shares, self.tokens, self.cap_bytes(self.tokens))
         self._check_budget()
         divided: dict[Division, Segmentation] = {}
         self.stores: dict[int, tuple[SiteMemory, ...]] = dict(stores)
@@ -237,8 +237,16 @@ class RowMemory:
         if part.components.whole:
             return float("inf")
         if self.part_shares:
-            return unclaimed(self.placement, tokens) * self.part_shares[store.store, part.first]
+            left = self.cap_bytes(tokens) - whole_nbytes(self.placement, tokens)
+            return left * self.part_shares[store.store, part.first]
         return self.cap_bytes(tokens) * self.shares[store.store] * part.share
+
+    def _store_cap(self, store: AttentionSite, memories: tuple[SiteMemory, ...], tokens: int) -> float:
+        """Device bytes that one store may hold; heads that keep every token may hold what they do."""
+        if self.exact or self.placement.budget.value is None:
+            return self.cap_bytes(tokens) * self.shares[store.store]
+        caps = (self._part_cap(store, part, tokens) for part in self.placement.parts(store))
+        return sum(memory.device_nbytes if cap == float("inf") else cap for cap, memory in zip(caps, memories))
 
     def fixed_allowance(self, store: AttentionSite, part: Part, tokens: int) -> float:
         """Device bytes for what stays between steps in one part of a store."""
@@ -251,29 +259,12 @@ class RowMemory:
         )
 
     def workspace_allowance(self, store: AttentionSite, tokens: int) -> list[float]:
-        """Device bytes for unfolded units while one store's layer runs, per part of it."""
+        """Device bytes for unfolded units of one store, per part of it."""
         parts, memories = self.placement.parts(store), self.stores[store.store]
         if store.treatment != "method" or self.placement.budget.value is None:
             return [float("inf")] * len(parts)
         room = [self._part_cap(store, part, tokens) - memory.fixed_nbytes for part, memory in zip(parts, memories)]
-        if all(memory.elastic for memory in memories):
-            return [max(0.0, free) for free in room]
-        fixed = sum(memory.fixed_nbytes for memory in self.budgeted())
-        free = max(0.0, self.cap_bytes(tokens) - fixed - self._resident_room(tokens))
-        weights = [
-            part.share if memory.unfolds and not memory.elastic else 0.0 for part, memory in zip(parts, memories)
-        ]
-        shared = [free * weight / (sum(weights) or 1.0) for weight in weights]
-        return [max(0.0, own) if memory.elastic else got for own, got, memory in zip(room, shared, memories)]
-
-    def _resident_room(self, tokens: int) -> float:
-        """Device bytes that parts may fill with what stays unfolded between steps."""
-        total = 0.0
-        for store in self.placement.budgeted:
-            for part, memory in zip(self.placement.parts(store), self.stores[store.store]):
-                if memory.elastic and memory.unfolds:
-                    total += max(0.0, self._part_cap(store, part, tokens) - memory.fixed_nbytes)
-        return total
+        return [max(0.0, free) for free in room]
 
     def chunk_limit(self) -> int:
         """Tokens that one step may add so that they fit beside what stays: whole pages, at least one token."""
@@ -402,7 +393,6 @@ class RowMemory:
             made.surprisal[recent].clone(),
             unit_state=made.unit_state(recent),
             device=device,
-            elastic=placement.residency == "elastic" or made.components.resident,
         )
 
     # -- steps -------------------------------------------------------------------------------------------------------
@@ -486,8 +476,15 @@ class RowMemory:
         traffic.supply(memories)
         if store.treatment == "method":
             resident = self._device_nbytes(store, memories) + self.charged_nbytes
+            held = self._staying[store.store]
             traffic.peak_bytes = max(traffic.peak_bytes, resident)
-            traffic.peak_share = max(traffic.peak_share, resident / self.whole_cap(tokens))
+            own = held / self._store_cap(store, memories, tokens)
+            traffic.peak_share = max(traffic.peak_share, resident / self.whole_cap(tokens), own)
+            traffic.turn(
+                held + self.charged_nbytes * self.shares[store.store],
+                sum(memory.attended_nbytes for memory in memories),
+                self.placement.budget.full_bytes(store, tokens),
+            )
         if any(memory.zoom is not None for memory in memories):
             zooms = traffic.zooms.setdefault(
                 site.index, torch.zeros(2, site.q_heads, dtype=torch.float32, device="cpu")
@@ -495,22 +492,22 @@ class RowMemory:
             for part, memory in zip(self.placement.parts(store), memories):
                 if memory.zoom is not None:
                     read, taken = memory.zoom.counts()
-                    own = zooms[:, part.first * site.group_size : part.last * site.group_size]
-                    own[0] += read
-                    own[1] += taken
+                    counts = zooms[:, part.first * site.group_size : part.last * site.group_size]
+                    counts[0] += read
+                    counts[1] += taken
 
-    def device_nbytes(self, running: tuple[SiteMemory, ...] = ()) -> int:
-        """Device bytes of budgeted stores while the layer of `running` runs; between steps where it is empty."""
-        return sum(map(_staying_nbytes, self.budgeted())) + _passing_nbytes(running)
+    def device_nbytes(self) -> int:
+        """Device bytes of budgeted stores."""
+        return sum(memory.device_nbytes for memory in self.budgeted())
 
     def _device_nbytes(self, store: AttentionSite, running: tuple[SiteMemory, ...]) -> int:
         """`device_nbytes` in the turn of `store`: in a step the others change in their own turns only."""
         if self._staying:
-            self._staying[store.store] = sum(map(_staying_nbytes, running))
+            self._staying[store.store] = sum(memory.device_nbytes for memory in running)
         else:
             stores = self.placement.budgeted
-            self._staying = {one.store: sum(map(_staying_nbytes, self.stores[one.store])) for one in stores}
-        return sum(self._staying.values()) + _passing_nbytes(running)
+            self._staying = {one.store: sum(x.device_nbytes for x in self.stores[one.store]) for one in stores}
+        return sum(self._staying.values())
 
     def memories(self) -> Iterator[SiteMemory]:
         """The memories of all parts of all stores."""
@@ -543,16 +540,6 @@ class RowMemory:
         copy.traffic, copy.notes, copy.passing, copy._staying = self.traffic.clone(), dict(self.notes), {}, {}
         copy.stores = {store: tuple(memory.clone() for memory in parts) for store, parts in self.stores.items()}
         return copy
-
-
-def _staying_nbytes(memory: SiteMemory) -> int:
-    """Device bytes of a memory between steps."""
-    return memory.fixed_nbytes + (memory.workspace_nbytes if memory.elastic else 0)
-
-
-def _passing_nbytes(running: tuple[SiteMemory, ...]) -> int:
-    """Device bytes that the memories of the running layer have besides."""
-    return sum(memory.workspace_nbytes for memory in running if not memory.elastic)
 
 
 @dataclass(frozen=True)

@@ -86,16 +86,14 @@ class SiteMemory:
         *,
         unit_state: int = 0,
         device: torch.device,
-        elastic: bool = False,
     ) -> None:
-        self.site, self.components, self.device, self.elastic = site, components, device, elastic
+        self.site, self.components, self.device = site, components, device
         self.kept, self.recent, self.spans = kept, recent, spans
         self.recent_ids, self.recent_surprisal = (
             x if spans is not None else x.new_empty(0) for x in (recent_ids, recent_surprisal)
         )
         self.unit_state = unit_state
         self.workspace: Workspace | None = None
-        self.workspace_nbytes = 0
         self.moved_nbytes = self.held_nbytes = 0
         self.zoom: Zoom | None = None
         self.ahead, self.guesses = 0, False
@@ -111,6 +109,31 @@ class SiteMemory:
         """Device bytes that stay between steps: exact tokens, window, summaries and indexes."""
         spans = self.spans.device_nbytes if self.spans is not None else 0
         return self.kept.nbytes + self.recent.nbytes + spans
+
+    @property
+    def device_nbytes(self) -> int:
+        """Device bytes with what is unfolded."""
+        return self.fixed_nbytes + self.workspace_nbytes
+
+    @property
+    def attended_nbytes(self) -> int:
+        """Bytes of the keys and values that the last step's attention read: exact and unfolded tokens, factors and summaries."""
+        site, workspace, spans = self.site, self.workspace, self.spans
+        size = site.values_per_token * self.recent.k.itemsize
+        read = (self.kept.length + self.recent.length) * size
+        if spans is None or not spans.count:
+            return read
+        if workspace is not None and self.unfolds:
+            read += workspace.filled * size // site.kv_heads
+            read += 0 if workspace.factors is None else workspace.factors.nbytes
+        if self.components.summary is not None and self.components.summary.attend:
+            read += sum(x.nbytes for mean in (spans.mean_k, spans.mean_v) for x in (mean.codes, mean.scale))
+        return read
+
+    @property
+    def workspace_nbytes(self) -> int:
+        """Device bytes of what is unfolded, empty slots included."""
+        return 0 if self.workspace is None else self.workspace.nbytes
 
     @property
     def host_nbytes(self) -> int:
@@ -152,7 +175,7 @@ class SiteMemory:
     @property
     def unfolds_ahead(self) -> bool:
         """Whether what it unfolds stays between steps, so that fetching what the next one lacks pays."""
-        return self.elastic and self.unfolds and self.spans is not None
+        return self.unfolds and self.spans is not None
 
     def unfolded_tokens(self, allowance: float) -> float:
         """Tokens over all KV heads that `allowance` device bytes for unfolded units hold."""
@@ -288,7 +311,7 @@ class SiteMemory:
 
         The result has no batch dimension; keys and values are in the KV dtype, those of coarse entries in codes.
         """
-        self.workspace_nbytes = self.moved_nbytes = self.held_nbytes = 0
+        self.moved_nbytes = self.held_nbytes = 0
         self.zoom, self.supplied = None, Supplied()
         if self.components.evictor is not None and site.index == self.site.index:
             self._score(site, q, step)
@@ -408,8 +431,7 @@ class SiteMemory:
         if factors is not None:
             self.moved_nbytes += factors.moved_nbytes
             self.held_nbytes += factors.held_nbytes
-        self.workspace_nbytes = workspace.nbytes
-        self.workspace = workspace if self.elastic else None
+        self.workspace = workspace
         return zoom, workspace
 
     def _slots(self, site: AttentionSite, allowance: float) -> tuple[int | None, float]:
@@ -417,7 +439,7 @@ class SiteMemory:
         spans, slot_nbytes = self.spans, site.kv_heads * self.spans.token_nbytes()
         if self.components.most:
             allowance = min(allowance, self.components.most * slot_nbytes)
-        if not self.elastic or spans.has_factors:
+        if spans.has_factors:
             return None, allowance
         slots = slots_within(allowance / slot_nbytes, spans.host_tokens.length)
         return slots, min(allowance, slots * slot_nbytes)

@@ -185,11 +185,9 @@ def _memory(
         surprisal,
         unit_state=int(state),
         device=device,
-        elastic=placement.residency == "elastic" or part.components.resident,
     )
-    if spans is not None and memory.elastic and "workspace.tokens" in own:
+    if spans is not None and "workspace.tokens" in own:
         memory.workspace = _workspace(spans, own, device)
-        memory.workspace_nbytes = memory.workspace.nbytes
     return memory
 
 

@@ -29,7 +29,10 @@ class Stats:
 
     steps: forward calls of the row with the most. moved_bytes_per_step: host to device, mean. overlap: of what steps
     unfolded, the share of bytes that was there from the step before; 0 where nothing stays between steps. peak_bytes: the
-    largest device residency of a row's budgeted stores in any step. peak_share: the same as a share of its budget. zoom_rate:
+    largest device residency of a row's budgeted stores in any step. peak_share: the largest share of its budget that a row, or one
+    store of it, held in any step. device_share, attended_share: the largest part of a store's full KV that it had on the device, and
+    that its attention read, in any step; device_share_mean, attended_share_mean: over stores and steps; 0 before the first step.
+    zoom_rate:
     per site, float32 [Hq], the share of its spans that each query head unfolded; empty where nothing was folded.
     hit_rate: of the tokens that steps lacked, the share that had been fetched ahead. ahead_bytes_per_step: fetched ahead, lacked or
     not, per row. stall_ms_per_step: milliseconds that a step stood still for folded tokens, all rows together; on CUDA without what
@@ -46,6 +49,10 @@ class Stats:
     ahead_bytes_per_step: float = 0.0
     stall_ms_per_step: float = 0.0
     short_rows: int = 0
+    device_share: float = 0.0
+    attended_share: float = 0.0
+    device_share_mean: float = 0.0
+    attended_share_mean: float = 0.0
 
 
 class State:
@@ -128,8 +135,7 @@ class State:
                 disk = memory.spans.disk_nbytes if memory.spans is not None else 0
                 out["disk"] += disk
                 out["host"] += memory.host_nbytes - disk
-                if memory.elastic:
-                    out["workspace"] += memory.workspace_nbytes
+                out["workspace"] += memory.workspace_nbytes
             out["device"] += row.charged_nbytes
             out["prefetch"] += 0 if row.lookahead is None else row.lookahead.nbytes
             out["peak"] += row.traffic.peak_bytes
@@ -146,6 +152,7 @@ class State:
         moved, held = sum(t.moved_bytes for t in traffic), sum(t.held_bytes for t in traffic)
         hits, missed = sum(t.hit_tokens for t in traffic), sum(t.missed_tokens for t in traffic)
         most = max((t.steps for t in traffic), default=0)
+        full = max(1, sum(t.full_bytes for t in traffic))
         zooms: dict[int, Tensor] = {}
         for site in sorted({site for t in traffic for site in t.zooms}):
             unfolded, taken = torch.stack([t.zooms[site] for t in traffic if site in t.zooms]).sum(0)
@@ -161,6 +168,10 @@ class State:
             ahead_bytes_per_step=sum(t.ahead_bytes for t in traffic) / max(1, steps),
             stall_ms_per_step=1000 * sum(t.stalled_seconds for t in traffic) / max(1, most),
             short_rows=sum(row.is_short for row in self.rows),
+            device_share=max((t.device_share for t in traffic), default=0.0),
+            attended_share=max((t.attended_share for t in traffic), default=0.0),
+            device_share_mean=sum(t.device_bytes for t in traffic) / full,
+            attended_share_mean=sum(t.attended_bytes for t in traffic) / full,
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:

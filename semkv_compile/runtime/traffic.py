@@ -17,6 +17,11 @@ SUMS = (
     "held_bytes",
     "peak_bytes",
     "peak_share",
+    "device_share",
+    "attended_share",
+    "device_bytes",
+    "attended_bytes",
+    "full_bytes",
     "offloaded_bytes",
     "ahead_tokens",
     "ahead_bytes",
@@ -34,7 +39,9 @@ class Traffic:
     what was there from the step before and did not move; ahead_tokens, ahead_bytes: fetched before a layer's turn, lacked or not;
     hit_tokens: lacked and fetched before; missed_tokens: lacked and fetched by the step itself; stalled_seconds: time that steps
     stood still for folded tokens, waiting for a fetch under way or fetching themselves; peak_bytes: largest device residency of budgeted
-    stores; peak_share: largest residency as a share of the budget at that step; offloaded_bytes: from the device to the host,
+    stores; peak_share: largest residency as a share of the budget at that step, of a store or of all; device_share, attended_share: the
+    largest part of its full KV that a store held on the device, and that it read, in any step; device_bytes, attended_bytes, full_bytes:
+    summed over steps and stores, whose ratios are the means; offloaded_bytes: from the device to the host,
     when layers left it; zooms: per site float32 [2, Hq], units unfolded and decisions taken.
     """
 
@@ -43,6 +50,11 @@ class Traffic:
     held_bytes: int = 0
     peak_bytes: int = 0
     peak_share: float = 0.0
+    device_share: float = 0.0
+    attended_share: float = 0.0
+    device_bytes: int = 0
+    attended_bytes: int = 0
+    full_bytes: int = 0
     offloaded_bytes: int = 0
     ahead_tokens: int = 0
     ahead_bytes: int = 0
@@ -60,6 +72,14 @@ class Traffic:
             self.hit_tokens += took.hits
             self.missed_tokens += took.missed
             self.stalled_seconds += took.stalled_seconds
+
+    def turn(self, held: float, attended: int, full: int) -> None:
+        """Count the turn of one store, whose full KV takes `full` bytes: `held` on the device, `attended` read."""
+        self.device_share = max(self.device_share, held / full)
+        self.attended_share = max(self.attended_share, attended / full)
+        self.device_bytes += round(held)
+        self.attended_bytes += attended
+        self.full_bytes += full
 
     def clone(self) -> Traffic:
         copy = Traffic(**{name: getattr(self, name) for name in SUMS})

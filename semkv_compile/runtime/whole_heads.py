@@ -1,4 +1,5 @@
-"""Budgets of rows in which some heads keep every token: the other parts share what those leave."""
+"""Budgets of rows whose stores are divided into parts: each has its share, none less than the method needs; heads that keep every token
+come first."""
 
 from __future__ import annotations
 
@@ -16,8 +17,9 @@ if TYPE_CHECKING:
 
 
 def sharing_parts(placement: Placement) -> list[tuple[AttentionSite, Part]]:
-    """(store, part) of those that share what whole heads leave; none where there are no whole heads."""
-    if not placement.plan.keeps_whole_heads or placement.budget.value is None:
+    """(store, part) of those that share what whole heads leave; none where every store is one part."""
+    divided = any(len(parts) > 1 for parts in placement.plan.parts.values())
+    if not (divided or placement.plan.keeps_whole_heads) or placement.budget.value is None:
         return []
     return [
         (store, part) for store in placement.budgeted for part in placement.parts(store) if not part.components.whole
@@ -36,26 +38,24 @@ def whole_nbytes(placement: Placement, tokens: int) -> int:
     return sum((tokens + placement.page_size) * (site.values_per_token * size + 4) for site in whole)
 
 
-def unclaimed(placement: Placement, tokens: int) -> float:
-    """Device bytes that whole heads leave of the budget at `tokens` tokens."""
-    return placement.budget.cap_bytes(placement.budgeted, tokens) - whole_nbytes(placement, tokens)
-
-
-def part_shares(placement: Placement, shares: Mapping[int, float], tokens: int) -> dict[tuple[int, int], float]:
-    """Of what whole heads leave, the share of each other part, by (store, first head): in proportion to the stores' `shares`
-    and the parts' own, none more than all `tokens` tokens; what that takes from one goes to the others.
+def part_shares(
+    placement: Placement, shares: Mapping[int, float], tokens: int, cap: float
+) -> dict[tuple[int, int], float]:
+    """Of what whole heads leave of `cap` device bytes, the share of each other part, by (store, first head): in proportion to the stores'
+    `shares` and the parts' own, none less than the method needs or more than all `tokens` tokens; what that takes from one goes to the
+    others. Empty where every store is one part.
 
     Raises
     ------
     BudgetError: whole heads leave too little of the budget; names the smallest that would do.
     """
-    if not placement.plan.keeps_whole_heads or placement.budget.value is None:
-        return {}
     sharing, least = sharing_parts(placement), placement.minimum_tokens
+    if placement.budget.value is None or not (sharing or placement.plan.keeps_whole_heads):
+        return {}
     sites = [store.part(part.first, part.last, 1.0) for store, part in sharing]
     token = sum(site.values_per_token for site in sites) * placement.budget.dtype.itemsize
-    room = unclaimed(placement, tokens)
-    if room < 1.002 * least * token:
+    room = cap - whole_nbytes(placement, tokens)
+    if placement.plan.keeps_whole_heads and room < 1.002 * least * token:
         _refuse(placement, whole_nbytes(placement, tokens) + 1.003 * least * token, tokens)
     if not sharing:
         return {}

@@ -45,6 +45,7 @@ class Workspace:
     stands there is finite. On the host, what is where: tokens int64 [Hkv, slots], places in the host tier, and segment int64
     [Hkv, slots], both -1 where empty; held bool [Hkv, S], the segments that are there, whole (of later ones, none); and where the
     device is another, the positions again: they are kept there and sent over as a whole.
+    filled: tokens that the last step held, over all heads.
     """
 
     def __init__(self, heads: int, key_dim: int, value_dim: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -56,6 +57,7 @@ class Workspace:
         self.segment = torch.zeros(heads, 0, dtype=torch.int64, device="cpu")
         self.held = torch.zeros(heads, 0, dtype=torch.bool, device="cpu")
         self.factors: UnfoldedFactors | None = None
+        self.filled = 0
 
     @property
     def slots(self) -> int:
@@ -92,7 +94,7 @@ class Workspace:
                 f"segments of {(kept + lacking).tolist()} tokens per KV head for {self.slots} slots; choose what fits"
             )
         at, heads, places, positions = assign_slots(wanted, self.held, segments, self.segment, self.tokens, lacking)
-        self.held = wanted
+        self.held, self.filled = wanted, int((kept + lacking).sum())
         self._fetch(at, heads, places, positions, host)
         return len(at), int(kept.sum())
 
@@ -156,7 +158,7 @@ class Workspace:
     def clone(self) -> Workspace:
         """An independent copy."""
         copy = object.__new__(Workspace)
-        copy.factors = self.factors  # replaced, never written in place
+        copy.factors, copy.filled = self.factors, self.filled  # factors are replaced, never written in place
         for name in ("k", "v", "tokens", "segment", "held"):
             setattr(copy, name, getattr(self, name).clone())
         copy.positions = self.positions  # for its device

@@ -31,7 +31,7 @@ def test_round_trip_of_program_and_facts(program, run_program, tmp_path):
         method="sekv",
         method_options={"share": 0.3},
         budget=0.1,
-        config=CompileConfig(residency="elastic", page_size=8),
+        config=CompileConfig(page_size=8),
         model_fingerprint="f" * 64,
         model_config={"model_type": "llama", "rope": {"theta": 1e4}},
         generation_config={"eos_token_id": [1, 2], "temperature": 0.7},
@@ -48,7 +48,7 @@ def test_round_trip_of_program_and_facts(program, run_program, tmp_path):
     assert manifest.compile.method == "sekv"
     assert manifest.compile.method_options == {"share": 0.3}
     assert manifest.compile.budget == 0.1
-    assert manifest.compile.config == CompileConfig(residency="elastic", page_size=8)
+    assert manifest.compile.config == CompileConfig(page_size=8)
     assert manifest.model.fingerprint == "f" * 64
     assert manifest.model.config == {"model_type": "llama", "rope": {"theta": 1e4}}
     assert manifest.model.generation_config == {"eos_token_id": [1, 2], "temperature": 0.7}

@@ -80,7 +80,7 @@ def test_parts_reuse_the_rows_of_the_methods(scripts):
     assert keys(methods, "sekv") == keys(parts, "sekv")
     assert keys(methods, "full") == keys(parts, "full")
     assert len(methods.variants) == 1 + 3 * 3
-    assert len(parts.variants) == 1 + 5 * 3
+    assert len(parts.variants) == 1 + 4 * 3
 
 
 def test_switches_say_which_way_they_move_and_what_the_paper_says(scripts):

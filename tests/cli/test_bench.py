@@ -137,8 +137,6 @@ def test_a_timeline_beside_the_table(run, tiny_model, tmp_path):
         3,
         "--warmup",
         1,
-        "--residency",
-        "elastic",
         "--host",
         "disk",
         "--disk-folder",
@@ -167,7 +165,6 @@ def test_a_timeline_beside_the_table(run, tiny_model, tmp_path):
             "--timeline shows one method at one budget, and 2 were asked for",
         ),
         (["--timeline", "steps.png"], "expected a file that ends in .json"),
-        (["--prefetch"], "prefetch=True is for residency='elastic'"),
     ],
 )
 def test_refusals_about_fetching(run, tiny_model, tmp_path, monkeypatch, options, said):

@@ -102,7 +102,7 @@ def test_an_interrupt_says_how_to_go_on(evaluated, run, tiny_model, tmp_path, mo
     assert json.loads(out.read_text())["complete"] is False
 
 
-def test_seen_questions_and_elastic_residency(run, tiny_model, tmp_path):
+def test_seen_questions(run, tiny_model, tmp_path):
     result = run(
         "eval",
         "--model",
@@ -119,8 +119,6 @@ def test_seen_questions_and_elastic_residency(run, tiny_model, tmp_path):
         "dense",
         "--question",
         "both",
-        "--residency",
-        "elastic",
         "--kv-dtype",
         "float16",
     )

@@ -44,7 +44,7 @@ def test_a_plan_with_everything(run, config, tmp_path):
         pictures,
     )
     assert result.exit_code == 0, result.output
-    for said in ("8.03 B parameters", "KV 128.0 KiB per token", "22.4 GiB at 1,008 GB/s", "elastic with 95% overlap"):
+    for said in ("8.03 B parameters", "KV 128.0 KiB per token", "22.4 GiB at 1,008 GB/s", "with 95% overlap"):
         assert said in result.output
     plan = json.loads(out.read_text())
     full, offload, budget, progressive = plan["ways"]
@@ -92,8 +92,6 @@ def test_options_reach_the_plan(run, config, tmp_path):
         2048,
         "--waits",
         "raw",
-        "--residency",
-        "shared",
         "--dtype",
         "float16",
         "--weights",
@@ -112,7 +110,6 @@ def test_options_reach_the_plan(run, config, tmp_path):
         "rows": 4,
         "budget": 2048,
         "form": "raw",
-        "residency": "shared",
         "runtime": 10**9,
         "host": 2 * 10**12,
     }

@@ -37,7 +37,6 @@ def refused(result, message):
         (("--questions-per-context", "0"), "--questions-per-context 0: expected at least 1"),
         (("--seed", "-1"), "--seed -1: expected a number from 0 on"),
         (("--kv-dtype", "int3"), "setting kv_dtype = 'int3': expected one of float32, float16, bfloat16, float64"),
-        (("--residency", "nowhere"), "setting residency = 'nowhere': Input should be 'shared' or 'elastic'"),
         (
             ("--model", "./not/there"),
             "model ./not/there: no such folder; give a folder, a GGUF file, a Hugging Face name, or `bundled`",

@@ -46,7 +46,8 @@ class LookupState:
     @property
     def stats(self):
         rate = {1: torch.tensor([0.25, 0.0])} if self.zoom else {}
-        return SimpleNamespace(steps=self.steps, moved_bytes_per_step=10.0, peak_share=0.5, zoom_rate=rate)
+        shares = {"device_share": 0.5, "attended_share": 0.4, "device_share_mean": 0.3, "attended_share_mean": 0.2}
+        return SimpleNamespace(steps=self.steps, moved_bytes_per_step=10.0, peak_share=0.5, zoom_rate=rate, **shares)
 
 
 class LookupModel:

@@ -82,7 +82,16 @@ def answering(tokenizer):
             logits=model.logits(tokenizer.convert_tokens_to_ids(first)),
             nbytes=dict.fromkeys(("peak", "workspace", "host", "disk", "reserved", "window"), 0),
             full_bytes=1,
-            stats=SimpleNamespace(peak_share=0.0, moved_bytes_per_step=0.0, steps=0, zoom_rate={}),
+            stats=SimpleNamespace(
+                peak_share=0.0,
+                device_share=0.0,
+                attended_share=0.0,
+                device_share_mean=0.0,
+                attended_share_mean=0.0,
+                moved_bytes_per_step=0.0,
+                steps=0,
+                zoom_rate={},
+            ),
         )
         tally = Tally()
         question = task.make(tokenizer, 50, 0, seed=0, questions=1).questions[0]

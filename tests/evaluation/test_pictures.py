@@ -108,7 +108,7 @@ def test_tables_hold_every_variant_and_family(report):
     assert lines[0].split(" | ")[:6] == ["| method", "budget", "single", "dense", "mean", "% of full"]
     assert [line.split(" | ")[0][2:] for line in lines[1:6]] == ["full", "tail", "tail", "head", "head"]
     assert [line.split(" | ")[1] for line in lines[1:6]] == ["-", "25 %", "50 %", "25 %", "50 %"]
-    assert [line.count("|") for line in lines] == 2 * ([8] * 6 + [11] * 6)
+    assert [line.count("|") for line in lines] == 2 * ([8] * 6 + [13] * 6)
     summary = next(s for s in report.summaries if s.variant.method == "tail")
     assert percent(summary.accuracy) in lines[2]
     console = Console(width=200, record=True, file=io.StringIO())

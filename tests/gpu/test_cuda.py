@@ -56,13 +56,10 @@ def test_full_equals_the_model_itself(model: Any, prompts: torch.Tensor) -> None
     assert moved.generate(prompts.cuda(), max_new_tokens=24, do_sample=False).cpu().tolist() == wanted.tolist()
 
 
-@pytest.mark.parametrize("residency", ["shared", "elastic"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_runs_within_the_budget(
-    model: Any, prompts: torch.Tensor, dtype: torch.dtype, residency: str
-) -> None:
+def test_half_precision_runs_within_the_budget(model: Any, prompts: torch.Tensor, dtype: torch.dtype) -> None:
     half = LlamaForCausalLM(model.config).eval().to("cuda", dtype)
-    config = semkv.CompileConfig(floor=0, residency=residency, method_options={"router": "coarse"})
+    config = semkv.CompileConfig(floor=0, method_options={"router": "coarse"})
     compiled = semkv.compile(half, method="sekv", budget=0.5, config=config)
     state = compiled.prefill(prompts.cuda())
     compiled.generate(prompts[:, :1].cuda(), state=state, max_new_tokens=40, do_sample=False)
@@ -112,14 +109,13 @@ def single(model: Any) -> Any:
     [*METHODS, ("sekv", 0.5, {"router": "untrained", "forms": "factored"})],
     ids=[*(m for m, _, _ in METHODS), "sekv, factored"],
 )
-@pytest.mark.parametrize("residency", ["shared", "elastic"])
 def test_steps_of_tritons_kernel_are_those_of_pytorch(
-    single: Any, prompts: torch.Tensor, method: str, budget: float | None, options: dict, residency: str
+    single: Any, prompts: torch.Tensor, method: str, budget: float | None, options: dict
 ) -> None:
     """Two rows of one length, token by token."""
     logits = {}
     for kernels in ("torch", "auto"):
-        config = semkv.CompileConfig(floor=0, kernels=kernels, residency=residency, extend_chunk=1)
+        config = semkv.CompileConfig(floor=0, kernels=kernels, extend_chunk=1)
         compiled = single.with_method(method, budget, config=config, **options)
         assert compiled.kernels.split(":")[0] == ("triton" if kernels == "auto" else "torch")
         state = compiled.prefill(prompts.cuda())

@@ -99,17 +99,14 @@ CASES = [
 
 
 @pytest.mark.parametrize(
-    ("method", "budget", "options", "residency"),
-    [
-        pytest.param(method, budget, options, residency, id="-".join(map(str, (method, *options.values(), residency))))
-        for method, budget, options in CASES
-        for residency in (("shared", "elastic") if method == "sekv" else ("shared",))  # the others unfold nothing
-    ],
+    ("method", "budget", "options"),
+    CASES,
+    ids=["-".join((method, *options.values())) for method, _, options in CASES],
 )
 def test_a_conversation_stays_on_its_device(
-    base: Any, pretended_cuda: Any, method: str, budget: float | None, options: dict[str, Any], residency: str
+    base: Any, pretended_cuda: Any, method: str, budget: float | None, options: dict[str, Any]
 ) -> None:
-    settings = semkv.CompileConfig(floor=0, residency=residency, method_options=options, **REAL)
+    settings = semkv.CompileConfig(floor=0, method_options=options, **REAL)
     ids = torch.randint(1, VOCAB, (2, PROMPT), generator=torch.Generator().manual_seed(1))
     wanted = base.with_method(method, budget, config=settings, **options).generate(
         ids, max_new_tokens=NEW, do_sample=False

@@ -74,7 +74,7 @@ MEMBERS = {
         "save",
         "save_pretrained",
     ],
-    "CompileConfig": ["extend_chunk", "host", "kv_dtype", "method_options", "page_size", "prefill_chunk", "residency"],
+    "CompileConfig": ["extend_chunk", "host", "kv_dtype", "method_options", "page_size", "prefill_chunk"],
 }
 
 

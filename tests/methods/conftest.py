@@ -16,7 +16,9 @@ from semkv.runtime.state import State
 def whole() -> CompiledModel:
     """The bundled model as `full`, its KV in half precision."""
     model, _ = bundled.load()
-    return compile_model(model, bundled.profile(), method="full", config=CompileConfig(floor=0, kv_dtype="float16", cache=True))
+    return compile_model(
+        model, bundled.profile(), method="full", config=CompileConfig(floor=0, kv_dtype="float16", cache=True)
+    )
 
 
 @pytest.fixture(scope="session")

@@ -98,9 +98,7 @@ def test_forks_that_threads_decode_do_not_notice_each_other(models, prompts):
 def test_threads_whose_states_fetch_ahead(models, prompts, case):
     """Each state has a thread and buffers of its own."""
     name, budget, options = CASES[case]
-    compiled = models[case].with_method(
-        name, budget=budget, config=CompileConfig(floor=0, residency="elastic", prefetch=True), **options
-    )
+    compiled = models[case].with_method(name, budget=budget, config=CompileConfig(floor=0, prefetch=True), **options)
     alone, runs = ([Decoding(compiled, compiled.prefill(prompt)) for prompt in prompts[:THREADS]] for _ in range(2))
     for run in alone:
         for _ in range(STEPS):

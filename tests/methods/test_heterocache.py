@@ -174,7 +174,7 @@ def test_what_a_token_unfolds_is_fetched_before_its_turn(whole, prompt):
     """And nothing else changes: the drift check runs once a step and site, foreseen or not, alone or among others."""
     logits, checks, states = [], [], []
     for ahead in (False, True):
-        config = CompileConfig(floor=0, kv_dtype="float16", residency="elastic", prefetch=ahead)
+        config = CompileConfig(floor=0, kv_dtype="float16", prefetch=ahead)
         compiled = whole.with_method(
             "heterocache", budget=0.6, config=config, recent=16, every=2, tau_drift=0.99, **CLUSTERS
         )

@@ -68,7 +68,7 @@ def test_a_retrieval_head_chooses_latents(latent, random_ids):
     """SpeContext Sec. 4.3: one selection for the one KV head there is, in every layer; with room for all, the full model."""
     ids, more = random_ids(120, 1)[None], random_ids(6, 2)[None]
     full = latent.prefill(ids)
-    compiled = latent.with_method("specontext", budget=0.999, strict=True, window=8)
+    compiled = latent.with_method("specontext", budget=1000, strict=True, window=8)
     state = compiled.prefill(ids)
     expected, got = latent.extend(full, more, all_logits=True), compiled.extend(state, more, all_logits=True)
     spans = [memory.spans for memory in state.rows[0].budgeted()]

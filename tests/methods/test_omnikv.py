@@ -51,8 +51,7 @@ def test_a_token_scores_the_largest_weight_of_any_head(whole, strict, chunk, mon
 @pytest.mark.parametrize("new", [1, 4])
 def test_layers_that_follow_read_what_the_filter_looks_at(whole, new, prompt):
     """All heads the same tokens: the best that are not exact anyway, as many as fit, anew at every step."""
-    elastic = whole.settings.model_copy(update={"residency": "elastic"})
-    compiled = whole.with_method("omnikv", budget=0.7, config=elastic)
+    compiled = whole.with_method("omnikv", budget=0.7)
     state = compiled.prefill(prompt(240, 3))
     row, router = state.rows[0], compiled.placement.plan.at_site[1]
     chosen = []

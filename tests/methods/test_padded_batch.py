@@ -21,7 +21,7 @@ SETTINGS: dict[str, tuple[float | None, dict[str, Any]]] = {
     "full": (None, {}),
     "quest": (0.6, {}),
     "infllm": (0.8, {"block": 8}),
-    "clusterkv": (0.8, {"tokens_per_cluster": 12}),
+    "clusterkv": (0.9, {"tokens_per_cluster": 12, "fixed_share": 0.6, "bits": 4}),
     "heterocache": (0.8, {"tau_similar": 0.05, "tau_stable": 0.001, "every": 2, "tau_drift": 0.9}),
     "omnikv": (0.8, {"filter_layers": (0,)}),
     "specontext": (0.6, {}),

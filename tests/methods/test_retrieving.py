@@ -81,9 +81,7 @@ def test_with_room_for_everything_it_is_full_attention(whole, name, prompt):
     options = SMALL.get(name, {}) | (
         {"all_heads": True, "fixed_share": 0.3} if name in ("sketch", "mixed") else {"fixed_share": 0.3}
     )
-    compiled = whole.with_method(
-        name, budget=2000, config=whole.settings.model_copy(update={"residency": "elastic"}), **options
-    )
+    compiled = whole.with_method(name, budget=2000, **options)
     ids, question = prompt(900, 5), prompt(4, 6)
     state, reference = compiled.prefill(ids), whole.prefill(ids)
     assert any(memory.spans.count > 3 for memory in state.rows[0].budgeted())

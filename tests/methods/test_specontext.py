@@ -212,22 +212,22 @@ def check(row) -> None:
 
 
 @pytest.mark.parametrize(
-    ("budget", "options", "residency"),
+    ("budget", "options"),
     [
-        (0.2, {}, "shared"),
-        (80, {"strict": True}, "elastic"),
+        (0.2, {}),
+        (80, {"strict": True}),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
-                (0.25, {}, "elastic"),
-                (0.15, {"strict": True}, "shared"),
-                (0.15, {"retrieval": "layers"}, "shared"),
+                (0.25, {}),
+                (0.15, {"strict": True}),
+                (0.15, {"retrieval": "layers"}),
             )
         ),
     ],
 )
-def test_the_budget_is_a_hard_cap_with_the_heads_keys_in_it(whole, budget, options, residency):
-    settings = CompileConfig(floor=0, kv_dtype="float16", residency=residency)
+def test_the_budget_is_a_hard_cap_with_the_heads_keys_in_it(whole, budget, options):
+    settings = CompileConfig(floor=0, kv_dtype="float16")
     compiled = whole.with_method("specontext", budget, config=settings, **options)
     state = compiled.prefill(prompt(320, 5))
     check(state.rows[0])
@@ -238,8 +238,7 @@ def test_the_budget_is_a_hard_cap_with_the_heads_keys_in_it(whole, budget, optio
     check(state.rows[0])
     if options.get("retrieval") != "layers":
         assert state.nbytes["device"] >= state.rows[0].charged_nbytes > 0
-    assert (state.stats.overlap > 0) == (residency == "elastic")
-    assert 0 <= state.stats.overlap <= 1
+    assert 0 < state.stats.overlap <= 1
 
 
 def test_too_small_a_budget_says_which_would_do(whole):
@@ -264,7 +263,7 @@ def test_what_layers_unfold_is_one_selection(whole):
             "specontext",
             0.4,
             selection=selection,
-            config=CompileConfig(floor=0, kv_dtype="float16", residency="elastic"),
+            config=CompileConfig(floor=0, kv_dtype="float16"),
         )
         state = compiled.prefill(prompt(200, 9))
         for token in prompt(80, 10)[0]:
@@ -282,9 +281,7 @@ def test_what_layers_unfold_is_one_selection(whole):
 
 def test_layers_share_one_selection(whole, monkeypatch):
     """It is made once a step; made again in every layer it is the same."""
-    compiled = whole.with_method(
-        "specontext", 0.4, config=CompileConfig(floor=0, kv_dtype="float16", residency="elastic")
-    )
+    compiled = whole.with_method("specontext", 0.4, config=CompileConfig(floor=0, kv_dtype="float16"))
     state = compiled.prefill(prompt(200, 9))
     other, asked = state.fork(), []
     monkeypatch.setattr(site_memory, "choose_units", lambda *given: asked.append(1) or choose_units(*given))

@@ -79,16 +79,6 @@ def test_thresholds_step_down_to_the_budget():
     assert (on_device.moved, on_device.host) == (0, 0)
 
 
-def test_shared_residency_moves_what_each_layer_unfolds():
-    many = replace(DECODER, layers=(LayerCache(8, 1, 4, 4),) * 3)
-    elastic, shared = (
-        ways(replace(WORK, residency=kind, overlap=0.0), many)["budget"] for kind in ("elastic", "shared")
-    )
-    assert shared.moved == 3 * elastic.moved
-    assert shared.device == elastic.device
-    assert shared.read - elastic.read == 2 * 3 * 16 * 2 * UNFOLDED_SHARE * 20
-
-
 def test_ways_that_a_workload_has():
     assert ways_of(Workload(10)) == WAYS[:2]
     assert ways_of(replace(WORK, form="none")) == WAYS[:3]
@@ -102,7 +92,6 @@ def test_ways_that_a_workload_has():
         ({"tokens": 0}, ConfigError, "context 0 and batch 2: expected at least one token"),
         ({"overlap": 1.5}, ConfigError, r"overlap 1.5: expected a share in \[0, 1\]"),
         ({"form": "zip"}, ConfigError, "form 'zip' is not one of int8, raw, none"),
-        ({"residency": "lent"}, ConfigError, "residency 'lent' is not one of elastic, shared"),
         ({"budget": 1.5}, BudgetError, "a fraction of the full KV must lie in"),
     ],
 )
@@ -162,19 +151,18 @@ def test_full_bytes_are_measured_ones(full, decoder, records, tokens):
     assert device <= measured <= 1.005 * device
 
 
-@pytest.mark.parametrize("residency", ["elastic", "shared"])
 @pytest.mark.parametrize("tokens", [512, 1024])
 @pytest.mark.parametrize("budget", [0.15, 0.3, 128])
-def test_bytes_of_a_budget_are_measured_ones(full, decoder, records, tokens, budget, residency):
+def test_bytes_of_a_budget_are_measured_ones(full, decoder, records, tokens, budget):
     """The device holds at most the budget, and leaves less of it than the pages that would not fit. Folded tokens are all but the
     exact ones, at most half of the budget, plus tables. At least half of the budget is for unfolded tokens and all of it at most,
     so a step moves, at the overlap that was measured, once to twice what is predicted, but for those pages."""
-    compiled = full.with_method("quest", budget, config=CompileConfig(floor=0, residency=residency))
+    compiled = full.with_method("quest", budget, config=CompileConfig(floor=0))
     state = compiled.compress(records[tokens])
     for token in range(4):
         compiled.extend(state, torch.tensor([[7 + token]]))
     now, measured, stats = state.lengths[0], state.nbytes, state.stats
-    device, host, moved = kept(decoder, now, budget, "budget", residency=residency, overlap=stats.overlap)
+    device, host, moved = kept(decoder, now, budget, "budget", overlap=stats.overlap)
     layers = decoder.layers
     assert device - GRAIN * sum(x.exact_bytes(4) for x in layers) <= measured["peak"] <= device
     exact = host * (budget if isinstance(budget, float) else budget / now) / 2

@@ -38,16 +38,15 @@ def check(row, resident, folded) -> None:
 @given(
     method=st.sampled_from(COMPRESSING),
     budget=st.sampled_from([0.06, 0.1, 0.25, 0.8, 0.97, 24, 40, 57, 200]),
-    residency=st.sampled_from(["shared", "elastic"]),
     page=st.sampled_from([1, 8, 8, 16]),
     length=st.integers(2, 600),
     chunk=st.sampled_from([1, 7, 40]),
 )
 @SLOW
 def test_cap_over_prompts_and_chunks(
-    wide_program, compile_as, prompt, resident, folded, method, budget, residency, page, length, chunk
+    wide_program, compile_as, prompt, resident, folded, method, budget, page, length, chunk
 ):
-    settings = {"residency": residency, "page_size": page, "kv_dtype": "float16", "extend_chunk": chunk}
+    settings = {"page_size": page, "kv_dtype": "float16", "extend_chunk": chunk}
     smallest = compile_as(wide_program, method, 0.5, **settings).placement.minimum_tokens
     if isinstance(budget, int) and budget < smallest:
         with pytest.raises(BudgetError, match=f"budget {budget} can never serve: .* needs at least {smallest} tokens"):
@@ -74,9 +73,8 @@ def test_cap_over_prompts_and_chunks(
         {"routing": "mean", "router": "untrained"},
     ],
 )
-@pytest.mark.parametrize("residency", ["shared", "elastic"])
-def test_cap_over_forms_of_folded_spans(wide_program, compile_as, prompt, resident, options, residency):
-    compiled = compile_as(wide_program, "sekv", 0.3, options=options, residency=residency, kv_dtype="float16")
+def test_cap_over_forms_of_folded_spans(wide_program, compile_as, prompt, resident, options):
+    compiled = compile_as(wide_program, "sekv", 0.3, options=options, kv_dtype="float16")
     state = compiled.prefill(prompt(300))
     for step in range(30):
         compiled.extend(state, prompt(1, seed=step))
@@ -146,12 +144,10 @@ def test_windowed_layers_are_not_counted(wide_program, compile_as, prompt):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize(
-    ("method", "residency"), [*((method, "shared") for method in COMPRESSING), ("sekv", "elastic")]
-)  # the others unfold nothing: both residencies are one
+@pytest.mark.parametrize("method", COMPRESSING)
 @pytest.mark.parametrize("budget", [0.05, 0.1, 0.2])
-def test_4k_tokens_and_4k_generated(wide_program, compile_as, prompt, resident, folded, method, budget, residency):
-    compiled = compile_as(wide_program, method, budget, residency=residency, kv_dtype="float16")
+def test_4k_tokens_and_4k_generated(wide_program, compile_as, prompt, resident, folded, method, budget):
+    compiled = compile_as(wide_program, method, budget, kv_dtype="float16")
     state = compiled.prefill(prompt(4096))
     row = state.rows[0]
     check(row, resident, folded)

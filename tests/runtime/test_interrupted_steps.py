@@ -15,7 +15,7 @@ SETTINGS = {
     "full": ("full", None, {}),
     "streaming_llm": ("streaming_llm", 0.4, {}),
     "sekv": ("sekv", 0.5, {}),
-    "quest, elastic": ("quest", 0.5, {"options": {"page": 4}, "residency": "elastic"}),
+    "quest": ("quest", 0.5, {"options": {"page": 4}}),
 }
 
 

@@ -161,8 +161,7 @@ def both(wide_program, compile_as):
 
     def make(method, budget, options, **config):
         return tuple(
-            compile_as(wide_program, method, budget, options=options, residency="elastic", prefetch=on, **config)
-            for on in (False, True)
+            compile_as(wide_program, method, budget, options=options, prefetch=on, **config) for on in (False, True)
         )
 
     return make
@@ -285,19 +284,12 @@ def test_a_caller_in_inference_mode(both, prompt):
 
 
 def test_where_it_is_on():
-    elastic = CompileConfig(residency="elastic")
-    assert not elastic.prefetches
-    assert CompileConfig(residency="elastic", host="disk").prefetches
-    assert CompileConfig(residency="elastic", prefetch=True).prefetches
-    assert not CompileConfig(residency="elastic", host="disk", prefetch=False).prefetches
-    assert not CompileConfig(host="disk").prefetches
-    assert not CompileConfig(residency="elastic", host="disk").guesses
-    assert CompileConfig(residency="elastic", prefetch=True).guesses
-    with pytest.raises(
-        ValueError,
-        match="prefetch=True is for residency='elastic', where a step lacks few tokens; residency is 'shared'",
-    ):
-        CompileConfig(prefetch=True)
+    assert not CompileConfig().prefetches
+    assert CompileConfig(host="disk").prefetches
+    assert CompileConfig(prefetch=True).prefetches
+    assert not CompileConfig(host="disk", prefetch=False).prefetches
+    assert not CompileConfig(host="disk").guesses
+    assert CompileConfig(prefetch=True).guesses
 
 
 @pytest.mark.parametrize(("name", "ahead"), [("quest", {"prefetch": True}), ("quest", {}), ("omnikv", {})])
@@ -306,7 +298,7 @@ def test_the_disk_tier_fetches_ahead_what_is_known_or_asked_for(
 ):
     method, budget, options = METHODS[name]
     made = [
-        compile_as(wide_program, method, budget, options=options, residency="elastic", **config)
+        compile_as(wide_program, method, budget, options=options, **config)
         for config in ({}, {"host": "disk", "disk_folder": str(tmp_path)} | ahead)
     ]
     states = [compiled.prefill(prompt(PROMPT)) for compiled in made]

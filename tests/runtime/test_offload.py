@@ -67,10 +67,9 @@ def seeded(run, *arguments):
     return run(*arguments)
 
 
-@pytest.mark.parametrize("residency", ["shared", "elastic"])
 @pytest.mark.parametrize(("method", "options"), METHODS, ids=IDS)
-def test_nothing_changes_across_a_threshold(both, prompt, method, options, residency):
-    plain, progressive = both(method, options, residency=residency)
+def test_nothing_changes_across_a_threshold(both, prompt, method, options):
+    plain, progressive = both(method, options)
     first, second, _ = progressive.placement.thresholds
     assert first == FIRST
     assert 2 * FIRST - 20 <= second <= 2 * FIRST

@@ -54,14 +54,11 @@ class Divided(Method):
         )
 
 
-@pytest.mark.parametrize(
-    ("kind", "residency"),
-    [(StreamingLLM(), "shared"), (StreamingLLM(), "elastic"), (SeKV(router="coarse", min_span=4), "elastic")],
-)
-def test_heads_apart_are_heads_together(wide_program, prompt, kind, residency):
+@pytest.mark.parametrize("kind", [StreamingLLM(), SeKV(router="coarse", min_span=4)])
+def test_heads_apart_are_heads_together(wide_program, prompt, kind):
     """The same composition for every head with an even share: the same tokens (heads apart pay for their own positions,
     which whole pages hide)."""
-    settings = CompileConfig(floor=0, kv_dtype="float32", residency=residency, page_size=8)
+    settings = CompileConfig(floor=0, kv_dtype="float32", page_size=8)
     made = {}
     for method in (kind, Divided(kinds=(kind,))):
         compiled = CompiledModel(wide_program, None, method, 0.4, settings)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from semkv.kernels.slots import EMPTY
@@ -17,9 +16,8 @@ def held_tokens(memory) -> list[dict[int, torch.Tensor]]:
     ]
 
 
-@pytest.mark.parametrize("residency", ["shared", "elastic"])
-def test_old_segments_leave_the_tables(wide_program, compile_as, prompt, tmp_path, residency):
-    compiled = compile_as(wide_program, "quest", 72, residency=residency)
+def test_old_segments_leave_the_tables(wide_program, compile_as, prompt, tmp_path):
+    compiled = compile_as(wide_program, "quest", 72)
     state = compiled.prefill(prompt(40))
     for chunk in prompt(900, seed=1).split(30, 1):
         compiled.extend(state, chunk)
@@ -38,12 +36,11 @@ def test_old_segments_leave_the_tables(wide_program, compile_as, prompt, tmp_pat
             ]
         )
         assert everything == list(range(940))
-        if residency == "elastic":
-            place = dict(zip(spans.waiting_places()[1].tolist(), spans.waiting_places()[0].tolist()))
-            for head, tokens in enumerate(held_tokens(memory)):
-                assert tokens
-                for at, k in tokens.items():
-                    assert torch.equal(k, spans.host_tokens.keys(head, torch.tensor([place[at]]))[0])
+        place = dict(zip(spans.waiting_places()[1].tolist(), spans.waiting_places()[0].tolist()))
+        for head, tokens in enumerate(held_tokens(memory)):
+            assert tokens
+            for at, k in tokens.items():
+                assert torch.equal(k, spans.host_tokens.keys(head, torch.tensor([place[at]]))[0])
     state.save(tmp_path / "state")
     again, copy = compiled.load_state(tmp_path / "state"), state.fork()
     for chunk in prompt(24, seed=2).split(4, 1):
