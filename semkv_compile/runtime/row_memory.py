@@ -243,8 +243,10 @@ class RowMemory:
 
     def _store_cap(self, store: AttentionSite, memories: tuple[SiteMemory, ...], tokens: int) -> float:
         """Device bytes that one store may hold; heads that keep every token may hold what they do."""
-        if self.exact or self.placement.budget.value is None:
-            return self.cap_bytes(tokens) * self.shares[store.store]
+        if self.placement.budget.value is None:
+            return float("inf")
+        if self.exact:
+            return self.placement.budget.cap_bytes((store,), tokens)
         caps = (self._part_cap(store, part, tokens) for part in self.placement.parts(store))
         return sum(memory.device_nbytes if cap == float("inf") else cap for cap, memory in zip(caps, memories))
 

@@ -86,6 +86,20 @@ def positions(row: RowMemory, store: int) -> list[set[int]]:
     return found
 
 
+def flipped(one: RowMemory, other: RowMemory) -> bool:
+    """Whether a number of a folded token, computed in another order, fell on the other side of a step of its 8-bit code: by one step."""
+    found = False
+    for mine, theirs in zip(one.memories(), other.memories()):
+        waiting = {} if mine.spans is None else mine.spans.host_tokens.parts
+        for name, part in waiting.items():
+            n = mine.spans.host_tokens.length
+            a, b = (x.data[:, :n] for x in (part, theirs.spans.host_tokens.parts[name]))
+            if a.dtype == torch.uint8 and not torch.equal(a, b):
+                found = True
+                assert int((a.int() - b.int()).abs().max()) == 1
+    return found
+
+
 # -- below the floor, across it, beyond it -----------------------------------------------------------------------------
 
 
@@ -144,7 +158,8 @@ def test_the_method_takes_over_as_it_would_a_prompt(made, tiny, text, name):
     other = State(placement, [read], record.logits[None])
     for at in range(floor, floor + 6):
         both = [compiled.extend(one, text[:, at : at + 1]) for one in (state, other)]
-        torch.testing.assert_close(both[0], both[1], rtol=1e-3, atol=1e-3)
+        near = 1e-2 if flipped(state.rows[0], read) else 1e-3
+        torch.testing.assert_close(both[0], both[1], rtol=near, atol=near)
         for store in placement.stores:
             assert positions(state.rows[0], store) == positions(read, store)
 
@@ -291,7 +306,7 @@ def test_budgets_that_can_never_serve_are_refused_when_compiling(tiny, case):
 
 
 def test_the_smallest_budget_that_a_refusal_names_serves(tiny, text):
-    for method, budget in (("snapkv", 24), ("clusterkv", 96), ("specontext", 0.165)):
+    for method, budget in (("snapkv", 24), ("sekv", 40), ("specontext", 0.165)):
         compiled = tiny.with_method(method, budget, config=CompileConfig(floor=FLOOR))
         for n in (1, 30, 150):
             compiled.prefill(text[:, :n])
