@@ -126,13 +126,13 @@ class Answering:
 
     def _likelihood(self, compiled: Any, state: Any, logits: Tensor, question: Question, tally: Tally) -> Answer:
         """Log-likelihood of the answer's tokens, each after those before it as they are written."""
-        nats, matched = 0.0, 0
+        token_nats, matched = [], 0
         for place, token in enumerate(question.answer):
-            nats -= float(logits.double().log_softmax(-1)[token])
+            token_nats.append(-float(logits.double().log_softmax(-1)[token]))
             matched += int(logits.argmax()) == token
             if place + 1 < len(question.answer):
                 logits = self._step(compiled, state, token, tally)
-        expected = len(question.answer)
+        expected, nats = len(question.answer), math.fsum(token_nats)
         return Answer(
             depth=question.depth,
             correct=matched == expected,
@@ -140,6 +140,7 @@ class Answering:
             expected=expected,
             score=math.exp(-nats / expected),
             nats=nats,
+            token_nats=[round(x, 5) for x in token_nats],
         )
 
 

@@ -6,12 +6,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from semkv.evaluation.gain import WINDOW, recovered
 from semkv.evaluation.runner import all_tasks, cell_of, missing_work, plan_of
 from semkv.evaluation.schema import (
     CellResult,
     DepthBin,
     Environment,
     Interval,
+    Recovered,
     Report,
     Row,
     Summary,
@@ -20,27 +22,12 @@ from semkv.evaluation.schema import (
     Zoom,
 )
 from semkv.evaluation.settings import Cell, Grid, QuestionMode, Variant
-from semkv.evaluation.statistics import Estimate, proportion, quantile, ratio_estimate
+from semkv.evaluation.statistics import proportion, quantile, ratio_estimate
 from semkv.evaluation.store import RowStore
 from semkv.evaluation.subject import add_zooms, worst
 from semkv.evaluation.tasks.base import Task
 
 DEPTH_BINS = 10
-
-
-def interval(estimate: Estimate) -> Interval:
-    """An estimate as data; bounds that do not exist are None."""
-
-    def finite(x: float) -> float | None:
-        return None if math.isnan(x) else x
-
-    return Interval(
-        value=estimate.value,
-        low=finite(estimate.low),
-        high=finite(estimate.high),
-        samples=estimate.samples,
-        contexts=estimate.clusters,
-    )
 
 
 Pairs = list[tuple[str, Row, Row]]
@@ -62,7 +49,7 @@ def _aligned(pairs: Pairs) -> tuple[list[float], list[float], list[tuple[str, in
 def ratio(pairs: Pairs) -> Interval | None:
     """Mean accuracy of the first rows over the second's on the same questions; None where the second has none right."""
     first, second, contexts, names = _aligned(pairs)
-    return interval(ratio_estimate(first, second, contexts, strata=names)) if any(second) else None
+    return Interval.of(ratio_estimate(first, second, contexts, strata=names)) if any(second) else None
 
 
 def ahead(pairs: Pairs) -> Interval | None:
@@ -71,7 +58,7 @@ def ahead(pairs: Pairs) -> Interval | None:
     if not first:
         return None
     differences = [a - b for a, b in zip(first, second)]
-    return interval(ratio_estimate(differences, [1.0] * len(differences), contexts, strata=names))
+    return Interval.of(ratio_estimate(differences, [1.0] * len(differences), contexts, strata=names))
 
 
 def timing(rows: Sequence[Row]) -> Timing:
@@ -95,7 +82,7 @@ def depth_bins(rows: Sequence[Row], bins: int = DEPTH_BINS) -> list[DepthBin]:
         if found:
             values, contexts = zip(*found)
             result.append(
-                DepthBin(start=i / bins, stop=(i + 1) / bins, accuracy=interval(proportion(values, contexts)))
+                DepthBin(start=i / bins, stop=(i + 1) / bins, accuracy=Interval.of(proportion(values, contexts)))
             )
     return result
 
@@ -162,11 +149,14 @@ def build_report(
                 found = {f: rows_of(cell_for(variant, f, length, question)) for f in grid.families}
                 measured.append((variant, {family: rows for family, rows in found.items() if rows}))
             base = next((by_family for variant, by_family in measured if variant.method == "full"), {})
+            windows = {variant.budget: by_family for variant, by_family in measured if variant.method == WINDOW}
             for variant, by_family in measured:
                 for family, rows in by_family.items():
                     commits.update(row.commit for row in rows)
                     cell = cell_for(variant, family, length, question)
-                    cells.append(_cell_result(cell, rows, ratio(_pairs({family: rows}, base))))
+                    near = windows.get(variant.budget, {}).get(family, ())
+                    gained = recovered(rows, base.get(family, ()), near)
+                    cells.append(_cell_result(cell, rows, ratio(_pairs({family: rows}, base)), gained))
                 if by_family:
                     summaries.append(_summary(variant, length, question, _averaged(by_family), base, measured))
     return Report(
@@ -188,7 +178,7 @@ def perplexity(rows: Sequence[Row]) -> Interval | None:
         return None
     nats, tokens, contexts = zip(*found)
     mean = ratio_estimate(nats, tokens, contexts)
-    return interval(replace(mean, value=math.exp(mean.value), low=math.exp(mean.low), high=math.exp(mean.high)))
+    return Interval.of(replace(mean, value=math.exp(mean.value), low=math.exp(mean.low), high=math.exp(mean.high)))
 
 
 def _averaged(by_family: dict[str, list[Row]]) -> dict[str, list[Row]]:
@@ -197,13 +187,14 @@ def _averaged(by_family: dict[str, list[Row]]) -> dict[str, list[Row]]:
     return scored or by_family
 
 
-def _cell_result(cell: Cell, rows: list[Row], of_full: Interval | None) -> CellResult:
+def _cell_result(cell: Cell, rows: list[Row], of_full: Interval | None, gained: Recovered | None) -> CellResult:
     usage = total_usage(rows)
     values = [answer.value for row in rows for answer in row.answers]
     return CellResult(
         cell=cell,
-        accuracy=interval(proportion(values, [row.context for row in rows for _ in row.answers])),
+        accuracy=Interval.of(proportion(values, [row.context for row in rows for _ in row.answers])),
         perplexity=perplexity(rows),
+        recovered=gained,
         ratio=of_full,
         depths=depth_bins(rows),
         usage=usage,
@@ -235,7 +226,7 @@ def _summary(
         length=length,
         question=question,
         families=list(by_family),
-        accuracy=interval(
+        accuracy=Interval.of(
             proportion(
                 [answer.value for _, _, answer in flat],
                 [(family, row.context) for family, row, _ in flat],

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from semkv.evaluation.settings import Cell, Variant
+from semkv.evaluation.statistics import Estimate
 
 
 class _Record(BaseModel):
@@ -19,7 +21,7 @@ class Answer(_Record):
     depth: of its evidence, None where it has none. matched: answer tokens that were right (the leading ones, or, where
     likelihood is measured, those that the model would have chosen), of `expected`. score: of a text that the model
     wrote, in [0, 1]; where likelihood is measured, the geometric mean probability of a token. text: what was written.
-    nats: negative log-likelihood of the `expected` tokens.
+    nats: negative log-likelihood of the `expected` tokens; token_nats: of each.
     """
 
     correct: bool
@@ -29,6 +31,7 @@ class Answer(_Record):
     score: float | None = None
     text: str | None = None
     nats: float | None = None
+    token_nats: list[float] | None = None
 
     @property
     def value(self) -> float:
@@ -99,6 +102,12 @@ class Interval(_Record):
     samples: int
     contexts: int
 
+    @classmethod
+    def of(cls, estimate: Estimate) -> Interval:
+        """An estimate as data; bounds that do not exist are None."""
+        low, high = (None if math.isnan(x) else x for x in (estimate.low, estimate.high))
+        return cls(value=estimate.value, low=low, high=high, samples=estimate.samples, contexts=estimate.clusters)
+
 
 class DepthBin(_Record):
     """Accuracy of questions whose evidence lies in [start, stop) of the context."""
@@ -116,18 +125,29 @@ class Timing(_Record):
     steps: int
 
 
+class Recovered(_Record):
+    """Recovered gain, see `semkv.evaluation.gain`: over every predicted token, and over the far ones (None where there are none)."""
+
+    every: Interval
+    far: Interval | None
+    tokens: int
+    far_tokens: int
+
+
 class CellResult(_Record):
     """One cell, aggregated.
 
     accuracy: mean score of the questions: the share of exact answers where answers are right or wrong.
     ratio: accuracy over the full cache's on the same questions of the same run; None where `full` was not run.
-    perplexity: of all predicted tokens, where likelihood is measured. device_share: largest device bytes over full
+    perplexity: of all predicted tokens, where likelihood is measured. recovered: there, where `full` and `streaming_llm` at the same budget
+    were run. device_share: largest device bytes over full
     bytes.
     """
 
     cell: Cell
     accuracy: Interval
     perplexity: Interval | None = None
+    recovered: Recovered | None = None
     ratio: Interval | None
     depths: list[DepthBin]
     usage: Usage

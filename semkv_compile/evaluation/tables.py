@@ -91,6 +91,30 @@ def _accuracy(report: Report, summaries: list[Summary], spread: bool) -> tuple[l
     return ["method", "budget", *names, "mean", "% of full", "questions"], lines
 
 
+def _signed(interval: Interval | None, spread: bool) -> str:
+    """`81 (64 to 98)`, in percent; what is lost is below 0."""
+    if interval is None:
+        return "-"
+    text = f"{100 * interval.value:.0f}"
+    if not spread or interval.low is None or interval.high is None:
+        return text
+    return f"{text} ({100 * interval.low:.0f} to {100 * interval.high:.0f})"
+
+
+def _recovered(report: Report, summaries: list[Summary], spread: bool) -> tuple[list[str], list[list[str]]]:
+    """Of what the full cache gains over first and recent tokens of the same budget: a line for each method, budget and text."""
+    lines = []
+    for summary in summaries:
+        for name, cell in _cells(report, summary).items():
+            gained = cell.recovered
+            if gained is None:
+                continue
+            every, far = (_signed(x, spread) for x in (gained.every, gained.far))
+            told = [summary.variant.label, summary.variant.budget_text, name, every, far]
+            lines.append([*told, f"{gained.far_tokens} / {gained.tokens}"])
+    return ["method", "budget", "text", "all tokens", "far tokens", "far / all"], lines
+
+
 def _cost(report: Report, summaries: list[Summary]) -> tuple[list[str], list[list[str]]]:
     lines = []
     for summary in summaries:
@@ -136,6 +160,9 @@ def tables(report: Report, *, spread: bool = True) -> Iterator[tuple[str, list[s
     for question, length in dict.fromkeys((s.question, s.length) for s in report.summaries):
         found = [s for s in report.summaries if (s.question, s.length) == (question, length)]
         yield f"{what_is_scored(report)} (%), {length} tokens, question {question}", *_accuracy(report, found, spread)
+        gained = _recovered(report, found, spread)
+        if gained[1]:
+            yield f"Recovered gain (%), {length} tokens", *gained
         yield f"Memory and time, {length} tokens, question {question}", *_cost(report, found)
 
 

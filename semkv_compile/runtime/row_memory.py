@@ -476,17 +476,16 @@ class RowMemory:
         traffic.moved_bytes += sum(memory.moved_nbytes for memory in memories)
         traffic.held_bytes += sum(memory.held_nbytes for memory in memories)
         traffic.supply(memories)
+        held = sum(memory.device_nbytes for memory in memories)
         if store.treatment == "method":
-            resident = self._device_nbytes(store, memories) + self.charged_nbytes
-            held = self._staying[store.store]
+            resident = self._device_nbytes(store, held) + self.charged_nbytes
             traffic.peak_bytes = max(traffic.peak_bytes, resident)
             own = held / self._store_cap(store, memories, tokens)
             traffic.peak_share = max(traffic.peak_share, resident / self.whole_cap(tokens), own)
-            traffic.turn(
-                held + self.charged_nbytes * self.shares[store.store],
-                sum(memory.attended_nbytes for memory in memories),
-                self.placement.budget.full_bytes(store, tokens),
-            )
+        if store.treatment == "method" or (not self.placement.budgeted and store.treatment != "window"):
+            charged = self.charged_nbytes * self.shares.get(store.store, 0.0)
+            attended = sum(memory.attended_nbytes for memory in memories)
+            traffic.turn(held + charged, attended, self.placement.budget.full_bytes(store, tokens))
         if any(memory.zoom is not None for memory in memories):
             zooms = traffic.zooms.setdefault(
                 site.index, torch.zeros(2, site.q_heads, dtype=torch.float32, device="cpu")
@@ -502,10 +501,10 @@ class RowMemory:
         """Device bytes of budgeted stores."""
         return sum(memory.device_nbytes for memory in self.budgeted())
 
-    def _device_nbytes(self, store: AttentionSite, running: tuple[SiteMemory, ...]) -> int:
-        """`device_nbytes` in the turn of `store`: in a step the others change in their own turns only."""
+    def _device_nbytes(self, store: AttentionSite, held: int) -> int:
+        """`device_nbytes` in the turn of `store`, which holds `held`: in a step the others change in their own turns only."""
         if self._staying:
-            self._staying[store.store] = sum(memory.device_nbytes for memory in running)
+            self._staying[store.store] = held
         else:
             stores = self.placement.budgeted
             self._staying = {one.store: sum(x.device_nbytes for x in self.stores[one.store]) for one in stores}

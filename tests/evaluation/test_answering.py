@@ -129,6 +129,7 @@ def test_likelihood_is_that_of_the_text_as_written(answering, tokenizer):
     answer = tally.answers[0]
     each = math.log(math.exp(20.0) + len(tokenizer) - 1) - 20.0
     assert answer.nats == pytest.approx(3 * each)
+    assert answer.token_nats == pytest.approx([each] * 3, abs=1e-5)
     assert answer.score == pytest.approx(math.exp(-each))
     assert (answer.matched, answer.expected, answer.correct) == (3, 3, True)
     assert [tokenizer.convert_ids_to_tokens(ids) for ids in model.fed] == [["12"], ["13"]]
