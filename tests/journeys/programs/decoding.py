@@ -132,7 +132,7 @@ def generation_configurations(model: Any, desk: Desk) -> Result:
     mask = torch.ones_like(ids)
     given = GenerationConfig(max_new_tokens=5, do_sample=False, pad_token_id=0, eos_token_id=2)
     own = GenerationConfig.from_model_config(model.config)
-    own.update(max_new_tokens=7, min_new_tokens=7, do_sample=False)
+    own.update(max_new_tokens=4, min_new_tokens=4, do_sample=False)
     made = [model.generate(ids, attention_mask=mask, generation_config=config) for config in (given, own)]
     made.append(model.generate(ids, attention_mask=mask, generation_config=given, max_new_tokens=3))
     return [out[0, ids.shape[1] :].tolist() for out in made]
