@@ -234,7 +234,14 @@ def measure(paths: list[tuple[Path, int]], texts: list[tuple[Path, int]], every:
                     total[1] += whole
         print(f"layer {site.index}", flush=True)
     rows = [
-        {"code": name, "share": share, "layer": layer, "head": kv_head, "caught": mine, "far": whole}
+        {
+            "code": name,
+            "share": share,
+            "layer": layer,
+            "head": kv_head,
+            "caught": round(mine, 2),
+            "far": round(whole, 2),
+        }
         for (name, share, layer, kv_head), (mine, whole) in sums.items()
     ]
     return {"rows": rows, "token_nbytes": 2 * (sites[0].key_dim + sites[0].value_dim)}
