@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +30,13 @@ from semkv.profiles.calibration import (
 )
 from semkv.profiles.calibration.needles import NeedleQuestion, NeedleTest
 from semkv.profiles.calibration.samples import SampleSet
+
+
+def quick_ones(cases: Iterable[Any], quick: Iterable[Any]) -> list[Any]:
+    """Cases as parameters of a test, of which those that are not `quick` run with the slow tests."""
+    made, chosen = list(cases), list(quick)
+    assert all(one in made for one in chosen), "a case that there is not"
+    return [pytest.param(one, marks=() if one in chosen else pytest.mark.slow, id=str(one)) for one in made]
 
 
 def found_program(

@@ -9,12 +9,15 @@ import pytest
 import semkv
 from semkv.methods import METHODS
 from semkv.runtime.row_memory import RowMemory
+from tests.conftest import quick_ones
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 COMPRESSING = [name for name, method in METHODS.items() if method.compresses]
 REFUSED = {("infllm", 0.05), ("clusterkv", 0.05)}
 """Budgets in which the index leaves no room for a unit."""
 TOKENS, NEW = 2048, 6
+QUICK = ("snapkv", "sekv", "quest", "sketch", "compresskv", "sentencekv", "heterocache", "specontext", "mixed")
+"""By default; the others run with the slow tests."""
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +52,7 @@ def check(found: dict, budget: float) -> None:
     assert 0 < found["reported"]["attended_share_mean"] <= found["reported"]["device_share_mean"] <= budget + 1e-9
 
 
-@pytest.mark.parametrize("name", COMPRESSING)
+@pytest.mark.parametrize("name", quick_ones(COMPRESSING, QUICK))
 def test_every_layer_of_the_bundled_model_holds_its_budget(held, made, name):
     check(run(held, made(4), name, 0.1), 0.1)
 

@@ -17,6 +17,7 @@ from semkv.errors import ConfigError
 from semkv.kernels import cuda_graphs
 from semkv.kernels.cuda_graphs import RecordedRun, is_recordable, record_runs
 from semkv.runtime.steps import extend
+from tests.conftest import quick_ones
 
 
 class Recorder:
@@ -160,7 +161,7 @@ def compiled_and_recorded(llama, method: str, budget: float | None, **options: A
     return compiled, compiled.program.evolve(decode=record_runs(compiled.program.decode, Recorder))
 
 
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("rows", quick_ones([1, 3], [3]))
 @pytest.mark.parametrize(("method", "options"), [("full", {}), ("snapkv", {}), ("sekv", {"router": "coarse"})])
 def test_steps_give_the_bits_of_plain_ones(llama, method, options, rows):
     compiled, program = compiled_and_recorded(llama, method, None if method == "full" else 0.5, **options)

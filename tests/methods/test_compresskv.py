@@ -111,9 +111,9 @@ def test_layers_share_by_error(budget):
     ("minimum", "recoverable", "least"),
     [
         (8, False, 24),
-        (16, False, 24),
-        (24, False, 24),
-        (32, False, 32),
+        pytest.param(16, False, 24, marks=pytest.mark.slow),
+        pytest.param(24, False, 24, marks=pytest.mark.slow),
+        pytest.param(32, False, 32, marks=pytest.mark.slow),
         (64, False, 64),
         (32, True, 40),
         (64, True, 64),

@@ -9,6 +9,8 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 from semkv.compiled import CompiledModel
 from tests.conftest import VOCABULARY
 
+pytestmark = pytest.mark.slow  # tests/passes/test_absorb_latents.py has a family and methods by default
+
 OPTIONS = {
     "specontext": {"strict": True, "window": 8},
     "compresskv": {"recoverable": True},

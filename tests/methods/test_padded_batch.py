@@ -11,6 +11,7 @@ from torch import Tensor
 
 from semkv.methods import METHODS
 from semkv.runtime.timeline import Timeline
+from tests.conftest import quick_ones
 
 LENGTHS = (190, 131, 163, 144)
 NEW = 8
@@ -63,6 +64,27 @@ def padded(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
     return ids, mask
 
 
+QUICK = (
+    "full",
+    "streaming_llm",
+    "snapkv",
+    "sekv",
+    "quest",
+    "clusterkv",
+    "sketch",
+    "h2o",
+    "pyramidkv",
+    "cake",
+    "compresskv",
+    "sentencekv",
+    "heterocache",
+    "omnikv",
+    "specontext",
+    "mixed",
+)
+"""One of each method whose rows differ in kind; the others run with the slow tests."""
+
+
 def generated(compiled, ids: Tensor, mask: Tensor | None = None) -> list[list[int]]:
     """The new tokens of each row."""
     mask = torch.ones_like(ids) if mask is None else mask
@@ -70,7 +92,7 @@ def generated(compiled, ids: Tensor, mask: Tensor | None = None) -> list[list[in
     return out[:, ids.shape[1] :].tolist()
 
 
-@pytest.mark.parametrize("case", list(CASES))
+@pytest.mark.parametrize("case", quick_ones(CASES, QUICK))
 def test_a_row_gives_what_it_gives_alone(tiny, rows, case):
     name, budget, options = CASES[case]
     compiled = tiny.with_method(name, budget, **options)
@@ -85,7 +107,7 @@ def test_a_row_gives_what_it_gives_alone(tiny, rows, case):
     assert state.nbytes["device"] < 0.85 * state.full_bytes or budget is None
 
 
-@pytest.mark.parametrize("case", ["sekv", "heterocache", "specontext, strict", "omnikv"])
+@pytest.mark.parametrize("case", quick_ones(["sekv", "heterocache", "specontext, strict", "omnikv"], ["heterocache"]))
 def test_rows_that_a_program_takes_one_at_a_time(tiny, rows, case):
     """Where a model lets rows influence each other (some mixtures of experts), each runs alone: a step begins once for each."""
     name, budget, options = CASES[case]

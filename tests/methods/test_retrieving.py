@@ -11,19 +11,20 @@ from semkv.errors import ArtifactError, BudgetError, ConfigError
 from semkv.methods import find_method
 from semkv.profiles.schema import Profile
 from semkv.runtime.budget import Budget
+from tests.conftest import quick_ones
 
 RETRIEVING = ("quest", "shadowkv", "infllm", "clusterkv", "sketch", "mixed")
 SMALL = {"infllm": {"block": 8}, "clusterkv": {"tokens_per_cluster": 12, "sinks": 4, "fold_chunk": 8}}
 
 
-@pytest.mark.parametrize("name", RETRIEVING)
+@pytest.mark.parametrize("name", quick_ones(RETRIEVING, ("shadowkv", "clusterkv", "mixed")))
 def test_the_budget_holds_in_prefill_and_generation(whole, name, grown):
     state = grown(whole.with_method(name, budget=0.25, **SMALL.get(name, {})), 400, 6, 30)
     assert state.stats.moved_bytes_per_step > 0
     assert state.nbytes["host"] <= 0.6 * state.full_bytes
 
 
-@pytest.mark.parametrize("name", RETRIEVING)
+@pytest.mark.parametrize("name", quick_ones(RETRIEVING, ("quest", "infllm", "sketch")))
 def test_far_beyond_a_budget_in_tokens(whole, name, prompt):
     """Units merge, or the oldest leave the device; the host keeps every token."""
     compiled = whole.with_method(name, budget=100, **SMALL.get(name, {}))

@@ -18,6 +18,7 @@ from semkv.methods import METHODS
 from semkv.runtime.budget import Budget
 from semkv.runtime.row_memory import RowMemory
 from semkv.runtime.state import State
+from tests.conftest import quick_ones
 
 FLOOR, FRACTION = 64, 0.2
 OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name, kind in METHODS.items() if kind.compresses}
@@ -33,6 +34,20 @@ DROPPING = ("streaming_llm", "snapkv", "h2o", "pyramidkv", "chunkkv", "cake", "c
 HEADS = ("specontext", "specontext, strict", "mixed, prior")
 """Those that capture a retrieval head whenever they are compiled, which takes seconds."""
 LIGHTLY = [pytest.param(name, marks=pytest.mark.slow if name in HEADS else ()) for name in OPTIONS]
+QUICK = (
+    "streaming_llm",
+    "snapkv",
+    "sekv",
+    "quest",
+    "clusterkv",
+    "sketch",
+    "h2o",
+    "chunkkv",
+    "compresskv, recoverable",
+    "sentencekv",
+    "heterocache",
+)
+"""One of each kind, where all are many; the others run with the slow tests."""
 LENGTHS = (1, 3, 17, 40, 41, 49, 57, 73, 90, 121, 200, 400)
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
@@ -144,7 +159,7 @@ def test_a_row_that_grows_is_exact_up_to_the_floor_and_within_it_after(made, tex
     assert 0.5 < state.stats.peak_share <= 1
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", quick_ones(OPTIONS, QUICK))
 def test_the_method_takes_over_as_it_would_a_prompt(made, tiny, text, name):
     """What a row holds when it has outgrown the floor is what the method makes of the same tokens read at once."""
     compiled = made(name)
