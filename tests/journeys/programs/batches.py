@@ -99,7 +99,7 @@ def batch_with_a_row_that_cannot_be_read(model: Any, desk: Desk) -> Result:
     return [[type(one).__name__ for one in error.errors.values()], *made.tolist()]
 
 
-@journey("quest", same=True)
+@journey("quest", same=True, draws=True)  # a `DataLoader` draws its seed
 def evaluation_over_a_data_loader(model: Any, desk: Desk) -> Result:
     """Batches of a `DataLoader` whose collate function pads, exact answers counted: the same lines for both models."""
     desk.tokenizer.padding_side = "left"
