@@ -15,7 +15,7 @@ def made_by(model: Any, desk: Desk) -> Any:
     return pipeline("text-generation", model=model, tokenizer=desk.tokenizer, device=torch.device("cpu"))
 
 
-@journey("sekv")
+@journey("sekv", draws=True)  # pipelines have a data loader, which draws its seed
 def pipeline_of_one_and_of_several(model: Any, desk: Desk) -> Result:
     """The same lines for both models."""
     desk.tokenizer.padding_side = "left"
