@@ -13,8 +13,9 @@ from __future__ import annotations
 import json
 from argparse import ArgumentParser
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,8 @@ TOKENS, PLACES = 3072, 2
 ASKED, RECORDED = 64, 256
 SINKS, WINDOW, PAGE = 4, 32, 16
 SHARES = (0.02, 0.05, 0.1)
+DRAWN = 0.05
+"""The share of the picture."""
 CENTROIDS, ROUNDS = 256, 12
 FLOOR = 1e-5
 """Of the largest eigenvalue of the queries' covariance, the least that is divided by."""
@@ -176,8 +179,9 @@ def by_pages(kind: str) -> Scores:
     return scores
 
 
+CEILING = "true attention"
 CODES: dict[str, tuple[float, Scores]] = {
-    "true attention": (0, lambda q, k, head: q @ k.T),
+    CEILING: (0, lambda q, k, head: q @ k.T),
     "codebooks, 1 byte": (1, by_books(1)),
     "codebooks, 2 bytes": (2, by_books(2)),
     "codebooks, 4 bytes": (4, by_books(4)),
@@ -190,6 +194,12 @@ CODES: dict[str, tuple[float, Scores]] = {
     "pages of 16, bounds in 8 bits": (8, by_pages("bounds")),
 }
 """Bytes of a token and KV head of 64 dims, and what scores by them. Codebooks and directions are weights of the model, not of a token."""
+
+
+PANELS = (CEILING, "codebooks, 2 bytes", "calibrated directions, 16 of 2 bits", "pages of 16, bounds in 8 bits")
+
+Sums = dict[tuple[str, float, int, int], list[float]]
+"""Attention caught and all that is far, by code, share of the tokens, layer and KV head."""
 
 
 def caught(
@@ -220,7 +230,7 @@ def measure(paths: list[tuple[Path, int]], texts: list[tuple[Path, int]], every:
             read_all[kind].append(read(compiled, tokenizer, path, place)[::every])
             print(f"read {path.name}, part {place}", flush=True)
     sites = compiled.program.sites[::every]
-    sums: dict[tuple[str, float, int, int], list[float]] = defaultdict(lambda: [0.0, 0.0])
+    sums: Sums = defaultdict(lambda: [0.0, 0.0])
     for at, site in enumerate(sites):
         for kv_head in range(site.kv_heads):
             group = slice(kv_head * site.group_size, (kv_head + 1) * site.group_size)
@@ -228,82 +238,67 @@ def measure(paths: list[tuple[Path, int]], texts: list[tuple[Path, int]], every:
             queries = torch.cat([one[at].queries[group].flatten(0, 1) for one in read_all["calibration"]])
             head = calibrate(keys, queries, 4)
             for one in read_all["texts"]:
-                for name, share, mine, whole in caught(one[at], kv_head, site.group_size, site.scale, head):
+                for name, share, mine, far in caught(one[at], kv_head, site.group_size, site.scale, head):
                     total = sums[name, share, site.index, kv_head]
                     total[0] += mine
-                    total[1] += whole
+                    total[1] += far
         print(f"layer {site.index}", flush=True)
-    rows = [
-        {
-            "code": name,
-            "share": share,
-            "layer": layer,
-            "head": kv_head,
-            "caught": round(mine, 2),
-            "far": round(whole, 2),
-        }
-        for (name, share, layer, kv_head), (mine, whole) in sums.items()
-    ]
-    return {"rows": rows, "token_nbytes": 2 * (sites[0].key_dim + sites[0].value_dim)}
+    layers, kv_heads = [site.index for site in sites], range(sites[0].kv_heads)
+    return {
+        "shares": {name: [whole(sums, name, share, layers, kv_heads) for share in SHARES] for name in CODES},
+        "layers": layers,
+        "heads": {
+            name: [[whole(sums, name, DRAWN, [layer], [h]) for layer in layers] for h in kv_heads] for name in PANELS
+        },
+        "token_nbytes": 2 * (sites[0].key_dim + sites[0].value_dim),
+    }
 
 
-def share_caught(rows: list[dict[str, Any]], **where: Any) -> float:
-    """Of the far attention of the rows that are so, what was caught."""
-    found = [row for row in rows if all(row[name] == value for name, value in where.items())]
-    return sum(row["caught"] for row in found) / sum(row["far"] for row in found)
+def whole(sums: Sums, code: str, share: float, layers: Iterable[int], kv_heads: Iterable[int]) -> float:
+    """Of the far attention of some layers and heads, the part that a code catches with a share of the tokens."""
+    found = [sums[code, share, layer, h] for layer, h in product(layers, kv_heads)]
+    return round(sum(mine for mine, _ in found) / sum(far for _, far in found), 6)
 
 
-def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Per layer and head: the ceiling at 5 % of the tokens, and what of it two codes catch."""
+def draw(report: dict[str, Any], path: Path) -> None:
+    """Per layer and head: the ceiling at 5 % of the tokens, and what three codes catch."""
     from matplotlib.figure import Figure
 
-    layers, heads = sorted({row["layer"] for row in rows}), sorted({row["head"] for row in rows})
-    panels = (
-        "true attention",
-        "codebooks, 2 bytes",
-        "calibrated directions, 16 of 2 bits",
-        "pages of 16, bounds in 8 bits",
-    )
     figure = Figure(figsize=(10, 6), layout="constrained")
-    axes = figure.subplots(len(panels), 1, sharex=True)
-    for axis, name in zip(axes, panels):
-        grid = [
-            [share_caught(rows, code=name, share=0.05, layer=layer, head=head) for layer in layers] for head in heads
-        ]
+    axes = figure.subplots(len(PANELS), 1, sharex=True)
+    for axis, name in zip(axes, PANELS):
+        grid = report["heads"][name]
         image = axis.imshow(grid, vmin=0, vmax=1, aspect="auto", cmap="viridis")
-        axis.set(title=name, yticks=range(len(heads)), ylabel="KV head")
-    axes[-1].set(xlabel="layer", xticks=range(len(layers)), xticklabels=layers)
-    figure.colorbar(image, ax=axes, label="far attention caught by 5 % of the tokens")
+        axis.set(title=name, yticks=range(len(grid)), ylabel="KV head")
+    axes[-1].set(xlabel="layer", xticks=range(len(report["layers"])), xticklabels=report["layers"])
+    figure.colorbar(image, ax=axes, label=f"far attention caught by {100 * DRAWN:g} % of the tokens")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
 
 
 def write_page(report: dict[str, Any]) -> None:
     """`docs/results/codes.md` and its picture."""
-    rows, whole = report["rows"], report["token_nbytes"]
-    lines = []
+    token, lines, at = report["token_nbytes"], [], SHARES.index(DRAWN)
+    ceiling = report["shares"][CEILING][at]
     for name, (nbytes, _) in CODES.items():
-        shares = [share_caught(rows, code=name, share=share) for share in SHARES]
-        ceiling = [share_caught(rows, code="true attention", share=share) for share in SHARES]
-        lines.append([name, f"{nbytes:g}", f"{100 * nbytes / whole:.1f}", *(f"{100 * x:.1f}" for x in shares)])
-        lines[-1].append("-" if not nbytes else f"{100 * shares[1] / ceiling[1]:.0f}")
+        shares = report["shares"][name]
+        lines.append([name, f"{nbytes:g}", f"{100 * nbytes / token:.1f}", *(f"{100 * x:.1f}" for x in shares)])
+        lines[-1].append("-" if not nbytes else f"{100 * shares[at] / ceiling:.0f}")
     chosen = [f"{100 * share:g} % of the tokens" for share in SHARES]
-    draw(rows, DOCS / "codes" / "heads.png")
+    draw(report, DOCS / "codes" / "heads.png")
     environment = report["environment"]
     write_document(
         "codes",
         "# Which code of a key finds far attention",
         "`python benchmarks/codes.py` writes this page.",
         "A method that brings tokens back must know which. It keeps a code of every key on the device and scores the query "
-        "against the codes. "
-        "The table says how much of SmolLM2-135M's attention beyond the first 4 and last 32 tokens the best tokens by each code "
-        "hold, all layers and heads together, and of that ceiling which part at 5 % of the tokens. Bytes are of one token in one "
-        f"KV head, whose key and value take {whole} bytes in 16 bits.",
+        "against the codes. The table says how much of SmolLM2-135M's attention beyond the first 4 and last 32 tokens the best "
+        "tokens by each code hold, all layers and heads together, and of that ceiling which part at 5 % of the tokens. Bytes "
+        f"are of one token in one KV head, whose key and value take {token} bytes in 16 bits.",
         table(["code", "bytes", "% of the KV", *chosen, "% of the ceiling, at 5 %"], lines),
         "Codebooks are learned once per model and KV head: 256 vectors, then 256 for what those leave, and so on; a token has the "
         "number of its nearest vector in each, a byte. An error of a key is weighed by what it does to products with this head's "
-        "queries. The sketch "
-        "of version 0.1 has calibrated directions; its rank was chosen by attention that is mostly near.",
+        "queries. The sketch of version 0.1 has calibrated directions; its rank was chosen by attention that is mostly near.",
         "![Far attention caught, by layer and KV head](codes/heads.png)",
         "## Provenance",
         f"Contexts of {TOKENS} tokens, {ASKED} queries each. Calibrated on {', '.join(report['calibration'])}; judged on "
@@ -341,7 +336,7 @@ def main() -> None:
         kind: sorted({text.name for text, _ in of}) for kind, of in (("calibration", calibration), ("texts", texts))
     }
     for name in CODES:
-        print(name, *(f"{100 * share_caught(report['rows'], code=name, share=share):.1f}" for share in SHARES))
+        print(name, *(f"{100 * share:.1f}" for share in report["shares"][name]))
     if given.every == 1:
         path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         write_page(report)

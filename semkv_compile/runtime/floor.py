@@ -19,7 +19,7 @@ MARGIN = 1.01
 
 @dataclass(frozen=True)
 class SharingPart:
-    """KV heads of a store that share the budget: `share` of an even share per head is the least that they may have."""
+    """KV heads of a store that share the budget. share: of an even share per head, what they have where that is enough for the method."""
 
     site: AttentionSite
     components: Components
@@ -91,8 +91,7 @@ class Demand:
 
 
 def _smallest_share(store: AttentionSite, part: Part, stores: tuple[AttentionSite, ...], plan: Plan) -> float:
-    """Of an even share per KV head, what a part of `store` has at least. Whatever has less than the smallest budget is raised to it where
-    it is a layer, or shares with heads that are whole."""
+    """Of an even share per KV head, what a part of `store` has before parts below the smallest budget are raised to it."""
     if len(plan.parts[store.store]) == 1 or plan.keeps_whole_heads:
         return 1.0
     mean = sum(s.budget_share * s.values_per_token for s in stores) / sum(s.values_per_token for s in stores)
@@ -121,7 +120,7 @@ def with_floor(budget: Budget, demand: Demand, floor: int) -> Budget:
         if slope <= 0 or demand.least / slope > demand.longest:
             _refuse(value, demand)
         tokens = _whole_pages(math.ceil(value * demand.least / slope), budget)
-    while tokens < demand.longest and not all(_reaches(part, budget, tokens, demand.longest) for part in demand.parts):
+    while tokens < demand.longest and not all(_reaches(part, budget, tokens, demand) for part in demand.parts):
         tokens += budget.page_size
     return replace(budget, floor=tokens)
 
@@ -130,27 +129,27 @@ def _whole_pages(tokens: int, budget: Budget) -> int:
     return -(-tokens // budget.page_size) * budget.page_size
 
 
-def _reaches(part: SharingPart, budget: Budget, floor: int, longest: int) -> bool:
+def _reaches(part: SharingPart, budget: Budget, floor: int, demand: Demand) -> bool:
     """Whether folded units of the longest row that the floor serves fit into what it leaves to unfold them: where the index of many units
     does not fit, units grow."""
-    components, site, share = part.components, part.site, part.share
+    components, site, own = part.components, part.site, max(part.share * floor, demand.minimum)
     seen = components.summary is not None and components.summary.attend
     if seen or components.segmenter is None or components.router is None or not components.unfold:
         return True
     if getattr(components.segmenter, "fixed", False):  # units do not grow: the oldest tokens are left out
         return True
     page = budget.page_size
-    room = min(share * floor, max(components.fixed_share * share * floor, in_pages(components.floor_tokens, page)))
+    room = min(own, max(components.fixed_share * own, in_pages(components.floor_tokens, page)))
     window = max(page, min(components.window, components.window_share * room))
     sinks = _whole_pages(getattr(components.segmenter, "sinks", 0), budget)
     token = site.values_per_token / site.kv_heads * budget.dtype.itemsize + 4
     left, cost = room - window - components.fold_chunk - sinks, unit_cost_bytes(site, components) / token
     if left <= 0:
         return False
-    tokens, unit = min(floor / budget.value, longest), components.unit
+    tokens, unit = min(floor / budget.value, demand.longest), components.unit
     while cost and tokens / unit > left / cost:
         unit *= 2
-    return unit <= share * floor - room
+    return unit <= own - room
 
 
 def _check_tokens(value: int, demand: Demand) -> None:

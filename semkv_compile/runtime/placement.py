@@ -74,6 +74,17 @@ class Placement:
         return lru_cache(maxsize=64)(partial(self.budget.cap_bytes, self.budgeted))
 
     @cached_property
+    def whole_token_nbytes(self) -> int:
+        """Device bytes of a token, with its position, in all heads that keep every token."""
+        whole = (
+            store.part(part.first, part.last, 1.0)
+            for store in self.budgeted
+            for part in self.parts(store)
+            if part.components.whole
+        )
+        return sum(site.values_per_token * self.budget.dtype.itemsize + 4 for site in whole)
+
+    @cached_property
     def whole(self) -> Placement:
         """The same for rows that keep every token under the same cap, whatever the method."""
         every = Components(whole=True)

@@ -20,6 +20,7 @@ from semkv.runtime.budget import bounded_shares
 from semkv.runtime.components import Components, Continuing, Evictor, Part
 from semkv.runtime.join import join_parts
 from semkv.runtime.lookahead import Lookahead
+from semkv.runtime.part_shares import part_shares, whole_nbytes
 from semkv.runtime.past import Past
 from semkv.runtime.placement import Placement, in_pages
 from semkv.runtime.record import RowRecord
@@ -29,7 +30,6 @@ from semkv.runtime.spans import FoldedSpans, unit_cost_bytes
 from semkv.runtime.step import Step
 from semkv.runtime.token_store import TokenStore
 from semkv.runtime.traffic import Traffic
-from semkv.runtime.whole_heads import part_shares, whole_nbytes
 
 FOLD_BLOCK, FOLD_BLOCKS = 1024, 16
 """A prompt is folded in at most `FOLD_BLOCKS` blocks of at least `FOLD_BLOCK` tokens: what is computed of one is freed before the next."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from semkv.ir.site import AttentionSite
 from semkv.runtime.components import Part
+from semkv.runtime.part_shares import sharing_parts
 from semkv.runtime.past import Past
 from semkv.runtime.placement import Placement
 from semkv.runtime.quantization import Quantized
@@ -18,7 +19,6 @@ from semkv.runtime.site_memory import SiteMemory
 from semkv.runtime.spans import FACTORS, TOKENS, FoldedSpans
 from semkv.runtime.token_store import TokenStore
 from semkv.runtime.traffic import Traffic
-from semkv.runtime.whole_heads import sharing_parts
 from semkv.runtime.workspace import Workspace
 
 TABLES = ("segment_unit", "segment_kind", "segment_length", "segment_position", "segment_start")

@@ -28,14 +28,7 @@ def sharing_parts(placement: Placement) -> list[tuple[AttentionSite, Part]]:
 
 def whole_nbytes(placement: Placement, tokens: int) -> int:
     """Device bytes of the heads that keep every token, and of a page that is not full."""
-    whole = [
-        store.part(part.first, part.last, 1.0)
-        for store in placement.budgeted
-        for part in placement.parts(store)
-        if part.components.whole
-    ]
-    size = placement.budget.dtype.itemsize
-    return sum((tokens + placement.page_size) * (site.values_per_token * size + 4) for site in whole)
+    return (tokens + placement.page_size) * placement.whole_token_nbytes
 
 
 def part_shares(
