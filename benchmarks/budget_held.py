@@ -211,11 +211,9 @@ def random_model(layers: int) -> CompiledModel:
         held_out=1,
         keep=16,
         observation=4,
-        sketch_rank=8,
-        sketch_ranks=(8,),
-        sketch_bits=(4,),
+        sketch_stages=2,
+        sketch_rounds=2,
         pass_recall=0.0,
-        retrieves=0.0,
     )
     data = CalibrationData({length: (ids(length + 8),) for length in training.lengths}, (ids(136),), "random tokens")
     sets = tuple(SampleSet(name, (ids(104),), (ids(104),)) for name in ("one", "two"))

@@ -135,15 +135,7 @@ def random_profile(model: LlamaForCausalLM) -> Profile:
         whole=10_000_000,
     )
     layers = model.config.num_hidden_layers
-    rows = ((1.0,) * KV_HEADS,) * layers
-    sketch = SketchSection(
-        rank=16,
-        candidates=((16, 4),),
-        ranks=((16,) * KV_HEADS,) * layers,
-        bits=((4,) * KV_HEADS,) * layers,
-        energy=rows,
-        caught=rows,
-    )
+    sketch = SketchSection(stages=4, caught=((1.0,) * KV_HEADS,) * layers)
     facts = model_facts(annotated_program(model), "random")
     shapes = head.tensor_shapes(facts) | sketch.tensor_shapes(facts)
     generator = torch.Generator().manual_seed(1)
@@ -155,6 +147,11 @@ def random_profile(model: LlamaForCausalLM) -> Profile:
         else torch.randn(shape, generator=generator) * shape[-1] ** -0.5
         for name, shape in shapes.items()
     }
+    for name, shape in shapes.items():
+        if name.startswith("sketch.root"):
+            tensors[name] = torch.eye(shape[-1]).expand(shape).clone()
+        elif name.startswith("sketch.books"):
+            tensors[name] = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
     info = ProfileInfo(fingerprint=model_fingerprint(model), model=facts, sketch=sketch, retrieval_head=head)
     return Profile(info, tensors)
 

@@ -97,15 +97,11 @@ def gate_scores(model: tuple[int, int, int]) -> Iterator[tuple[str, Specializati
 
 
 def sketch_scores(model: tuple[int, int, int]) -> Iterator[tuple[str, Specialization]]:
-    """Codes of 16 numbers in 4 bits, and of 8 in 3, which straddle bytes."""
-    q_heads, kv_heads, dim = model
-    q = empty(q_heads, 1, dim)
-    for rank, bits in ((16, 4), (8, 3)):
-        codes = empty(kv_heads, 65536, rank * bits // 8, dtype=torch.uint8)
-        maps = empty(kv_heads, dim, rank, dtype=torch.float32)
-        spread = empty(kv_heads, rank, dtype=torch.float32)
-        _, launches = sketch_scores_launches(q, maps, codes, spread, spread, bits=bits, scale=dim**-0.5)
-        yield f"sketch scores: {rank} numbers of {bits} bits", launches[0].specialization
+    """Codes of 4 bytes."""
+    q_heads, kv_heads, _ = model
+    tables = empty(kv_heads, q_heads // kv_heads, 4, 256, dtype=torch.float32)
+    _, launches = sketch_scores_launches(tables, empty(kv_heads, 65536, 4, dtype=torch.uint8))
+    yield "sketch scores: codes of 4 bytes", launches[0].specialization
     yield "sketch scores: normalisation", launches[1].specialization
 
 

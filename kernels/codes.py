@@ -1,4 +1,4 @@
-"""Products with vectors that are packed codes of 1 to 8 bits, read as they are.
+"""Products with vectors that are packed codes of 4 or 8 bits, read as they are.
 
 A code c of b bits stands for c - 2**(b - 1), times the scale of its vector. A vector of D numbers takes ceil(D * b / 8) bytes, the
 first of a byte's codes in its lowest bits. On a CPU codes are unpacked in tiles that stay in the cache: what a whole unpacked index
@@ -54,9 +54,8 @@ def code_products(q: Tensor, codes: Tensor, bits: int, scale: Tensor | None = No
     asked = _by_place(q, codes.shape[-1], 8 // bits)
     out = q.new_empty(*q.shape[:2], codes.shape[1])
     for start, tile in code_tiles(codes, bits, q.dtype):
-        # Queries times rows of codes is a product with a slow kernel for few queries; times columns it is the fast one.
-        part = torch.bmm(asked, tile.mT) if _in_columns(codes) else torch.bmm(tile, asked.mT).mT
-        out[..., start : start + tile.shape[1]] = part
+        # Queries times codes is a product with a slow kernel for few queries; the other way round it is the fast one.
+        out[..., start : start + tile.shape[1]] = torch.bmm(tile, asked.mT).mT
     return out if scale is None else out.mul_(scale.to(q.dtype).mT)
 
 
@@ -80,14 +79,12 @@ def code_sums(weights: Tensor, codes: Tensor, bits: int, dim: int) -> Tensor:
 
 
 def code_tiles(codes: Tensor, bits: int, dtype: torch.dtype = torch.float32) -> Iterator[tuple[int, Tensor]]:
-    """(first row, [H, m, width * 8 / bits] in `dtype`) of packed codes uint8 [H, M, width], each valid until the next and laid out as
-    the codes are; the first codes of all bytes come first, then the second ones. 0 is in the middle of the codes."""
+    """(first row, [H, m, width * 8 / bits] in `dtype`) of packed codes uint8 [H, M, width], each valid until the next;
+    the first codes of all bytes come first, then the second ones. 0 is in the middle of the codes."""
     heads, count, width = codes.shape
     per = 8 // bits
     size = max(1, count if codes.device.type != "cpu" else min(count, TILE_NUMBERS // max(1, heads * width * per)))
-    shape = (heads, width * per, size) if _in_columns(codes) else (heads, size, width * per)
-    buffer = torch.empty(shape, dtype=dtype, device=codes.device)
-    buffer = buffer.mT if _in_columns(codes) else buffer
+    buffer = torch.empty((heads, size, width * per), dtype=dtype, device=codes.device)
     for start in range(0, count, size):
         own = codes[:, start : start + size]
         tile = buffer[:, : own.shape[1]]
@@ -95,10 +92,6 @@ def code_tiles(codes: Tensor, bits: int, dtype: torch.dtype = torch.float32) -> 
             part = own if per == 1 else own >> (bits * place) & ((1 << bits) - 1)
             tile[..., place * width : (place + 1) * width] = (part - (1 << (bits - 1))).view(torch.int8)  # wraps around
         yield start, tile
-
-
-def _in_columns(codes: Tensor) -> bool:
-    return codes.stride(1) == 1 and codes.shape[2] > 1
 
 
 def _by_place(q: Tensor, width: int, per: int) -> Tensor:

@@ -20,6 +20,7 @@ from semkv.kernels.mixed_attention.cpp import attention_library
 from semkv.kernels.mixed_attention.dispatch import DTYPES, form_of, mixed_attention
 from semkv.kernels.segments import fuse, segments_library
 from semkv.kernels.selection.cpp import selection_library
+from semkv.kernels.sketch_scores.cpp import lookup_library
 from semkv.kernels.slots.cpp import slots_library
 
 
@@ -44,6 +45,7 @@ def start_builds(program: Program, kernels: str, device: torch.device, *, routes
         if routes:
             code_library().start()
             log_softmax_library().start()
+            lookup_library().start()
             selection_library().start()
             gather_library().start()
 

@@ -248,11 +248,9 @@ def profiled(random_ids, tmp_path_factory):
             held_out=1,
             keep=16,
             observation=4,
-            sketch_rank=8,
-            sketch_ranks=(8,),
-            sketch_bits=(4,),
+            sketch_stages=2,
+            sketch_rounds=2,
             pass_recall=0.0,
-            retrieves=0.0,
         )
         data = CalibrationData(
             {length: (random_ids(length + 8, length),) for length in training.lengths},

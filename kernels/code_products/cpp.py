@@ -23,7 +23,7 @@ class _Call(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("q", "codes", "scale", "out")),
         *((name, ctypes.c_int64) for name in ("heads", "rows", "count", "width", "bits", "threads")),
-        *((name, ctypes.c_int64) for name in ("head_stride", "vector_stride", "byte_stride")),
+        *((name, ctypes.c_int64) for name in ("head_stride", "vector_stride")),
         *((name, ctypes.c_int64) for name in ("scale_head_stride", "scale_vector_stride", "scale_bytes")),
         ("parallel", ctypes.c_void_p),
     )
@@ -47,12 +47,12 @@ def answers(codes: Tensor, scale: Tensor | None, q: Tensor | None = None) -> boo
 
 
 def code_products_cpp(q: Tensor, codes: Tensor, bits: int, scale: Tensor | None = None) -> Tensor:
-    """float32 q [H, R, D] times codes uint8 [H, M, ceil(D * bits / 8)] of 1, 2, 4 or 8 bits, in rows or in columns: float32 [H, R, M].
+    """float32 q [H, R, D] times codes uint8 [H, M, ceil(D * bits / 8)] of 4 or 8 bits: float32 [H, R, M].
 
     scale: float16 or float32 [H, M, 1] of the vectors; None: 1. Raises `BuildError` where the kernel cannot be compiled, `InputError` for
     other dtypes, devices or sizes.
     """
-    codes = codes if 1 in codes.stride()[1:] else codes.contiguous()
+    codes = codes if codes.stride(2) == 1 else codes.contiguous()
     if q.shape[0] != codes.shape[0] or q.shape[2] * bits > codes.shape[2] * 8:
         raise InputError(
             f"queries {tuple(q.shape)} for codes {tuple(codes.shape)} of {bits} bits; expected heads and numbers alike"
@@ -91,7 +91,7 @@ def _call(name: str, q: Tensor | None, codes: Tensor, bits: int, scale: Tensor |
         width,
         bits,
         torch.get_num_threads(),
-        *codes.stride(),
+        *codes.stride()[:2],
         *along,
         team(),
     )

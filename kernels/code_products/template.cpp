@@ -1,9 +1,9 @@
-// Products of queries with packed codes, read as they are: in rows, one vector after the other, or in columns, one byte of all
-// vectors after the other. A code c of b bits stands for c - 2^(b - 1), times the scale of its vector where there is one.
+// Products of queries with packed codes of 4 or 8 bits, read as they are, one vector after the other. A code c of b bits stands for
+// c - 2^(b - 1), times the scale of its vector where there is one.
 
 namespace {
 
-constexpr int64_t STEP = 64, STEPS_OF_A_TASK = 64;  // vectors that are read at once; steps of a task
+constexpr int64_t SIZE = 4096;                      // vectors of a task
 constexpr int64_t AHEAD = 64;                         // vectors in rows that are asked for before they are read
 constexpr int64_t MAX_HALVES = 256;                 // bytes of a vector, at most, whose halves are computed apart
 
@@ -14,7 +14,7 @@ struct Call {
   const char* scale;     // float16 or float32 [heads, count], or null
   float* out;            // [heads, rows, count]
   int64_t heads, rows, count, width, bits, threads;
-  int64_t head_stride, vector_stride, byte_stride, scale_head_stride, scale_vector_stride, scale_bytes;
+  int64_t head_stride, vector_stride, scale_head_stride, scale_vector_stride, scale_bytes;
   Parallel parallel;
 };
 
@@ -113,30 +113,6 @@ void in_rows(const Call& call, const Part& part, int64_t row) {
   }
 }
 
-template <int64_t Bits, int64_t Rows>
-void in_columns(const Call& call, const Part& part, int64_t row) {
-  constexpr int64_t per = 8 / Bits, vectors = STEP / LANES;
-  const float* q = part.q + row * call.width * per;
-  for (int64_t n = 0; n < part.count; n += STEP) {
-    int64_t left = part.count - n < STEP ? part.count - n : STEP;
-    Floats sums[Rows][vectors] = {};
-    for (int64_t byte = 0; byte < call.width; ++byte) {
-      const uint8_t* from = part.codes + byte * call.byte_stride + n;
-      uint8_t some[STEP] = {};
-      if (left < STEP) from = (const uint8_t*)std::memcpy(some, from, left);
-      for (int64_t i = 0; i < vectors; ++i) {
-        Bytes bytes = loaded<LANES, Bytes>(from + i * LANES);
-        Words packed = {ALL_OF(bytes)};
-        for (int64_t place = 0; place < per; ++place) {
-          Floats x = from_codes<Bits>(packed >> (uint32_t)(Bits * place));
-          for (int64_t j = 0; j < Rows; ++j) sums[j][i] += x * q[j * call.width * per + byte * per + place];
-        }
-      }
-    }
-    for (int64_t j = 0; j < Rows; ++j) std::memcpy(part.out + (row + j) * call.count + n, sums[j], left * sizeof(float));
-  }
-}
-
 // Lengths of vectors in rows, into one row.
 template <int64_t Bits>
 void lengths(const Call& call, const Part& part) {
@@ -175,21 +151,19 @@ void multiply(const Call& call, const Part& part) {
 
 template <int64_t Bits>
 void products(const Call& call, const Part& part) {
-  bool columns = call.vector_stride == 1;
   for (int64_t row = 0; row < call.rows;) {
     int64_t left = call.rows - row, taken = left >= 4 ? 4 : left >= 2 ? 2 : 1;
-    if (taken == 4) columns ? in_columns<Bits, 4>(call, part, row) : in_rows<Bits, 4>(call, part, row);
-    if (taken == 2) columns ? in_columns<Bits, 2>(call, part, row) : in_rows<Bits, 2>(call, part, row);
-    if (taken == 1) columns ? in_columns<Bits, 1>(call, part, row) : in_rows<Bits, 1>(call, part, row);
+    if (taken == 4) in_rows<Bits, 4>(call, part, row);
+    if (taken == 2) in_rows<Bits, 2>(call, part, row);
+    if (taken == 1) in_rows<Bits, 1>(call, part, row);
     row += taken;
   }
 }
 
 using OfPart = void (*)(const Call&, const Part&);
-constexpr int64_t SIZE = STEP * STEPS_OF_A_TASK;
 
 // One task, by the function for the bits of its codes.
-template <OfPart Of8, OfPart Of4, OfPart Of2, OfPart Of1>
+template <OfPart Of8, OfPart Of4>
 void run(const Call& call, int64_t task) {
   int64_t parts = (call.count + SIZE - 1) / SIZE, head = task / parts, start = task % parts * SIZE;
   Part part = {
@@ -199,16 +173,16 @@ void run(const Call& call, int64_t task) {
       call.out + head * call.rows * call.count + start,
       call.count - start < SIZE ? call.count - start : SIZE,
   };
-  (call.bits == 8 ? Of8 : call.bits == 4 ? Of4 : call.bits == 2 ? Of2 : Of1)(call, part);
+  (call.bits == 8 ? Of8 : Of4)(call, part);
   if (part.scale) multiply(call, part);
 }
 
 }  // namespace
 
 extern "C" void code_products(const Call* call) {
-  share(*call, run<products<8>, products<4>, products<2>, products<1>>, call->heads * ((call->count + SIZE - 1) / SIZE));
+  share(*call, run<products<8>, products<4>>, call->heads * ((call->count + SIZE - 1) / SIZE));
 }
 
 extern "C" void code_norms(const Call* call) {
-  share(*call, run<lengths<8>, lengths<4>, lengths<2>, lengths<1>>, call->heads * ((call->count + SIZE - 1) / SIZE));
+  share(*call, run<lengths<8>, lengths<4>>, call->heads * ((call->count + SIZE - 1) / SIZE));
 }

@@ -1,5 +1,26 @@
-"""Scores of folded tokens from their codes alone."""
+"""Scores of folded tokens from their codes alone: sums of numbers that codes look up in a query's tables."""
 
-from semkv.kernels.sketch_scores.reference import sketch_scores_reference
+from __future__ import annotations
 
-__all__ = ["sketch_scores_reference"]
+import torch
+from torch import Tensor
+
+from semkv.kernels.cpp import compiler
+from semkv.kernels.sketch_scores.cpp import lookup_library, sketch_logits_cpp
+from semkv.kernels.sketch_scores.reference import sketch_logits_reference
+
+
+def sketch_logits(tables: Tensor, codes: Tensor) -> Tensor:
+    """`sketch_logits_reference`: in C++ for float32 on a CPU, where there is a compiler."""
+    if (
+        tables.device.type == "cpu"
+        and tables.dtype == torch.float32
+        and not tables.requires_grad
+        and compiler() is not None
+        and lookup_library().failure() is None
+    ):
+        return sketch_logits_cpp(tables, codes)
+    return sketch_logits_reference(tables, codes)
+
+
+__all__ = ["sketch_logits", "sketch_logits_reference"]

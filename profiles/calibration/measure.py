@@ -64,7 +64,8 @@ class Outcome:
 
 
 class Sums:
-    """Named float64 sums on the CPU; adding in a fixed order makes a resumed run equal to the bit."""
+    """What was seen so far, by name, on the CPU: float64 sums, and rows of any dtype; a fixed order makes a resumed run equal to the
+    bit."""
 
     def __init__(self, tensors: dict[str, Tensor] | None = None) -> None:
         self.tensors = dict(tensors or {})
@@ -73,6 +74,15 @@ class Sums:
         """Add a tensor or a number under a name, whose shape is that of the first value."""
         value = torch.as_tensor(value, dtype=torch.float64, device="cpu").detach()
         self.tensors[name] = self.tensors[name] + value if name in self.tensors else value.clone()
+
+    def append(self, name: str, rows: Tensor) -> None:
+        """Put rows [H, n, ...] behind those that are there under a name, or keep a tensor as it is."""
+        rows = rows.detach().cpu().contiguous()
+        self.tensors[name] = torch.cat([self.tensors[name], rows], 1) if name in self.tensors else rows
+
+    def pop(self, name: str) -> Tensor:
+        """What is under a name, which is forgotten."""
+        return self.tensors.pop(name)
 
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]

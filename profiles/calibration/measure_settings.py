@@ -16,8 +16,8 @@ class MeasureSettings(Settings):
     Attributes
     ----------
     length: tokens of context per sample (HeteroCache: 10,000). steps: tokens that follow it, one decode step each.
-    samples: contexts in all, spread over the data sets. held_out: contexts per data set that layer errors and the choice
-        of the sketch's ranks are measured on.
+    samples: contexts in all, spread over the data sets. held_out: contexts per data set that layer errors and what codes
+        catch are measured on.
     block: queries whose attention is looked at together: memory is one layer's [heads, block, tokens].
     top_share: k of HeteroCache's top-k sets over the context's length (1K of 10K). pool: width of the average pooling.
     tau_stable, tau_similar: its thresholds (0.4 and 0.5 for Qwen).
@@ -28,13 +28,10 @@ class MeasureSettings(Settings):
     keep: tokens that layer errors keep of a context. observation: those of them that are its last, and choose the rest.
     selectors: query heads per layer that choose, those with the best semantic scores; all where there are no scores.
     epsilon: of Eq. 8.
-    sketch_rank: columns that the sketch stores. sketch_ranks, sketch_bits: what a head may use.
-    sketch_share: tokens that a sketch has to find, over the context's. sketch_target: share of the attention that can be
-        caught which a head's rank and bits should reach.
+    sketch_stages: codebooks per KV head, and bytes of a code. sketch_vectors: keys that a head's codebooks are learned from, over all
+        samples. sketch_rounds: of k-means per codebook. sketch_share: tokens that a code has to find, over the context's.
     device_memory: bytes of the device that thresholds are for; None: of the CUDA device that the model is on, else 24 GB.
     memory_rows, memory_budget: R sequences and B selected tokens per KV head and layer that they are for (SpeContext: 2048).
-    retrieves: a KV head retrieves when the best semantic score of its query heads reaches this share of attention, or
-        `retrieves_relative` times the model's best score where that is less.
     head_input: what SpeContext's retrieval head reads: embeddings and the `features` of the token before, as EAGLE-3 does, or the
         `embedding` alone. head_sites: sites whose entering hidden states are the features; empty: EAGLE-3's low, middle and high
         layer, of a model with few layers the second. head_dim, head_group: dimensions and query heads per KV head; 0: the model's.
@@ -61,13 +58,10 @@ class MeasureSettings(Settings):
     observation: int = Field(default=8, ge=1)
     selectors: int = Field(default=4, ge=1)
     epsilon: float = Field(default=1e-6, gt=0)
-    sketch_rank: int = Field(default=32, ge=1, le=256)
-    sketch_ranks: tuple[int, ...] = Field(default=(4, 8, 16, 32), min_length=1)
-    sketch_bits: tuple[Literal[1, 2, 3, 4, 5, 6, 7, 8], ...] = Field(default=(2, 4), min_length=1)
-    sketch_share: float = Field(default=0.03, gt=0, le=1)
-    sketch_target: float = Field(default=0.9, gt=0, le=1)
-    retrieves: float = Field(default=0.1, ge=0, le=1)
-    retrieves_relative: float = Field(default=0.5, ge=0, le=1)
+    sketch_stages: int = Field(default=4, ge=1, le=16)
+    sketch_vectors: int = Field(default=16384, ge=256)
+    sketch_rounds: int = Field(default=12, ge=1)
+    sketch_share: float = Field(default=0.05, gt=0, le=1)
     head_input: Literal["features", "embedding"] = "features"
     head_sites: tuple[int, ...] = ()
     head_dim: int = Field(default=0, ge=0, le=1024)

@@ -1,24 +1,67 @@
-"""Codes of a token sketch in few bits: a uniform quantiser whose steps come from calibration, so no token stores any."""
+"""Codes of keys in residual codebooks: per key and stage the number of the nearest of 256 vectors, a byte."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-STEPS = {1: 1.5958, 2: 0.9957, 3: 0.5860, 4: 0.3352, 5: 0.1881, 6: 0.1041, 7: 0.0569, 8: 0.0308}
-"""Step in standard deviations that loses least of a normal variable, by bits (Max 1960, Table II)."""
+VECTORS = 256
+"""Of a stage: their numbers take a byte."""
 
 
-def encode(codes: Tensor, mean: Tensor, std: Tensor, bits: int) -> Tensor:
-    """Levels int8 in [-2^(bits-1), 2^(bits-1)) of codes [..., n, r], with mean and std [..., r] of each dimension."""
-    if bits not in STEPS:
-        raise ValueError(f"bits is {bits}, expected 1 to {max(STEPS)}")
-    step = STEPS[bits] * std.clamp(min=1e-20)
-    levels = torch.floor((codes - mean[..., None, :]) / step[..., None, :])
-    half = 1 << (bits - 1)
-    return levels.clamp(-half, half - 1).to(torch.int8)
+@dataclass(frozen=True)
+class Codebooks:
+    """Residual codebooks of some KV heads (residual vector quantisation: Juang & Gray, 1982).
+
+    A key is the mean, plus a vector of the first stage's book, plus one of the second's, which stands for what the first left, and so on.
+    All but the mean is in a space in which the distance of two keys is the mean square by which products with this head's queries
+    differ: where `root` squared is the second moment of the queries, |(k - k') root|^2 = E[(q.k - q.k')^2].
+
+    mean float32 [H, D]; root float32 [H, D, D], symmetric; books float32 [H, S, VECTORS, D]. The first stages of a code are themselves
+    a code, of fewer bytes.
+    """
+
+    mean: Tensor
+    root: Tensor
+    books: Tensor
+
+    @property
+    def stages(self) -> int:
+        """S, bytes per key and head."""
+        return self.books.shape[1]
+
+    @cached_property
+    def inverse(self) -> Tensor:
+        """float32 [H, D, D] of `root`."""
+        return torch.linalg.inv(self.root.double()).float()
+
+    def encode(self, k: Tensor) -> Tensor:
+        """Codes uint8 [H, n, S] of keys [H, n, D]: stage by stage the nearest vector."""
+        rest = (k.float() - self.mean[:, None]) @ self.root
+        found = []
+        for book in self.books.unbind(1):
+            code = nearest(rest, book)
+            found.append(code.to(torch.uint8))
+            rest = rest - torch.take_along_dim(book, code[..., None], 1)
+        return torch.stack(found, -1)
+
+    def decode(self, codes: Tensor) -> Tensor:
+        """The keys float32 [H, n, D] that codes [H, n, S] stand for."""
+        heads, count, _ = codes.shape
+        found = self.books.new_zeros(heads, count, self.books.shape[-1])
+        for stage, book in enumerate(self.books.unbind(1)):
+            found += torch.take_along_dim(book, codes[..., stage, None].long(), 1)
+        return self.mean[:, None] + found @ self.inverse
+
+    def tables(self, q: Tensor) -> Tensor:
+        """What each vector adds to a product with queries q [H, R, D]: float32 [H, R, S, VECTORS]. Of a decoded key's product with a
+        query only the mean's is not in them, which is the same for all keys."""
+        return (q.float() @ self.inverse @ self.books.flatten(1, 2).mT).unflatten(-1, (self.stages, VECTORS))
 
 
-def decode(levels: Tensor, mean: Tensor, std: Tensor, bits: int) -> Tensor:
-    """The codes [..., n, r] that levels stand for: the middle of each step."""
-    return mean[..., None, :] + (levels.to(mean.dtype) + 0.5) * (STEPS[bits] * std)[..., None, :]
+def nearest(x: Tensor, book: Tensor) -> Tensor:
+    """Which of book [..., V, D] is nearest to each of x [..., n, D]: int64 [..., n]."""
+    return torch.baddbmm(-book.square().sum(-1)[:, None], x, book.mT, alpha=2).argmax(-1)

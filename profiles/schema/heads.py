@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import Field, model_validator
+from torch import Tensor
 
+from .codes import VECTORS, Codebooks
 from .facts import MAX_HEADS, MAX_SITES, Fraction, ModelFacts, Name, NotNegative, Role, Rows, Section
 
 
@@ -135,70 +138,50 @@ class LayerErrors(Section):
 
 
 class SketchSection(Section):
-    """A token sketch: per KV head the best rank-r maps of queries and keys under their measured covariances.
+    """A token sketch: residual codebooks of the keys of each KV head (`semkv.profiles.schema.codes.Codebooks`).
 
-    Tensors, for each site index `i` with treatment `method`, with r = min(rank, D):
-    `sketch.query.{i}`, `sketch.key.{i}` [Hkv, D, r]: q.k is approximated by (q A).(k B) up to a constant per query, for
-    the query heads of the group; the first c columns are the best maps of rank c.
-    `sketch.mean.{i}`, `sketch.std.{i}` [Hkv, r]: of the keys' codes k B, for their quantisation
-    (`semkv.profiles.schema.codes`). `sketch.spectrum.{i}` [Hkv, D]: squared singular values of Lq^T Lk over their sum,
-    descending: the share of the variance of q.k that each component carries. `sketch.caught.{i}` [Hkv, C]: `caught` for
-    each of the `candidates`, from which a method may choose otherwise at another budget.
+    Tensors, for each site index `i` with treatment `method`:
+    `sketch.mean.{i}` [Hkv, D], the mean key; `sketch.root.{i}` float16 [Hkv, D, D], symmetric, a square root of the second moment of
+    the group's queries; `sketch.books.{i}` uint8 [Hkv, S, 256, D] and `sketch.scale.{i}` float16 [Hkv, S, 256]: a number n of a vector
+    stands for (n - 128) times the vector's scale. `sketch.caught.{i}` [Hkv, S]: `caught` with the first stages alone.
 
     Attributes
     ----------
-    rank: columns that are stored. candidates: (rank, bits) pairs that were measured, by bits per token, ascending.
-    ranks, bits: what each KV head of each site should use, 0 where it does not retrieve. Rows of sites whose treatment is
-        not `method` are empty.
-    energy: share of the variance of q.k that `ranks` keeps. caught: of the attention that `share` of the context's tokens
-        can hold at best, what those chosen by the sketch with `ranks` and `bits` hold, on held-out samples.
-    share: tokens chosen over tokens of the context. target: share that `caught` should reach.
-    centered: keys were centred within their context, which moves no token ahead of another.
+    stages: S, books of each head and bytes of a code.
+    caught: of the attention to far tokens that the best `share` of a context's tokens hold, how much those hold whose codes score best,
+        on held-out samples; a row per site, empty where its treatment is not `method`.
+    share: tokens chosen over tokens of the context. sinks, window: far tokens are those beyond the first and the last so many.
     """
 
-    rank: int = Field(ge=1, le=256)
-    candidates: tuple[tuple[Annotated[int, Field(ge=1, le=256)], Annotated[int, Field(ge=1, le=8)]], ...] = Field(
-        min_length=1, max_length=256
-    )
-    ranks: tuple[tuple[Annotated[int, Field(ge=0, le=256)], ...], ...] = Field(max_length=MAX_SITES)
-    bits: tuple[tuple[Annotated[int, Field(ge=0, le=8)], ...], ...] = Field(max_length=MAX_SITES)
-    energy: Rows
+    stages: int = Field(ge=1, le=16)
     caught: Rows
-    share: Fraction = 0.03
-    target: Fraction = 0.9
-    centered: bool = True
-
-    @model_validator(mode="after")
-    def _within_rank(self) -> SketchSection:
-        for site, (ranks, bits) in enumerate(zip(self.ranks, self.bits, strict=False)):
-            for head, (rank, width) in enumerate(zip(ranks, bits, strict=False)):
-                if rank > self.rank or bool(rank) != bool(width):
-                    raise ValueError(
-                        f"site {site}, head {head}: rank {rank} at {width} bits, expected both 0 or a rank of at most "
-                        f"{self.rank} at 1 to 8 bits"
-                    )
-        return self
+    share: Fraction = 0.05
+    sinks: int = Field(default=4, ge=0)
+    window: int = Field(default=32, ge=0)
 
     def check(self, model: ModelFacts) -> None:
         """Raise `ValueError` unless every row fits the model's sites."""
         heads = [site.kv_heads if site.treatment == "method" else 0 for site in model.sites]
-        for name in ("ranks", "bits", "energy", "caught"):
-            _fit_rows(f"sketch.{name}", getattr(self, name), heads, "site")
-
-    def bytes_per_token(self, site: int) -> float:
-        """Bytes that one token's codes take at a site, over all KV heads."""
-        return sum(rank * width for rank, width in zip(self.ranks[site], self.bits[site])) / 8
+        _fit_rows("sketch.caught", self.caught, heads, "site")
 
     def tensor_shapes(self, model: ModelFacts) -> dict[str, tuple[int, ...]]:
         """Name and shape of every tensor that this section needs."""
         shapes: dict[str, tuple[int, ...]] = {}
         for site in model.method_sites:
-            heads, dim, rank = site.kv_heads, site.key_dim, min(self.rank, site.key_dim)
-            shapes[f"sketch.query.{site.index}"] = shapes[f"sketch.key.{site.index}"] = (heads, dim, rank)
-            shapes[f"sketch.mean.{site.index}"] = shapes[f"sketch.std.{site.index}"] = (heads, rank)
-            shapes[f"sketch.spectrum.{site.index}"] = (heads, dim)
-            shapes[f"sketch.caught.{site.index}"] = (heads, len(self.candidates))
+            heads, dim, at = site.kv_heads, site.key_dim, site.index
+            shapes[f"sketch.mean.{at}"] = (heads, dim)
+            shapes[f"sketch.root.{at}"] = (heads, dim, dim)
+            shapes[f"sketch.books.{at}"] = (heads, self.stages, VECTORS, dim)
+            shapes[f"sketch.scale.{at}"] = (heads, self.stages, VECTORS)
+            shapes[f"sketch.caught.{at}"] = (heads, self.stages)
         return shapes
+
+    def codebooks(self, tensors: Mapping[str, Tensor], site: int, heads: list[int], stages: int) -> Codebooks:
+        """The first `stages` books of some KV heads of a site, from the profile's `tensors`."""
+        mean, root, books, scale = (
+            tensors[f"sketch.{name}.{site}"][heads].float() for name in ("mean", "root", "books", "scale")
+        )
+        return Codebooks(mean, root, ((books - 128) * scale[..., None])[:, :stages])
 
 
 def _fit_rows(name: str, rows: tuple[tuple[Any, ...], ...], heads: list[int], what: str) -> None:

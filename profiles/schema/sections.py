@@ -16,7 +16,8 @@ from .memory import MemoryModel
 from .retrieval_head import RetrievalHeadSection
 from .sentences import SentenceSection
 
-SCHEMA_VERSION: Literal[1] = 1
+SCHEMA_VERSION: Literal[2] = 2
+"""Version 1 had another token sketch; its other sections are read."""
 
 
 class SekvSection(Section):
@@ -139,7 +140,7 @@ class ProfileInfo(Section):
     measured: by the name of a calibration step, how its section came to be.
     """
 
-    schema_version: Literal[1] = SCHEMA_VERSION
+    schema_version: Literal[1, 2] = SCHEMA_VERSION
     fingerprint: Annotated[str, Field(min_length=8, max_length=256)]
     model: ModelFacts
     sekv: SekvSection | None = None

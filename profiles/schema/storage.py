@@ -8,6 +8,7 @@ import math
 import os
 import shutil
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,10 @@ MAX_HEADER_BYTES = 4 << 20
 MAX_TENSOR_BYTES = 2 << 30
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "uint8": torch.uint8}
 _STORED_NAMES = {"float16": "F16", "bfloat16": "BF16", "float32": "F32", "uint8": "U8"}
-WHOLE = ("sentences.classes",)
-"""Tensors of whole numbers, uint8; all others are of floating point."""
+WHOLE = ("sentences.classes", "sketch.books.")
+"""How names of tensors of whole numbers, uint8, begin; all others are of floating point."""
+OLD_SKETCH = "sketch"
+"""The section of version 1 that is not read any more, and its tensors' prefix."""
 REMEDY = "get the profile again or make a new one with semkv-profile"
 
 
@@ -79,7 +82,11 @@ def read(folder: Path) -> tuple[ProfileInfo, dict[str, Tensor]]:
     if not folder.is_dir():
         raise ProfileError(f"{folder} is no profile folder: expected a folder with {INFO_FILE} and {TENSORS_FILE}")
     info = read_info(folder / INFO_FILE)
-    return info, read_tensors(folder / TENSORS_FILE, info)
+    tensors = read_tensors(folder / TENSORS_FILE, info)
+    if info.schema_version == SCHEMA_VERSION:
+        return info, tensors
+    facts = {name: info.tensors[name] for name in tensors}
+    return info.model_copy(update={"schema_version": SCHEMA_VERSION, "tensors": facts}), tensors
 
 
 def _bytes(path: Path, limit: int) -> bytes:
@@ -108,9 +115,9 @@ def read_info(path: Path) -> ProfileInfo:
     if not isinstance(content, dict):
         raise ProfileError(f"{path} is damaged, it holds no JSON object: {REMEDY}")
     version = content.get("schema_version")
-    if version != SCHEMA_VERSION:
+    if version not in (1, SCHEMA_VERSION):
         raise ProfileError(
-            f"{path} has schema version {version!r}, this version of semkv reads {SCHEMA_VERSION}: "
+            f"{path} has schema version {version!r}, this version of semkv reads 1 and {SCHEMA_VERSION}: "
             "make the profile again with this version's semkv-profile"
         )
     stated = content.pop("digest", None)
@@ -120,6 +127,16 @@ def read_info(path: Path) -> ProfileInfo:
         raise ProfileError(f"{path} is damaged ({error}): {REMEDY}") from None
     if stated != actual:
         raise ProfileError(f"{path} was altered or damaged, its content does not match its digest: {REMEDY}")
+    if version == 1 and content.get(OLD_SKETCH):
+        content[OLD_SKETCH] = None
+        content["measured"] = {
+            step: record for step, record in content.get("measured", {}).items() if step != OLD_SKETCH
+        }
+        warnings.warn(
+            f"{path} is of an earlier version of semkv, whose token sketch is not read any more; its other sections are: make a sketch "
+            f"with `semkv-profile MODEL --steps sketch -o {path.parent}`",
+            stacklevel=2,
+        )
     try:
         return ProfileInfo.model_validate_json(canonical(content))
     except (ValidationError, ValueError, RecursionError) as error:
@@ -143,6 +160,8 @@ def read_tensors(path: Path, info: ProfileInfo) -> dict[str, Tensor]:
         tensors = safetensors.torch.load(data)
     except Exception as error:
         raise ProfileError(f"{path} is damaged ({error}): {REMEDY}") from None
+    if info.schema_version == 1:
+        tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(f"{OLD_SKETCH}.")}
     check_tensors(tensors, info, str(path))
     return tensors
 
@@ -187,8 +206,8 @@ def check_tensors(tensors: dict[str, Tensor], info: ProfileInfo, where: str) -> 
     for name, tensor in tensors.items():
         if name not in needed:
             raise ProfileError(f"{where} holds the tensor {name!r}, which no section uses: {REMEDY}")
-        if (name in WHOLE) != (tensor.dtype == torch.uint8):
-            wanted = "uint8" if name in WHOLE else "floating-point numbers"
+        if name.startswith(WHOLE) != (tensor.dtype == torch.uint8):
+            wanted = "uint8" if name.startswith(WHOLE) else "floating-point numbers"
             raise ProfileError(f"{where}: tensor {name!r} is {tensor.dtype}, expected {wanted}: {REMEDY}")
         if not torch.isfinite(tensor).all():
             raise ProfileError(f"{where}: tensor {name!r} holds values that are not finite: {REMEDY}")

@@ -173,30 +173,25 @@ def _errors(pyplot: Any, section: Any, profile: Any) -> Any:
 
 
 def _sketch(pyplot: Any, section: Any, profile: Any) -> Any:
-    """Energy by rank, attention caught by bits per token, and the rank of each head."""
-    figure, axes = pyplot.subplots(1, 3, figsize=(14, 3.8), layout="constrained")
-    bits = [rank * width for rank, width in section.candidates]
-    for site, ranks in enumerate(section.ranks):
-        for head, rank in enumerate(ranks):
-            style = {"color": f"C{site % 10}", "lw": 1.6, "zorder": 2} if rank else {"color": "lightgrey", "lw": 0.7}
-            energy = profile.tensors[f"sketch.spectrum.{site}"][head].cumsum(0).tolist()
-            label = f"layer {site}" if rank and not any(ranks[:head]) else None
-            axes[0].plot(range(1, len(energy) + 1), energy, label=label, **style)
+    """Far attention caught by bytes per token, and by head with all of them."""
+    figure, axes = pyplot.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
+    nbytes = range(1, section.stages + 1)
+    for site, row in enumerate(section.caught):
+        for head in range(len(row)):
             caught = profile.tensors[f"sketch.caught.{site}"][head].tolist()
-            axes[1].plot(bits, caught, marker=".", ls="", **style)
-    axes[0].set(xlabel="rank", ylabel="share of the variance of q.k", xscale="log", ylim=(0, 1.02))
-    axes[0].set_title("spectrum (grey: heads without a sketch)", fontsize=10)
-    if axes[0].get_legend_handles_labels()[0]:
-        axes[0].legend(fontsize=7)
-    axes[1].axhline(section.target, color="grey", lw=0.8, ls="--")
-    axes[1].set(xlabel="bits per token and KV head", ylabel=f"attention caught by {section.share:.0%} of the tokens")
-    axes[1].set_title("held-out samples", fontsize=10)
-    rows = [row for row in section.ranks if row]
-    image = axes[2].imshow(_padded(rows), aspect="auto", vmin=0, cmap="magma")
-    _whole_ticks(axes[2])
-    axes[2].set(xlabel="KV head", ylabel="layer")
-    axes[2].set_title("rank per head", fontsize=10)
-    figure.colorbar(image, ax=axes[2])
+            axes[0].plot(
+                nbytes, caught, color=pyplot.cm.viridis(site / max(1, len(section.caught) - 1)), lw=0.8, marker="."
+            )
+    axes[0].set(
+        xlabel="bytes of a code", ylabel=f"far attention caught by {section.share:.0%} of the tokens", xticks=nbytes
+    )
+    axes[0].set_title("held-out samples, a line per KV head (dark: early layers)", fontsize=10)
+    rows = [row for row in section.caught if row]
+    image = axes[1].imshow(_padded(rows), aspect="auto", vmin=0, vmax=1, cmap="magma")
+    _whole_ticks(axes[1])
+    axes[1].set(xlabel="KV head", ylabel="layer")
+    axes[1].set_title(f"caught per head, codes of {section.stages} bytes", fontsize=10)
+    figure.colorbar(image, ax=axes[1])
     return figure
 
 

@@ -128,27 +128,24 @@ def errors_table(console: Console, profile: Any) -> None:
 
 
 def sketch_table(console: Console, profile: Any) -> None:
-    """Spectrum, rank, bits and what is caught per site."""
+    """What codes of each length catch, per site."""
     section = profile.info.sketch
     if section is None:
         return
-    shown = sorted({rank for rank, _ in section.candidates})
+    lengths = (f"{stage + 1} B" for stage in range(section.stages))
     table = simple_table(
-        "token sketch per site", "site", *(f"energy {rank}" for rank in shown), "rank x bits", "caught", "bytes a token"
+        "token sketch per site: far attention caught", "site", *lengths, f"per head, {section.stages} B"
     )
-    for site in _shown(len(section.ranks)):
-        spectrum = profile.tensors.get(f"sketch.spectrum.{site}")
-        if spectrum is None:
+    for site in _shown(len(section.caught)):
+        caught = profile.tensors.get(f"sketch.caught.{site}")
+        if caught is None:
             continue
-        energies = [f"{float(spectrum[:, :rank].sum(-1).mean()):.2f}" for rank in shown]
-        pairs = zip(section.ranks[site], section.bits[site])
-        chosen = " ".join(f"{rank}x{bits}" if rank else "-" for rank, bits in pairs)
-        caught = " ".join(f"{value:.2f}" if value else "-" for value in section.caught[site])
-        table.add_row(str(site), *energies, chosen, caught, f"{section.bytes_per_token(site):g}")
+        means = [f"{value:.2f}" for value in caught.mean(0).tolist()]
+        table.add_row(str(site), *means, " ".join(f"{value:.2f}" for value in section.caught[site]))
     console.print(table)
     console.print(
-        f"energy r: share of the variance of q.k that rank r keeps, mean over heads; caught: of the attention that "
-        f"{section.share:.0%} of the tokens can hold, what those found by the sketch hold, on held-out text",
+        f"of the attention beyond the first {section.sinks} and last {section.window} tokens that {section.share:.0%} of the tokens can "
+        "hold, what those hold whose codes of so many bytes score best, on held-out text; mean over KV heads",
         highlight=False,
     )
 

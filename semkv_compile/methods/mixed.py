@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Annotated, ClassVar, Literal
 
 import torch
@@ -13,7 +14,7 @@ from semkv.errors import ConfigError
 from semkv.ir.program import Program
 from semkv.ir.site import AttentionSite
 from semkv.methods.heterocache import WHOLE
-from semkv.methods.keepers import ObservationWindow
+from semkv.methods.keepers import ObservationWindow, Sinks
 from semkv.methods.options import Allowed, Share
 from semkv.methods.sekv import SeKV
 from semkv.methods.sentencekv import SentenceRouter
@@ -24,18 +25,23 @@ from semkv.methods.speculation import Speculation, SpeculativeRouter
 from semkv.profiles.schema import Profile
 from semkv.profiles.schema.retrieval_head import RetrievalHead
 from semkv.runtime.components import Components, Plan
+from semkv.runtime.components import Part as Runs
 from semkv.runtime.spans import FoldedSpans
 from semkv.runtime.step import Step
 
 NEEDED = {
     "spans": ("sekv", "sekv", "others='window'"),
     "roles": ("head_taxonomy", "taxonomy", "others='spans'"),
+    "heads": ("retrieval_heads", "retrieval-heads", "all_heads=True"),
     "whole": ("head_taxonomy", "taxonomy", "whole=False"),
     "errors": ("layer_errors", "layer-errors", "errors=0"),
     "sentence": ("sentences", "sentences", "sentence=0"),
     "prior": ("retrieval_head", "retrieval-head", "prior=0"),
 }
 """What a part reads: section of the profile, the step that makes it, and the option that does without."""
+
+RELATIVE = 0.5
+"""Of the model's best semantic score, what a head that retrieves reaches at the least."""
 
 PART = "a share of at least 0, and less than 1 together with the other"
 
@@ -78,12 +84,22 @@ class MixedRouter(SketchRouter):
 
 
 @dataclass(frozen=True)
+class HeadKind:
+    """Of one KV head: the role that says what it holds in place of codes, "" where its tokens have codes; or that it keeps every token."""
+
+    role: str = ""
+    whole: bool = False
+
+
+@dataclass(frozen=True)
 class Mixed(Sketch):
     """Parts of several systems in one composition: heads that retrieve (CompressKV's scores say which) choose single
-    tokens by their sketch; all others have SeKV's spans, coarse in the softmax and unfolded by the trained gate. Parts of the
+    tokens by their codes; all others have SeKV's spans, coarse in the softmax and unfolded by the trained gate. Parts of the
     other systems are off by default.
 
-    Options of `sketch`, and: others: what heads without a sketch hold: `spans`; `window`, first and recent tokens; `votes`, what
+    Options of `sketch`, and: retrieves: a KV head retrieves when the best semantic score of its query heads reaches this share of
+    attention, or half of the model's best score where that is less. all_heads: codes for every head. idle_share: of an even share of
+    the budget, what a head without codes keeps. others: what those hold: `spans`; `window`, first and recent tokens; `votes`, what
     the prompt's end attends to; `roles`, votes for heads whose role (HeteroCache) is anchor and spans for all else. errors: their
     share of the budget goes with the error of their layer (CompressKV, Eq. 12) to this power. sentence: share of the mean query
     of the sentence (SentenceKV) in a sketch's choice. prior: share of the retrieval head's choice (SpeContext) in it; the
@@ -91,6 +107,8 @@ class Mixed(Sketch):
     device, and all others share what that leaves: for budgets of which those heads are a part.
     """
 
+    retrieves: Share = 0.1
+    all_heads: bool = False
     idle_share: Share = 0.3
     others: Literal["spans", "window", "votes", "roles"] = "spans"
     errors: Power = 0.0
@@ -100,6 +118,7 @@ class Mixed(Sketch):
 
     name: ClassVar[str] = "mixed"
     minimum_tokens: ClassVar[int] = 24
+    steps: ClassVar[str] = "retrieval-heads,sketch,sekv"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -109,7 +128,9 @@ class Mixed(Sketch):
     def check(self, profile: Profile | None) -> None:
         super().check(profile)
         assert profile is not None
-        used = {"spans": self.others in ("spans", "roles"), "roles": self.others == "roles", "whole": self.whole}
+        idle = not self.all_heads
+        used = {"heads": idle, "spans": idle and self.others in ("spans", "roles"), "whole": self.whole}
+        used |= {"roles": idle and self.others == "roles"}
         used |= {"errors": self.errors > 0, "sentence": self.sentence > 0, "prior": self.prior > 0}
         for part, wanted in used.items():
             section, step, without = NEEDED[part]
@@ -123,7 +144,7 @@ class Mixed(Sketch):
         return SpeContext().retrieval_head(profile) if self.prior else None
 
     def plan(self, program: Program, profile: Profile | None) -> Plan:
-        plan = super().plan(program, profile)
+        plan = self._parts(program, profile)
         sentences = self._sentences(profile)
         if sentences is not None:
             plan = replace(plan, notes={**plan.notes, **sentences.notes(program)})
@@ -141,14 +162,39 @@ class Mixed(Sketch):
             charge=ahead.charge(),
         )
 
-    def router(self, program: Program, profile: Profile | None) -> SketchRouter:
+    def _parts(self, program: Program, profile: Profile | None) -> Plan:
+        """Runs of heads with codes, without, and whole."""
+        router = self.router(profile)
+        found, idle = self.found(router), {}
+        parts: dict[int, tuple[Runs, ...]] = {}
+        for site in program.stores:
+            if site.treatment != "method":
+                continue
+            kinds, weights, made, first = self._kinds(profile, site), self._weights(profile, site), [], 0
+            for kind, run in groupby(kinds):
+                last = first + len(list(run))
+                if kind.whole:
+                    made.append(Runs(first, last, Components(keeper=Sinks(self.sinks), whole=True)))
+                elif kind.role and kind.role not in idle:
+                    idle[kind.role] = self.idle(program, profile, kind.role)
+                if not kind.whole:
+                    share = sum(weights[first:last]) / sum(weights)
+                    made.append(Runs(first, last, idle[kind.role] if kind.role else found, share))
+                    if not kind.role:
+                        router.books[site.store, first] = self.books(profile, site, first, last)
+                first = last
+            parts[site.store] = tuple(made)
+        return Plan(parts)
+
+    def router(self, profile: Profile | None) -> SketchRouter:
         if not self.sentence and not self.prior:
-            return SketchRouter({})
+            return super().router(profile)
         return MixedRouter({}, self._sentences(profile), self.sentence, self.prior)
 
     def idle(self, program: Program, profile: Profile | None, role: str) -> Components:
+        """What heads of this role without codes hold."""
         if role == "window":
-            return super().idle(program, profile, role)
+            return Components(keeper=Sinks(self.sinks), outside="dropped")
         if role == "votes":
             return Components(keeper=ObservationWindow(8, 5, "mean", self.window))
         return SeKV().components(program, profile)
@@ -161,10 +207,40 @@ class Mixed(Sketch):
         assert profile.info.head_taxonomy is not None
         return profile.info.head_taxonomy.roles
 
-    def keeps_whole(self, profile: Profile | None, site: AttentionSite, head: int) -> bool:
-        return self.whole and self._taxonomy_role(profile, site, head) in WHOLE
+    def layer_shares(self, program: Program, profile: Profile | None) -> tuple[float, ...] | None:
+        return tuple(max(1e-6, sum(self._weights(profile, site)) / site.kv_heads) for site in program.stores)
 
-    def role(self, profile: Profile | None, site: AttentionSite, head: int) -> str:
+    def _kinds(self, profile: Profile | None, site: AttentionSite) -> list[HeadKind]:
+        """The kind of each KV head in the order of the lowered program."""
+        retrieving = None if self.all_heads else self._retrieving(profile, site)
+        kinds = []
+        for head in site.head_order or range(site.kv_heads):
+            if self.whole and self._taxonomy_role(profile, site, head) in WHOLE:
+                kinds.append(HeadKind(whole=True))
+            elif retrieving is None or head in retrieving:
+                kinds.append(HeadKind())
+            else:
+                kinds.append(HeadKind(self._role(profile, site, head)))
+        return kinds
+
+    def _weights(self, profile: Profile | None, site: AttentionSite) -> list[float]:
+        """What each KV head gets of an even share of what whole heads leave, in the order of the lowered program."""
+        if site.window:
+            return [1.0] * site.kv_heads
+        idle = self.idle_share * self._layer_weight(profile, site)
+        return [0.0 if kind.whole else idle if kind.role else 1.0 for kind in self._kinds(profile, site)]
+
+    def _retrieving(self, profile: Profile | None, site: AttentionSite) -> set[int]:
+        """The KV heads of `site`, in the order of the user's model, that retrieve."""
+        assert profile is not None
+        assert profile.info.retrieval_heads is not None
+        rows = profile.info.retrieval_heads.semantic
+        bar = min(self.retrieves, RELATIVE * max(max(row, default=0.0) for row in rows))
+        own = rows[site.index]
+        groups = [own[at : at + site.group_size] for at in range(0, len(own), site.group_size)]
+        return {head for head, scores in enumerate(groups) if max(scores) >= bar and max(scores) > 0}
+
+    def _role(self, profile: Profile | None, site: AttentionSite, head: int) -> str:
         if self.others != "roles":
             return self.others
         return "votes" if self._taxonomy_role(profile, site, head) == "anchor" else "spans"
@@ -175,7 +251,7 @@ class Mixed(Sketch):
         assert profile.info.head_taxonomy is not None
         return profile.info.head_taxonomy.roles[_row_of(profile, site)][head]
 
-    def layer_weight(self, profile: Profile | None, site: AttentionSite) -> float:
+    def _layer_weight(self, profile: Profile | None, site: AttentionSite) -> float:
         if not self.errors:
             return 1.0
         assert profile is not None

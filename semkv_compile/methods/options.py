@@ -40,4 +40,3 @@ Queries = Annotated[int, Allowed(lambda x: 1 <= x <= OBSERVED_QUERIES, f"1 to {O
 Width = Annotated[int, Allowed(lambda x: x >= 1 and x % 2 == 1, "an odd width")]
 IndexBits = Annotated[int, Allowed(lambda x: x in (4, 8, 16), "4, 8 or 16")]
 MeanBits = Annotated[int, Allowed(lambda x: x in (4, 8), "4 or 8")]
-CodeBits = Annotated[int, Allowed(lambda x: 0 <= x <= 8, "1 to 8, or 0 for the profile's own")]

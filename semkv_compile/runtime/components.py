@@ -98,8 +98,7 @@ class IndexPart:
 
     bits: quantised per vector (4 or 8, see `semkv.runtime.quantization`); None: plain numbers of `dtype`. merge: what becomes
     of it when units merge: the mean by size, the smaller, the larger; `rebuild`: the router computes it from the units'
-    means (`Router.rebuild`); `never`: such units do not merge. columns: each of the `dim` numbers of all units stands together in
-    memory, which a product with few numbers per unit reads faster.
+    means (`Router.rebuild`); `never`: such units do not merge.
     """
 
     rows: int
@@ -107,7 +106,6 @@ class IndexPart:
     bits: int | None = None
     dtype: torch.dtype = torch.float16
     merge: Literal["mean", "min", "max", "rebuild", "never"] = "mean"
-    columns: bool = False
 
     @property
     def unit_nbytes(self) -> int:

@@ -284,7 +284,7 @@ def _fill_index(spans: FoldedSpans, own: dict[str, Tensor], units: int) -> None:
             spans.index[name] = _quantized(own, f"index.{name}", part.rows, units, part.dim, part.bits)
         else:
             given = _expect(own[f"index.{name}"], name, (part.rows, units, part.dim), part.dtype)
-            spans.index[name] = given.mT.clone().mT if part.columns else given.clone()
+            spans.index[name] = given.clone()
 
 
 def _fill_factors(spans: FoldedSpans, own: dict[str, Tensor], count: int) -> None:

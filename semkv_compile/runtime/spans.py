@@ -270,11 +270,7 @@ class FoldedSpans:
             self.index[name] = _joined(old if isinstance(old, Quantized) else None, quantize(x, part.bits))
             return
         new = x.to(part.dtype)
-        if part.columns:
-            new = new.mT
-            self.index[name] = (torch.cat([old.mT, new], 2) if isinstance(old, Tensor) else new.contiguous()).mT
-        else:
-            self.index[name] = torch.cat([old, new], 1) if isinstance(old, Tensor) else new
+        self.index[name] = torch.cat([old, new], 1) if isinstance(old, Tensor) else new
 
     def _store(self, folding: Folding, mean_k: Tensor | None) -> None:
         k, v, positions, lengths = folding.k, folding.v, folding.positions, folding.lengths

@@ -60,7 +60,7 @@ def test_a_whole_share_is_one(method):
         ("cake", {"kernel": 4}, "option 'kernel' of method 'cake' is 4; expected an odd width"),
         ("heterocache", {"pool": -3}, "option 'pool' of method 'heterocache' is -3; expected an odd width"),
         ("heterocache", {"tau_drift": 1.5}, r"is 1\.5; expected an overlap in \(0, 1\], or 0 for the profile's own"),
-        ("sketch", {"bits": 9}, "option 'bits' of method 'sketch' is 9; expected 1 to 8, or 0 for the profile's own"),
+        ("mixed", {"retrieves": 0.0}, r"option 'retrieves' of method 'mixed' is 0\.0; expected a share in \(0, 1\]"),
         (
             "sekv",
             {"router": "oracle", "forms": "factored"},

@@ -60,7 +60,7 @@ def test_a_budget_in_which_little_can_come_back_is_refused(whole, name, budget, 
     whole.with_method(name, budget=400).prefill(prompt(3000, 1))
 
 
-@pytest.mark.parametrize(("name", "tensors"), [("sketch", "sketch.key."), ("sekv", "sekv.router.")])
+@pytest.mark.parametrize(("name", "tensors"), [("sketch", "sketch.mean."), ("sekv", "sekv.router.")])
 def test_a_state_of_another_calibration_is_refused(whole, name, tensors, tmp_path, prompt):
     """What units keep for routing is read with the maps that it was made with."""
     model, profile = bundled.load()[0], bundled.profile()
@@ -80,7 +80,9 @@ def test_a_state_of_another_calibration_is_refused(whole, name, tensors, tmp_pat
 def test_with_room_for_everything_it_is_full_attention(whole, name, prompt):
     """What stays folded is nothing: only the 8 bits of folded tokens are left of the approximation."""
     options = SMALL.get(name, {}) | (
-        {"all_heads": True, "fixed_share": 0.3} if name in ("sketch", "mixed") else {"fixed_share": 0.3}
+        {"mixed": {"all_heads": True, "fixed_share": 0.4}, "sketch": {"fixed_share": 0.4}}.get(
+            name, {"fixed_share": 0.3}
+        )
     )
     compiled = whole.with_method(name, budget=2000, **options)
     ids, question = prompt(900, 5), prompt(4, 6)
@@ -97,12 +99,12 @@ def test_with_room_for_everything_it_is_full_attention(whole, name, prompt):
         ("shadowkv", {"chunk": 0}, "option 'chunk' of method 'shadowkv' is 0; expected at least 1"),
         ("infllm", {"representatives": 0}, "option 'representatives' of method 'infllm' is 0"),
         ("clusterkv", {"rounds": 0}, "option 'rounds' of method 'clusterkv' is 0"),
-        ("sketch", {"idle_share": 0.0}, "option 'idle_share' of method 'sketch' is 0.0; expected a share"),
         (
             "sketch",
-            {"code_share": 0.6},
-            r"option 'code_share' of method 'sketch' is 0.6; expected a share in \(0, fixed_share",
+            {"code_share": 0.7},
+            r"option 'code_share' of method 'sketch' is 0.7; expected a share in \(0, fixed_share \(0.667\)\]",
         ),
+        ("mixed", {"idle_share": 0.0}, "option 'idle_share' of method 'mixed' is 0.0; expected a share"),
         ("mixed", {"errors": 3.0}, "option 'errors' of method 'mixed' is 3.0; expected a power from 0 to 2"),
         ("mixed", {"sentence": 0.6, "prior": 0.6}, "option 'sentence' of method 'mixed' is 0.6; expected a share"),
     ],
@@ -124,33 +126,44 @@ def test_a_budget_below_the_smallest_names_it(whole, name, prompt):
         whole.with_method(name, budget=0.01).prefill(prompt(300, 1))
 
 
-@pytest.mark.parametrize(("budget", "most"), [(0.02, 30), (0.03, 45), (0.1, 150), (1.0, 1505)])
-def test_a_small_budget_gets_short_codes(whole, budget, most):
-    """A quarter of what a sketched head has, in bits per token: 2048 bits of KV, 16 heads that weigh 4 + 12 * 0.12."""
-    decided = find_method("sketch").for_budget(whole.program, whole.profile, Budget(budget, torch.float16))
-    assert decided.code_bits == int(0.25 * budget * 16 / (4 + 12 * 0.12) * 2048)
-    assert decided.code_bits == most
-    section = whole.profile.info.sketch
-    for head, kind in enumerate(decided._kinds(whole.profile, whole.program.stores[1])):
-        own = section.ranks[1][head] * section.bits[1][head]
-        caught = whole.profile.tensors["sketch.caught.1"][head]
-        if own <= decided.code_bits:
-            assert kind.rank * kind.bits == own
-            continue
-        naive = max(
-            (float(caught[place]), pair)
-            for place, pair in enumerate(section.candidates)
-            if pair[0] * pair[1] <= decided.code_bits
-        )
-        assert (kind.rank, kind.bits) == naive[1]
+@pytest.mark.parametrize(("budget", "stages"), [(0.01, 1), (0.02, 1), (0.03, 2), (0.05, 4), (0.5, 4)])
+def test_a_small_budget_gets_short_codes(whole, budget, stages):
+    """A third of what a head has, in bytes per token: 256 bytes of KV, and the profile has four codebooks."""
+    program = whole.with_method("sketch", budget=0.5).program
+    store = program.stores[1]
+    assert 2 * (store.key_dim + store.value_dim) == 256
+    decided = find_method("sketch").for_budget(program, whole.profile, Budget(budget, torch.float16))
+    assert decided.stages == stages
+    router = decided.plan(program, whole.profile).parts[1][0].components.router
+    assert router.index(store, None)["codes"].unit_nbytes == stages * store.kv_heads
 
 
-def test_named_options_of_a_sketch_hold_at_any_budget(whole):
-    for options in ({"rank": 16}, {"bits": 2}, {"code_bits": 9}):
-        asked = find_method("sketch", options)
-        assert asked.for_budget(whole.program, whole.profile, Budget(0.01, torch.float16)) is asked
-    asked = find_method("sketch")
-    assert asked.for_budget(whole.program, whole.profile, Budget(200, torch.float16)) is asked
+def test_named_stages_of_a_sketch_hold_at_any_budget(whole):
+    asked = find_method("sketch", {"stages": 3})
+    assert asked.for_budget(whole.program, whole.profile, Budget(0.01, torch.float16)) is asked
+    assert find_method("sketch").for_budget(whole.program, whole.profile, Budget(200, torch.float16)).stages == 2
+    with pytest.raises(
+        ConfigError, match="option 'stages' of method 'sketch' is 5; expected at most 4, which the profile has"
+    ):
+        whole.with_method("sketch", budget=0.1, stages=5)
+
+
+def test_heads_of_a_mixture_that_retrieve_have_codes(whole):
+    """By the best semantic score of a group against the bar; the others have spans, and a smaller share."""
+    method, profile, program = find_method("mixed"), whole.profile, whole.with_method("mixed", budget=0.5).program
+    semantic = profile.info.retrieval_heads.semantic
+    bar, coded = min(0.1, 0.5 * max(map(max, semantic))), 0
+    plan = method.plan(program, profile)
+    for store in program.stores:
+        groups = torch.tensor(semantic[store.index]).view(store.kv_heads, -1).amax(1)
+        order = list(store.head_order or range(store.kv_heads))
+        for part in plan.parts[store.store]:
+            for head in range(part.first, part.last):
+                assert (part.components.summary is None) == bool(groups[order[head]] >= bar)
+                coded += part.components.summary is None
+    assert coded == 4
+    shares = method.layer_shares(program, profile)
+    assert shares == pytest.approx([0.3, 1.0, 0.3, 0.3])
 
 
 def test_the_ceiling_finds_what_true_attention_finds(whole, prompt):
@@ -214,3 +227,8 @@ def test_a_mixture_says_which_section_it_lacks(whole):
     with pytest.raises(ConfigError, match=r"method 'mixed' needs a profile with the section 'sekv'.*others='window'"):
         find_method("mixed").check(profile)
     find_method("mixed", {"others": "window"}).check(profile)
+    info = whole.profile.info.model_copy(update={"retrieval_heads": None})
+    profile = Profile(info, whole.profile.tensors)
+    with pytest.raises(ConfigError, match=r"section 'retrieval_heads'.*--steps retrieval-heads.*all_heads=True"):
+        find_method("mixed").check(profile)
+    find_method("mixed", {"all_heads": True}).check(profile)

@@ -97,9 +97,8 @@ def measure_settings():
         observation=4,
         selectors=2,
         classic_top_k=3,
-        sketch_rank=8,
-        sketch_ranks=(2, 8),
-        sketch_bits=(2, 8),
+        sketch_stages=3,
+        sketch_rounds=3,
         sketch_share=0.1,
         pass_recall=0.0,
     )

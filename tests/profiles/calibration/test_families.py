@@ -71,7 +71,7 @@ def test_every_measured_step_runs(kind, measure_data, measure_settings):
         counted = [site.index for site in info.model.sites if site.treatment == "method"]
         assert len(counted) == 1
         assert info.layer_errors.errors[counted[0]] == 1
-        assert [len(row) for row in info.sketch.ranks] == [2 * (site in counted) for site in range(2)]
+        assert [len(row) for row in info.sketch.caught] == [2 * (site in counted) for site in range(2)]
     if kind == "one KV head":
         assert info.head_taxonomy.similarity == ((0.0,), (0.0,))
         assert {role for row in info.head_taxonomy.roles for role in row} <= {"anchor", "volatile"}

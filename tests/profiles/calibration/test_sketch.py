@@ -1,75 +1,74 @@
-"""The token sketch: the best maps of their rank, the choice of tokens, ranks and bits per head."""
-
-import dataclasses
+"""The token sketch: k-means in the queries' space, the choice of tokens, and what codes catch."""
 
 import pytest
 import torch
 
-from semkv.profiles.calibration.calibrate import model_facts
+from semkv.profiles.calibration.codebooks import FLOOR, centroids, learn, root_of
+from semkv.profiles.calibration.interpreter import full_attention, run_body
 from semkv.profiles.calibration.measure import Sums
-from semkv.profiles.calibration.sketch import Sketch, best_projections, caught_mass, chosen_tokens
-from semkv.profiles.schema import Profile, ProfileInfo, RetrievalHeads
+from semkv.profiles.calibration.sketch import SINKS, WINDOW, Sketch, caught_mass, chosen_tokens
+from semkv.profiles.schema.codes import Codebooks, nearest
 
 
-def moments(seed, heads=2, dim=6):
-    generator = torch.Generator().manual_seed(seed)
-    factors = torch.randn(heads, dim, dim, generator=generator, dtype=torch.float64)
-    return factors @ factors.transpose(1, 2)
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
 
 
-def expected_error(queries, keys, a, b):
-    """E[(q.k - (qA).(kB))^2] for independent q, k: tr(Cq E Ck E^T) with E = I - A B^T."""
-    error = torch.eye(queries.shape[-1], dtype=torch.float64) - a @ b.transpose(-1, -2)
-    return torch.einsum("hij,hjk,hkl,hil->h", queries, error, keys, error)
+def test_the_root_squared_is_the_moment():
+    x = torch.randn(2, 50, 6, generator=generator())
+    moment = x.mT @ x
+    root = root_of(moment)
+    torch.testing.assert_close(root @ root, moment, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(root, root.mT)
 
 
-@pytest.mark.parametrize("rank", [1, 3, 6])
-def test_the_error_is_the_tail_of_the_spectrum(rank):
-    queries, keys = moments(0), moments(1)
-    a, b, spectrum = best_projections(queries, keys, rank)
-    whole = torch.einsum("hij,hji->h", queries, keys)
-    tail = spectrum[:, rank:].sum(-1)
-    torch.testing.assert_close(expected_error(queries, keys, a, b) / whole, tail, rtol=1e-3, atol=1e-5)
-    torch.testing.assert_close(spectrum.sum(-1), torch.ones(2, dtype=torch.float64))
+def test_directions_without_queries_do_no_harm():
+    moment = torch.zeros(2, 4, 4)
+    moment[0, 0, 0] = 9.0  # the second head has no queries at all
+    root = root_of(moment)
+    torch.testing.assert_close(root[0].diagonal(), torch.tensor([3.0, *[3 * FLOOR**0.5] * 3]))
+    assert torch.equal(root[1], torch.eye(4))
 
 
-def test_the_error_is_that_of_samples():
-    generator = torch.Generator().manual_seed(2)
-    queries, keys = moments(0, heads=1), moments(1, heads=1)
-    q = torch.randn(40_000, 6, generator=generator, dtype=torch.float64) @ torch.linalg.cholesky(queries)[0].T
-    k = torch.randn(40_000, 6, generator=generator, dtype=torch.float64) @ torch.linalg.cholesky(keys)[0].T
-    a, b, spectrum = best_projections(queries, keys, 2)
-    exact = (q * k).sum(-1)
-    sketched = ((q @ a[0]) * (k @ b[0])).sum(-1)
-    ratio = (exact - sketched).square().mean() / exact.square().mean()
-    assert float(ratio) == pytest.approx(float(spectrum[0, 2:].sum()), abs=0.02)
+def test_k_means_finds_groups_that_there_are():
+    """Of vectors in many tight groups, no more than the groups' own spread is left."""
+    middle = 10 * torch.randn(2, 64, 5, generator=generator())
+    x = middle.repeat(1, 40, 1) + 0.01 * torch.randn(2, 2560, 5, generator=generator(1))
+    book = centroids(x, 8, generator(2))
+    left = x - torch.take_along_dim(book, nearest(x, book)[..., None], 1)
+    assert float(left.square().sum(-1).mean()) < 1e-3
+    assert float(x.square().sum(-1).mean()) > 100
 
 
-def test_no_nearby_maps_of_the_rank_are_better():
-    queries, keys = moments(3), moments(4)
-    a, b, _ = best_projections(queries, keys, 2)
-    best = expected_error(queries, keys, a, b)
-    generator = torch.Generator().manual_seed(5)
-    for size in (1e-3, 1e-2, 1e-1, 1.0):
-        for _ in range(20):
-            noise = [size * torch.randn(a.shape, generator=generator, dtype=torch.float64) for _ in range(2)]
-            assert (expected_error(queries, keys, a + noise[0], b + noise[1]) >= best - 1e-6).all()
+def test_rounds_do_not_make_it_worse():
+    x = torch.randn(1, 3000, 6, generator=generator())
+    errors = []
+    for rounds in (0, 1, 4, 12):
+        book = centroids(x, rounds, generator(1))
+        errors.append(float((x - torch.take_along_dim(book, nearest(x, book)[..., None], 1)).square().mean()))
+    assert errors == sorted(errors, reverse=True)
+    assert errors[-1] < 0.9 * errors[0]
 
 
-def test_the_first_columns_are_the_best_maps_of_a_lower_rank():
-    queries, keys = moments(0), moments(1)
-    wide, narrow = best_projections(queries, keys, 5), best_projections(queries, keys, 2)
-    torch.testing.assert_close(wide[0][..., :2], narrow[0])
-    torch.testing.assert_close(wide[1][..., :2], narrow[1])
+def test_fewer_vectors_than_places_are_all_there():
+    x = torch.randn(2, 9, 4, generator=generator())
+    book = centroids(x, 3, generator(1))
+    assert book.shape == (2, 256, 4)
+    torch.testing.assert_close(torch.take_along_dim(book, nearest(x, book)[..., None], 1), x)
 
 
-def test_dimensions_that_never_vary_do_no_harm():
-    queries, keys = moments(0), moments(1)
-    keys[:, 4:], keys[:, :, 4:] = 0, 0
-    a, b, spectrum = best_projections(queries, keys, 6)
-    assert torch.isfinite(a).all()
-    assert torch.isfinite(b).all()
-    assert float(spectrum[:, :4].sum(-1).min()) > 0.999
+def test_stored_books_are_whole_multiples_of_a_scale():
+    x = torch.randn(2, 2000, 6, generator=generator())
+    books, scale = learn(x, 3, 4, generator(1))
+    assert (books.dtype, scale.dtype) == (torch.uint8, torch.float16)
+    assert books.shape == (2, 3, 256, 6)
+    plain = (books.float() - 128) * scale.float()[..., None]
+    codes = Codebooks(torch.zeros(2, 6), torch.eye(6).expand(2, -1, -1), plain)
+    errors = []
+    for stages in (1, 2, 3):
+        some = Codebooks(codes.mean, codes.root, plain[:, :stages])
+        errors.append(float((x - some.decode(some.encode(x))).square().mean()))
+    assert errors[2] < 0.5 * errors[1] < 0.25 * errors[0]
 
 
 def test_tokens_are_chosen_by_the_best_query_head_of_a_group():
@@ -86,84 +85,58 @@ def run(subject):
     return step, sums, step.finish(sums)
 
 
-def test_covariances_are_those_of_the_models_queries_and_centred_keys(subject, measure_settings):
-    from semkv.profiles.calibration.interpreter import full_attention, run_body
+def collected(subject, ids):
+    calls = {}
 
-    _, sums, outcome = run(subject)
-    context, queries, keys = measure_settings.length, [], []
-    for _, ids in subject.data.measured:
-        calls = {}
+    def collect(call):
+        calls[call.site] = call
+        return full_attention(call)
 
-        def collect(call, calls=calls):
-            calls[call.site] = call
-            return full_attention(call)
+    with torch.no_grad():
+        run_body(subject.program.body, ids, torch.arange(len(ids)), collect)
+    return calls
 
-        with torch.no_grad():
-            run_body(subject.program.body, ids, torch.arange(len(ids)), collect)
-        k = calls[1].k[0, :context].double()
-        keys.append(k - k.mean(0))
-        queries.append(calls[1].q[:2, context:].double().flatten(0, 1))  # the two query heads of KV head 0
-    count = float(sums["samples.1"])
-    for name, rows in (("queries", queries), ("keys", keys)):
-        naive = sum(row.T @ row / len(row) for row in rows) / len(rows)
-        torch.testing.assert_close(sums[f"{name}.1"][0] / count, naive, rtol=1e-4, atol=1e-5)
-    assert outcome.tensors["sketch.query.1"].shape == (2, 16, 8)
-    assert outcome.tensors["sketch.spectrum.1"].shape == (2, 16)
+
+def test_it_learns_of_the_models_keys_and_queries(subject, measure_settings):
+    step, sums = Sketch(subject), Sums()
+    samples = subject.data.measured
+    for unit in range(len(samples)):
+        step.measure(unit, sums)
+    context, moment = measure_settings.length, 0.0
+    for number, (_, ids) in enumerate(samples):
+        call = collected(subject, ids)[1]
+        q = call.q[:2, context:].double().flatten(0, 1)  # the two query heads of KV head 0
+        moment = moment + q.mT @ q / len(q)
+        own = sums["keys.1"][:, number * (context - SINKS) : (number + 1) * (context - SINKS)]
+        assert torch.equal(own, call.k[:, SINKS:context].half())
+    torch.testing.assert_close(sums["queries.1"][0], moment, rtol=1e-4, atol=1e-5)
+    step.measure(len(samples), sums)
+    assert sums.get("keys.0") is None, "keys are forgotten once the books are made"
+    assert sums["sketch.books.0"].shape == (2, 3, 256, 16)
 
 
 def test_what_is_caught_follows_from_the_stored_tensors(subject, model, dense_weights, measure_settings):
-    from semkv.profiles.calibration.interpreter import full_attention, run_body
-    from semkv.profiles.schema.codes import decode, encode
-
-    step, _, outcome = run(subject)
-    place = step.candidates.index((8, 8))
+    _, _, outcome = run(subject)
     context, count = measure_settings.length, round(measure_settings.sketch_share * measure_settings.length)
-    caught = best = 0.0
+    far = slice(SINKS, context - WINDOW)
+    caught, best = torch.zeros(3), 0.0
+    books = outcome.section.codebooks(outcome.tensors, 0, [0], 3)
     for _, ids in subject.data.held_out:
-        calls = {}
-
-        def collect(call, calls=calls):
-            calls[call.site] = call
-            return full_attention(call)
-
-        with torch.no_grad():
-            run_body(subject.program.body, ids, torch.arange(len(ids)), collect)
-        part = {name: outcome.tensors[f"sketch.{name}.0"] for name in ("query", "key", "mean", "std")}
-        codes = calls[0].k[:, :context] @ part["key"]
-        codes = decode(encode(codes, part["mean"], part["std"], 8), part["mean"], part["std"], 8)
+        call = collected(subject, ids)[0]
         layer = dense_weights(model, ids)[0]
         for t in range(context, len(ids)):
-            guess = torch.stack(
-                [torch.softmax(codes[0] @ (calls[0].q[h, t] @ part["query"][0]) * calls[0].scale, 0) for h in range(2)]
-            )
-            for row, kind in ((guess, "caught"), (layer[:2, t, :context], "best")):
-                chosen = row.amax(0).argsort(descending=True)[:count]
-                got = float(layer[:2, t][:, chosen].sum())
-                caught, best = (caught + got, best) if kind == "caught" else (caught, best + got)
-    assert float(outcome.tensors["sketch.caught.0"][0, place]) == pytest.approx(caught / best, abs=2e-3)
+            true = layer[:2, t, far]
+            best += float(true[:, true.amax(0).argsort(descending=True)[:count]].sum())
+            for stages in (1, 2, 3):
+                some = Codebooks(books.mean, books.root, books.books[:, :stages])
+                keys = some.decode(some.encode(call.k[:1, far]))[0]
+                guess = torch.stack([torch.softmax(keys @ call.q[h, t] * call.scale, 0) for h in range(2)])
+                caught[stages - 1] += float(true[:, guess.amax(0).argsort(descending=True)[:count]].sum())
+    torch.testing.assert_close(outcome.tensors["sketch.caught.0"][0], caught / best, rtol=0, atol=2e-3)
+    assert outcome.section.caught[0][0] == pytest.approx(float(caught[2]) / best, abs=2e-3)
 
 
-def test_heads_that_do_not_retrieve_get_none(subject):
-    rows = ((0.0, 0.01, 0.6, 0.2), (0.0, 0.0, 0.0, 0.02))
-    heads = RetrievalHeads(semantic=rows, classic=rows, classic_top_k=rows, tests=1, passed=1)
-    info = ProfileInfo(fingerprint="f" * 64, model=model_facts(subject.program, "tiny"), retrieval_heads=heads)
-    _, _, outcome = run(dataclasses.replace(subject, profile=Profile(info)))
-    section = outcome.section
-    assert section.ranks[0][0] == section.bits[0][0] == 0
-    assert section.ranks[0][1] > 0
-    assert section.ranks[1] == section.bits[1] == (0, 0)
-    assert section.bytes_per_token(0) == section.ranks[0][1] * section.bits[0][1] / 8
-    assert outcome.note == ""
-
-
-def test_the_cheapest_candidate_that_is_enough_is_taken(subject):
-    step = Sketch(subject)
-    assert step.candidates == [(2, 2), (2, 8), (8, 2), (8, 8)]
-    assert step._cheapest([0.5, 0.92, 0.91, 0.99]) == 1
-    assert step._cheapest([0.5, 0.6, 0.7, 0.65]) == 2
-
-
-def test_without_known_retrieval_heads_every_head_has_a_sketch(subject):
+def test_every_head_has_codes(subject):
     _, _, outcome = run(subject)
-    assert all(rank for row in outcome.section.ranks for rank in row)
-    assert "run the step retrieval-heads first" in outcome.note
+    assert [len(row) for row in outcome.section.caught] == [2, 2]
+    assert outcome.note == ""

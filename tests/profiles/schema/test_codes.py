@@ -1,35 +1,58 @@
-"""Codes in few bits: levels are bounded, and the error is that of the best uniform quantiser."""
+"""Residual codebooks: what is nearest, what a code stands for, and codes of fewer stages."""
 
-import pytest
+from __future__ import annotations
+
 import torch
 
-from semkv.profiles.schema.codes import STEPS, decode, encode
-
-DISTORTION = {1: 0.3634, 2: 0.1188, 3: 0.03744, 4: 0.01154}  # Max 1960, Table II: mean squared error, unit variance
+from semkv.profiles.schema.codes import VECTORS, Codebooks, nearest
 
 
-@pytest.mark.parametrize("bits", DISTORTION)
-def test_the_error_on_a_normal_variable_is_the_known_one(bits):
+def made(heads=2, stages=3, dim=5) -> Codebooks:
     generator = torch.Generator().manual_seed(0)
-    mean, std = torch.tensor([[0.0, 5.0]]), torch.tensor([[1.0, 3.0]])
-    codes = mean[:, None] + std[:, None] * torch.randn(1, 200_000, 2, generator=generator)
-    levels = encode(codes, mean, std, bits)
-    assert levels.dtype == torch.int8
-    assert int(levels.min()) == -(2 ** (bits - 1))
-    assert int(levels.max()) == 2 ** (bits - 1) - 1
-    error = ((decode(levels, mean, std, bits) - codes) / std[:, None]).square().mean((0, 1))
-    torch.testing.assert_close(error, torch.full((2,), DISTORTION[bits]), rtol=0.02, atol=0)
+    root = torch.randn(heads, dim, dim, generator=generator)
+    scale = 0.5 ** torch.arange(stages)[:, None, None]
+    books = torch.randn(heads, stages, VECTORS, dim, generator=generator) * scale
+    return Codebooks(torch.randn(heads, dim, generator=generator), root @ root.mT + torch.eye(dim), books)
 
 
-def test_eight_bits_fit_an_int8_and_a_still_dimension_stays_finite():
-    codes = torch.tensor([[[-1e9, 2.0], [1e9, 2.0]]])
-    mean, std = torch.tensor([[0.0, 2.0]]), torch.tensor([[1.0, 0.0]])
-    levels = encode(codes, mean, std, 8)
-    assert levels[0, :, 0].tolist() == [-128, 127]
-    assert torch.isfinite(decode(levels, mean, std, 8)).all()
+def test_the_nearest_vector_is_that_of_all_distances():
+    books = made()
+    x = torch.randn(2, 40, 5)
+    wanted = torch.cdist(x, books.books[:, 0]).argmin(-1)
+    assert torch.equal(nearest(x, books.books[:, 0]), wanted)
 
 
-def test_other_widths_are_refused():
-    with pytest.raises(ValueError, match=r"bits is 9, expected 1 to 8"):
-        encode(torch.zeros(1, 1, 1), torch.zeros(1, 1), torch.ones(1, 1), 9)
-    assert sorted(STEPS) == list(range(1, 9))
+def test_a_key_is_coded_stage_by_stage():
+    books, k = made(), torch.randn(2, 30, 5)
+    codes = books.encode(k)
+    assert codes.shape == (2, 30, 3)
+    assert codes.dtype == torch.uint8
+    for head in range(2):
+        for token in range(30):
+            rest = (k[head, token] - books.mean[head]) @ books.root[head]
+            for stage in range(3):
+                book = books.books[head, stage]
+                best = int((rest - book).norm(dim=-1).argmin())
+                assert int(codes[head, token, stage]) == best
+                rest = rest - book[best]
+            found = books.decode(codes)[head, token]
+            left = (k[head, token] - found) @ books.root[head]
+            torch.testing.assert_close(left, rest, rtol=1e-3, atol=1e-3)
+
+
+def test_each_stage_comes_nearer_in_products_with_queries():
+    """The distance in the books' space is the mean square of products with queries of that second moment."""
+    books, k = made(), 2 * torch.randn(2, 200, 5)
+    queries = torch.randn(2, 4000, 5) @ books.root  # second moment root @ root
+    exact, errors = queries @ k.mT, []
+    for stages in (1, 2, 3):
+        some = Codebooks(books.mean, books.root, books.books[:, :stages])
+        guess = queries @ some.decode(some.encode(k)).mT
+        errors.append(float((exact - guess).square().mean()))
+    assert errors[0] > errors[1] > errors[2]
+
+
+def test_the_first_stages_of_a_code_are_a_code():
+    books, k = made(), torch.randn(2, 30, 5)
+    some = Codebooks(books.mean, books.root, books.books[:, :2])
+    assert torch.equal(books.encode(k)[..., :2], some.encode(k))

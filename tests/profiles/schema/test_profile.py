@@ -39,14 +39,7 @@ def build(**changes) -> Profile:
         "fingerprint": "f" * 64,
         "model": model,
         "sekv": sekv,
-        "sketch": SketchSection(
-            rank=3,
-            candidates=((2, 2), (3, 4)),
-            ranks=((2,), (0,)),
-            bits=((2,), (0,)),
-            energy=((0.9,), (0.0,)),
-            caught=((0.95,), (0.0,)),
-        ),
+        "sketch": SketchSection(stages=2, caught=((0.95,), (0.5,))),
         "head_taxonomy": HeadTaxonomy(
             roles=(("anchor",), ("volatile",)),
             clusters=((0,), (0,)),
@@ -78,7 +71,12 @@ def build(**changes) -> Profile:
     } | changes
     info = ProfileInfo(**content)
     generator = torch.Generator().manual_seed(0)
-    tensors = {name: torch.randn(shape, generator=generator) for name, shape in info.tensor_shapes().items()}
+    tensors = {
+        name: torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+        if name.startswith("sketch.books.")
+        else torch.randn(shape, generator=generator)
+        for name, shape in info.tensor_shapes().items()
+    }
     return Profile(info, tensors)
 
 
@@ -106,7 +104,7 @@ def test_saving_again_replaces_and_leaves_no_debris(folder):
 
 def test_half_precision_tensors_round_trip(tmp_path):
     profile = build()
-    halves = {name: tensor.to(torch.bfloat16) for name, tensor in profile.tensors.items()}
+    halves = {name: x.to(torch.bfloat16) if x.is_floating_point() else x for name, x in profile.tensors.items()}
     Profile(profile.info, halves).save(tmp_path / "p")
     assert Profile.load(tmp_path / "p").tensors["sekv.router.1"].dtype == torch.bfloat16
 
@@ -167,8 +165,11 @@ JSON_DAMAGE = {
         lambda c: c["layer_errors"]["sets"].update(text=[1.0]),
         "sets.text has 1 entries for 2",
     ),
-    "rank without bits": (lambda c: c["sketch"].update(bits=[[0], [0]]), "site 0, head 0: rank 2 at 0 bits"),
-    "rank beyond what is stored": (lambda c: c["sketch"].update(ranks=[[4], [0]]), "a rank of at most 3"),
+    "codebooks of other heads": (
+        lambda c: c["sketch"].update(caught=[[0.5, 0.5], [0.5]]),
+        "sketch.caught: site 0 has 2 entries, expected 1",
+    ),
+    "no stages": (lambda c: c["sketch"].update(stages=0), "sketch.stages"),
     "tensor undeclared": (lambda c: c["tensors"].pop("sekv.router.0"), "first difference: 'sekv.router.0'"),
     "huge tensor": (lambda c: c["tensors"]["sekv.router.0"].update(shape=[1 << 24, 1 << 24]), "first difference"),
 }
@@ -192,9 +193,29 @@ def test_a_changed_number_is_noticed(folder):
 
 
 def test_another_schema_version_is_refused(folder):
-    edit(folder, lambda c: c.update(schema_version=2))
-    with pytest.raises(ProfileError, match=r"schema version 2, this version of semkv reads 1"):
+    edit(folder, lambda c: c.update(schema_version=3))
+    with pytest.raises(ProfileError, match=r"schema version 3, this version of semkv reads 1 and 2"):
         Profile.load(folder)
+
+
+def test_of_an_earlier_version_all_but_the_sketch_is_read(folder):
+    """Its sketch had other tensors; the rest is what it was, and can be saved again."""
+    before = Profile.load(folder)
+
+    def earlier(content):
+        content["schema_version"] = 1
+        content["sketch"] = {"rank": 3, "candidates": [[2, 2]], "ranks": [[2], [0]], "bits": [[2], [0]]}
+
+    edit(folder, earlier)
+    with pytest.warns(UserWarning, match=r"whose token sketch is not read any more.*--steps sketch"):
+        read = Profile.load(folder)
+    assert read.info.sketch is None
+    assert read.info.sekv == before.info.sekv
+    assert set(read.tensors) == {name for name in before.tensors if not name.startswith("sketch.")}
+    read.save(folder.parent / "again")
+    assert Profile.load(folder.parent / "again").info == read.info.model_copy(
+        update={"tensors_digest": Profile.load(folder.parent / "again").info.tensors_digest}
+    )
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"a": NaN}', "[" * 100_000, "null", "\x00\xff"])

@@ -1,0 +1,58 @@
+"""Residual codebooks of keys, learned by k-means in the space of the queries."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from semkv.profiles.schema.codes import VECTORS, nearest
+
+FLOOR = 1e-5
+"""Of the largest eigenvalue of the queries' second moment: smaller ones are raised to it, so that its root has an inverse."""
+LEVELS = 127
+"""A vector's numbers are stored as whole multiples, up to so many, of its scale."""
+
+
+def root_of(moment: Tensor) -> Tensor:
+    """Symmetric square roots float32 [H, D, D] of second moments [H, D, D]; of zeros, the identity."""
+    values, vectors = torch.linalg.eigh(moment.double())
+    largest = values.amax(-1, keepdim=True)
+    values = torch.where(largest > 0, values.clamp(min=FLOOR * largest), 1.0)
+    return ((vectors * values.sqrt()[..., None, :]) @ vectors.mT).float()
+
+
+def learn(x: Tensor, stages: int, rounds: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Books of float32 x [H, n, D] as the profile stores them: uint8 [H, stages, VECTORS, D] and scales float16 [H, stages, VECTORS].
+
+    Each stage learns of what the stored vectors of those before it leave.
+    """
+    books, scales = [], []
+    for _ in range(stages):
+        book = centroids(x, rounds, generator)
+        scale = (book.abs().amax(-1) / LEVELS).clamp(min=1e-7).half()
+        code = (book / scale.float()[..., None]).round().clamp(-LEVELS, LEVELS)
+        book = code * scale.float()[..., None]
+        x = x - torch.take_along_dim(book, nearest(x, book)[..., None], 1)
+        books.append((code + LEVELS + 1).to(torch.uint8))
+        scales.append(scale)
+    return torch.stack(books, 1), torch.stack(scales, 1)
+
+
+def centroids(x: Tensor, rounds: int, generator: torch.Generator) -> Tensor:
+    """k-means of x [H, n, D]: [H, VECTORS, D]. It begins with vectors drawn from x, and so does anew one that nothing is nearest to."""
+
+    def drawn() -> Tensor:
+        order = torch.randperm(x.shape[1], generator=generator)
+        return x[:, order.repeat(-(-VECTORS // len(order)))[:VECTORS].to(x.device)]
+
+    book = drawn().clone()
+    for _ in range(rounds):
+        label = nearest(x, book)
+        counts = torch.zeros(book.shape[:2], dtype=x.dtype, device=x.device)
+        counts.scatter_add_(1, label, torch.ones_like(label, dtype=x.dtype))
+        sums = torch.zeros_like(book).scatter_add_(1, label[..., None].expand_as(x), x)
+        book = torch.where(counts[..., None] > 0, sums / counts.clamp(min=1)[..., None], drawn())
+    return book
+
+
+__all__ = ["centroids", "learn", "root_of"]
