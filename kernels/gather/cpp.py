@@ -34,7 +34,8 @@ def gather_library() -> Library:
 
 
 def copies_tokens(waiting: Sequence[Tensor], scales: Sequence[Tensor | None], into: Sequence[Tensor]) -> bool:
-    """Whether `copy_tokens_cpp` can: on a CPU with a compiler, dense, numbers of one dtype or codes that become float32."""
+    """Whether `copy_tokens_cpp` can: on a CPU with a compiler, dense, numbers and codes that stay as they are, or codes that become
+    float32."""
     kinds = all(y.dtype == (x.dtype if scale is None else torch.float32) for x, scale, y in zip(waiting, scales, into))
     given = [x for x in (*waiting, *scales, *into) if x is not None]
     dense = all(x.device.type == "cpu" and x.is_contiguous() for x in given)

@@ -27,9 +27,11 @@ def copy_tokens_launches(
     for x, scale, out in zip(waiting, scales, into):
         if not all(y is None or y.is_contiguous() for y in (x, scale, out)):
             raise InputError("what waits, or where it goes, is not contiguous; expected the whole pool and all slots")
-        if (x.dtype == torch.uint8) != (scale is not None):
+        stays = (x.dtype == torch.uint8) == (out.dtype == torch.uint8)
+        if not (stays if scale is None else x.dtype == torch.uint8):
             raise InputError(
-                f"waiting is {x.dtype} {'with' if scale is not None else 'without'} scales; codes uint8 have some"
+                f"waiting is {x.dtype} {'with' if scale is not None else 'without'} scales, its place {out.dtype}; codes uint8 become "
+                "numbers by scales, or stay codes"
             )
         if out.is_cuda and any(y is not None and not y.is_cuda and not y.is_pinned() for y in (x, scale)):
             raise InputError(

@@ -61,7 +61,7 @@ Steps, in the order in which they run (--steps takes some of them, separated by 
 
   layer-errors     what each layer's output loses under extreme compression (CompressKV)
 
-  sketch           low-rank, low-bit codes of tokens that find what a query looks for, for the heads that retrieve
+  sketch           codebooks that give every token a code of a few bytes, which finds what a query looks for
 
   sentences        where sentences end, for every token of the tokenizer (SentenceKV)
 

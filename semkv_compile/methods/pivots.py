@@ -17,6 +17,7 @@ from semkv.runtime.record import RowRecord
 from semkv.runtime.site_memory import SiteMemory
 from semkv.runtime.spans import FoldedSpans
 from semkv.runtime.step import Step
+from semkv.runtime.token_store import plain
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,8 +103,7 @@ class PivotRouter(MeansSuffice):
     def set_size(self, step: Step, pivot: int) -> int:
         """Tokens that the pivot's satellites may hold, on the mean."""
         sizes = [
-            cap
-            / (memory.recent.k.shape[0] * (memory.site.key_dim + memory.site.value_dim) * memory.recent.k.itemsize + 4)
+            cap / (memory.recent.kv_nbytes + 4)
             for memory, cap in zip(step.parts, step.caps)
             if self.pivots.get((memory.site.store, memory.site.first_head)) == pivot
         ]
@@ -169,8 +169,8 @@ def tokens_of(memory: SiteMemory, head: int) -> Found:
     """The keys of all tokens of one KV head of a memory, on the device and on the host."""
     found = []
     for store in (memory.kept, memory.recent):
-        positions = store.positions.expand(store.k.shape[0], -1)[head]
-        found.append((store.k[head], positions.long().cpu()))
+        positions = store.positions.expand(memory.site.kv_heads, -1)[head]
+        found.append((plain(store.k[head : head + 1])[0], positions.long().cpu()))
     spans = memory.spans
     if spans is not None and spans.host_tokens.length:
         places, positions = spans.waiting_places()

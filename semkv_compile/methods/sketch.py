@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from semkv.errors import ConfigError
 from semkv.ir.program import Program
@@ -28,9 +28,11 @@ class Sketch(Method):
     A code is a byte per stage: the number of the nearest vector in a codebook that calibration learned for this KV head
     (`semkv.profiles.schema.codes.Codebooks`). Codebooks are weights of the model, a token's code counts towards the budget.
 
-    stages: bytes of a code; 0: as many as `code_share` of the budget holds, at most the profile's. sinks, window: exact tokens, first and
-    recent. fixed_share: of the budget, for codes and exact tokens; the rest is for unfolded ones. oracle: true attention chooses in
-    place of codes, which are neither made nor charged: the ceiling of any sketch with this budget, not a method.
+    stages: bytes of a code; 0: as many as `code_share` of the budget holds, at most the profile's. sinks, window: exact tokens, first
+    and recent. fixed_share: of the budget, for codes and exact tokens; the rest is for unfolded ones. exact_form: of exact and
+    unfolded tokens on the device, `int8` with a scale per token and KV head, or `raw`, of which a budget holds half as many. oracle:
+    true attention chooses in place of codes, which are neither made nor charged: the ceiling of any sketch with this budget, not
+    a method.
     """
 
     stages: CountOrProfile = 0
@@ -38,6 +40,7 @@ class Sketch(Method):
     window: Tokens = 32
     fixed_share: Share = 2 / 3
     code_share: Share = 1 / 3
+    exact_form: Literal["int8", "raw"] = "int8"
     oracle: bool = False
 
     name: ClassVar[str] = "sketch"
@@ -89,6 +92,7 @@ class Sketch(Method):
         return Components(
             segmenter=Pages(1, frame, fixed=True),
             router=OracleRouter() if self.oracle else router,
+            exact_form=self.exact_form,
             outside="folded",
             fixed_share=self.fixed_share,
             floor_tokens=16,

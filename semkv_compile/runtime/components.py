@@ -181,6 +181,8 @@ class Components:
     segmenter, router: for methods that fold; None where tokens are only kept or dropped.
     summary: what stands for a folded unit in the softmax; None: nothing.
     forms: in which form spans wait, see `host_form` for those that it leaves as tokens.
+    exact_form: of exact and unfolded tokens on the device, `raw` in the KV dtype, or `int8`, codes with a scale per token and KV head,
+        which needs `host_form="int8"`: a token's codes are made once, and move as they are.
     host_form: `raw`, `int8`, or `none`: folded tokens are not kept, their summary is all that is left of them.
     outside: where tokens go that are neither exact nor folded: `folded` on or `dropped`.
     fixed_share: part of the budget that fixed parts (exact tokens, window, summaries, indexes) may take; the rest is for
@@ -203,6 +205,7 @@ class Components:
     summary: Summary | None = None
     router: Router | None = None
     forms: FormChooser | None = None
+    exact_form: Literal["raw", "int8"] = "raw"
     host_form: Literal["raw", "int8", "none"] = "int8"
     outside: Literal["folded", "dropped"] = "dropped"
     fixed_share: float = 1.0
@@ -217,6 +220,12 @@ class Components:
     reads_queries: bool = False
     reads_others: bool = False
     whole: bool = False
+
+    def __post_init__(self) -> None:
+        if self.exact_form == "int8" and self.host_form == "raw":
+            raise ValueError(
+                "exact_form is 'int8' and host_form 'raw'; expected codes on the host as well, which move as they are"
+            )
 
     @property
     def reads_surprisal(self) -> bool:

@@ -11,7 +11,7 @@ from semkv.profiles.schema.memory import UNBOUNDED
 from semkv.runtime.budget import Budget
 from semkv.runtime.components import Components, Part, Plan
 from semkv.runtime.placement import in_pages
-from semkv.runtime.spans import unit_cost_bytes
+from semkv.runtime.spans import exact_nbytes, unit_cost_bytes
 
 MARGIN = 1.01
 """What is asked for beyond the least that a method can live in: bytes are whole, and shares are raised and lowered a little."""
@@ -142,7 +142,7 @@ def _reaches(part: SharingPart, budget: Budget, floor: int, demand: Demand) -> b
     room = min(own, max(components.fixed_share * own, in_pages(components.floor_tokens, page)))
     window = max(page, min(components.window, components.window_share * room))
     sinks = _whole_pages(getattr(components.segmenter, "sinks", 0), budget)
-    token = site.values_per_token / site.kv_heads * budget.dtype.itemsize + 4
+    token = exact_nbytes(site, components, budget.dtype) + 4
     left, cost = room - window - components.fold_chunk - sinks, unit_cost_bytes(site, components) / token
     if left <= 0:
         return False

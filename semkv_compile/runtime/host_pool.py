@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Literal
 
@@ -14,6 +15,18 @@ from semkv.runtime.host_tier import HostTier, on_disk
 from semkv.runtime.quantization import quantize
 
 Form = Literal["raw", "int8"]
+
+RoomKinds = tuple[tuple[int, torch.dtype], ...]
+"""Numbers per token and their dtype, of each tensor of a room for tokens: keys and values, and where those are codes of 8 bits their
+scales."""
+
+
+def room_kinds(key_dim: int, value_dim: int, dtype: torch.dtype, *, codes: bool) -> RoomKinds:
+    """Of rooms that hold tokens in `dtype`, or as codes."""
+    if codes:
+        return (key_dim, torch.uint8), (value_dim, torch.uint8), (1, torch.float16), (1, torch.float16)
+    return (key_dim, dtype), (value_dim, dtype)
+
 
 AHEAD = 256
 """Tokens that a tensor on the device is made larger at a time."""
@@ -198,29 +211,31 @@ class HostTokens:
         return rows.to(torch.float32).sub_(128).mul_(scale.float()).to(self.dtype)
 
     def fill(
-        self, k: Tensor, v: Tensor, at: Tensor, index: Tensor, heads: Tensor, *, threads: int | None = None
+        self, rooms: Sequence[Tensor], at: Tensor, index: Tensor, heads: Tensor, *, threads: int | None = None
     ) -> None:
-        """See `semkv.runtime.prefetch.Source`."""
-        parts = self.parts
-        waiting = [parts[name].stored for name in ("k", "v")]
-        scales = [parts[name].stored if name in parts else None for name in ("k_scale", "v_scale")]
-        if copies_tokens(waiting, scales, (k, v)):
-            copy_tokens_cpp(waiting, scales, (k, v), heads, index, at, threads=threads)
+        """See `semkv.runtime.prefetch.Source`. Codes go to rooms for codes as they are, and become numbers in rooms for numbers."""
+        parts, numbers = self.parts, len(rooms) == 2
+        names = ("k", "v") if numbers else ("k", "v", "k_scale", "v_scale")
+        waiting = [parts[name].stored for name in names]
+        scales = [parts[f"{name}_scale"].stored if numbers and f"{name}_scale" in parts else None for name in names]
+        if copies_tokens(waiting, scales, rooms):
+            copy_tokens_cpp(waiting, scales, rooms, heads, index, at, threads=threads)
             return
-        if k.is_cuda and self.in_place:
+        device, count = rooms[0].device, len(at)
+        if device.type == "cuda" and self.in_place:
             from semkv.kernels.gather.triton import copy_tokens_triton
 
-            copy_tokens_triton(waiting, scales, (k, v), heads, index, at)
+            copy_tokens_triton(waiting, scales, rooms, heads, index, at)
             return
-        device, count = k.device, len(at)
         size = PIECE if device.type == "cpu" else max(1, count)
         for piece in (slice(start, start + size) for start in range(0, count, size)):
-            new_k, new_v = self.gather(index[piece], heads[piece])
-            if new_k.device != device:  # they cross the link as one tensor
-                new_k, new_v = torch.cat((new_k, new_v), 1).to(device).split((new_k.shape[1], new_v.shape[1]), 1)
+            places, own = index[piece], heads[piece]
+            new = self.gather(places, own) if numbers else [parts[name].rows(own, places) for name in names]
+            if numbers and new[0].device != device:  # they cross the link as one tensor
+                new = torch.cat(tuple(new), 1).to(device).split([x.shape[1] for x in new], 1)
             rows = at[piece].to(device)
-            k.index_copy_(0, rows, new_k)
-            v.index_copy_(0, rows, new_v)
+            for room, x in zip(rooms, new):
+                room.index_copy_(0, rows, x.to(device))
 
     def moved(self, device: torch.device | None) -> HostTokens:
         """A copy on `device`; on the host where it is None."""

@@ -32,7 +32,7 @@ class Lookahead:
 
     What is fetched for a layer is what its memory foresees in this step where its router can tell
     (`semkv.runtime.components.Foresight`), else what its last step makes likely. The buffers are a constant beside the budget,
-    sized when the row takes its first step. Layers whose keys have other dims than the first one's fetch for themselves.
+    sized when the row takes its first step. Layers whose tokens are held otherwise than the first one's fetch for themselves.
     """
 
     def __init__(self, prefetcher: Prefetcher, turns: tuple[AttentionSite, ...]) -> None:
@@ -55,8 +55,8 @@ class Lookahead:
         if not rooms:
             return None
         first = next(iter(rooms)).site
-        dims = (first.key_dim, first.value_dim)
-        same = {m: room for m, room in rooms.items() if (m.site.key_dim, m.site.value_dim) == dims}
+        kinds = next(iter(rooms)).spans.room_kinds
+        same = {m: room for m, room in rooms.items() if m.spans.room_kinds == kinds}
         capacity = max(LEAST * first.kv_heads, int(SHARE * max(same.values())))
         turns = tuple(
             site for site in placement.program.sites if any(m in same for m in row.stores.get(site.store, ()))
@@ -66,7 +66,7 @@ class Lookahead:
             memory.ahead, memory.guesses = capacity, not foreseen
         parts = max(sum(m in same for m in row.stores[site.store]) for site in turns)
         buffers = parts * min(LAYERS, len(turns))
-        return cls(Prefetcher(capacity, dims, placement.budget.dtype, placement.device, buffers=buffers), turns)
+        return cls(Prefetcher(capacity, kinds, placement.device, buffers=buffers), turns)
 
     @property
     def nbytes(self) -> int:

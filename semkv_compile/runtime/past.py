@@ -11,6 +11,7 @@ from torch import Tensor
 
 from semkv.ir.site import AttentionSite
 from semkv.runtime.record import OBSERVED_QUERIES, RowRecord, head_orders
+from semkv.runtime.token_store import plain
 
 if TYPE_CHECKING:
     from semkv.runtime.placement import Placement
@@ -79,8 +80,8 @@ class Past:
             queries = {site: q[:, -OBSERVED_QUERIES:] for site, q in queries.items()}
         return RowRecord(
             ids=ids,
-            keys={store.store: stores[store.store][0].recent.k.cpu() for store in placement.budgeted},
-            values={store.store: stores[store.store][0].recent.v.cpu() for store in placement.budgeted},
+            keys={store.store: plain(stores[store.store][0].recent.k).cpu() for store in placement.budgeted},
+            values={store.store: plain(stores[store.store][0].recent.v).cpu() for store in placement.budgeted},
             queries=queries,
             surprisal=self.surprisal if placement.plan.reads_surprisal else None,
             all_queries=self._all_queries,

@@ -8,13 +8,15 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from semkv.runtime.host_pool import RoomKinds
 
 POLL_SECONDS = 0.05
 """How often a waiting step looks whether the worker still lives."""
@@ -26,10 +28,11 @@ class Source(Protocol):
     """Where tokens come from; `semkv.runtime.host_pool.HostTokens` is one."""
 
     def fill(
-        self, k: Tensor, v: Tensor, at: Tensor, index: Tensor, heads: Tensor, *, threads: int | None = None
+        self, rooms: Sequence[Tensor], at: Tensor, index: Tensor, heads: Tensor, *, threads: int | None = None
     ) -> None:
-        """Write the tokens at places `index` int64 [n] of heads `heads` int64 [n] into the rows `at` int64 [n] of k [rows, D] and
-        v [rows, Dv]. threads: that take part where it is C++ that copies, by default as many as PyTorch's."""
+        """Write the tokens at places `index` int64 [n] of heads `heads` int64 [n] into the rows `at` int64 [n] of `rooms`: keys [rows, D]
+        and values [rows, Dv], or their codes of 8 bits, and scales [rows, 1] of keys and of values. threads: that take part where
+        it is C++ that copies, by default as many as PyTorch's."""
 
 
 class Pool(Source, Protocol):
@@ -79,18 +82,19 @@ class Buffer:
     copied: the last copy into it; read: what the step that released it launched. Both only on CUDA.
     """
 
-    def __init__(self, capacity: int, dims: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
-        def room(device: torch.device | str, pinned: bool = False) -> tuple[Tensor, Tensor]:
-            k, v = (torch.empty(capacity, dim, dtype=dtype, device=device, pin_memory=pinned) for dim in dims)
-            return k, v
+    def __init__(self, capacity: int, kinds: RoomKinds, device: torch.device) -> None:
+        def room(device: torch.device | str, pinned: bool = False) -> tuple[Tensor, ...]:
+            return tuple(
+                torch.empty(capacity, dim, dtype=dtype, device=device, pin_memory=pinned) for dim, dtype in kinds
+            )
 
         self._room = room
-        self._passing: tuple[Tensor, Tensor] | None = None
+        self._passing: tuple[Tensor, ...] | None = None
         self.tensors = room(device)
         self.copied: torch.cuda.Event | None = None
         self.read: torch.cuda.Event | None = None
 
-    def passing(self) -> tuple[Tensor, Tensor]:
+    def passing(self) -> tuple[Tensor, ...]:
         """Pinned memory that tokens pass through, made when the first ones do."""
         if self._passing is None:
             self._passing = self._room("cpu", pinned=True)
@@ -106,19 +110,17 @@ class Prefetcher:
     """One worker thread and a few buffers. Whatever fails, the caller still gets its tokens: `wait` then returns None, and they
     are fetched by the caller itself.
 
-    capacity: tokens that a buffer holds. dims: (D, Dv). buffers: how many fetches may be under way or in use at once.
+    capacity: tokens that a buffer holds. kinds: what it has of each. buffers: how many fetches may be under way or in use at once.
     faults: fetches that failed; the first one warns whoever waits for it.
     """
 
-    def __init__(
-        self, capacity: int, dims: tuple[int, int], dtype: torch.dtype, device: torch.device, *, buffers: int = 2
-    ) -> None:
+    def __init__(self, capacity: int, kinds: RoomKinds, device: torch.device, *, buffers: int = 2) -> None:
         self.capacity = capacity
         self.faults = 0
         self._warned = False
         self._device = device
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._free = [Buffer(capacity, dims, dtype, device) for _ in range(buffers)]
+        self._free = [Buffer(capacity, kinds, device) for _ in range(buffers)]
         self._nbytes = sum(buffer.nbytes for buffer in self._free)
         if self._copies is not None:
             self._copies.wait_stream(torch.cuda.current_stream(device))  # on which their memory may still be in use
@@ -169,8 +171,8 @@ class Prefetcher:
             self._queue.put(fetch)
             return fetch
 
-    def wait(self, fetch: Fetch) -> tuple[Tensor, Tensor] | None:
-        """Keys [n, D] and values [n, Dv] on the device, valid until `release`; None where the fetch failed."""
+    def wait(self, fetch: Fetch) -> tuple[Tensor, ...] | None:
+        """The tokens in rooms of n rows on the device, as `Source.fill` writes them, valid until `release`; None where the fetch failed."""
         while not fetch.arrived.wait(POLL_SECONDS):
             if self._worker is None or not self._worker.is_alive():
                 self._bury(RuntimeError("the prefetch thread has ended"))
@@ -181,8 +183,7 @@ class Prefetcher:
             return None
         if fetch.buffer.copied is not None:
             torch.cuda.current_stream(self._device).wait_event(fetch.buffer.copied)
-        k, v = (x[: fetch.count] for x in fetch.buffer.tensors)
-        return k, v
+        return tuple(x[: fetch.count] for x in fetch.buffer.tensors)
 
     def release(self, fetch: Fetch) -> None:
         """The caller is done with a fetch, arrived or not; its buffer is free once no copy into it is under way."""
@@ -242,18 +243,18 @@ class Prefetcher:
         buffer, at = fetch.buffer, torch.arange(fetch.count, dtype=torch.int64, device="cpu")
         if self._copies is None:
             # The processor computes the step meanwhile: a second team of threads would be in its way.
-            fetch.source.fill(*buffer.tensors, at, fetch.places, fetch.heads, threads=1)
+            fetch.source.fill(buffer.tensors, at, fetch.places, fetch.heads, threads=1)
             return
         passing = None if fetch.source.in_place else buffer.passing()
         if passing is not None:
             if buffer.copied is not None:
                 buffer.copied.synchronize()  # the pinned memory may still be on its way; only this thread waits
-            fetch.source.fill(*passing, at, fetch.places, fetch.heads)
+            fetch.source.fill(passing, at, fetch.places, fetch.heads)
         with torch.cuda.stream(self._copies):
             if buffer.read is not None:
                 self._copies.wait_event(buffer.read)
             if passing is None:
-                fetch.source.fill(*buffer.tensors, at, fetch.places, fetch.heads)
+                fetch.source.fill(buffer.tensors, at, fetch.places, fetch.heads)
             else:
                 for room, pinned in zip(buffer.tensors, passing):
                     room[: fetch.count].copy_(pinned[: fetch.count], non_blocking=True)

@@ -23,10 +23,11 @@ from semkv.runtime.lookahead import Lookahead
 from semkv.runtime.part_shares import part_shares, whole_nbytes
 from semkv.runtime.past import Past
 from semkv.runtime.placement import Placement, in_pages
+from semkv.runtime.quantization import Quantized, quantize
 from semkv.runtime.record import RowRecord
 from semkv.runtime.segments import Folding, Segmentation
 from semkv.runtime.site_memory import SiteMemory
-from semkv.runtime.spans import FoldedSpans, unit_cost_bytes
+from semkv.runtime.spans import FoldedSpans, exact_nbytes, unit_cost_bytes
 from semkv.runtime.step import Step
 from semkv.runtime.token_store import TokenStore
 from semkv.runtime.traffic import Traffic
@@ -298,10 +299,10 @@ class RowMemory:
         allowance = self.fixed_allowance(store, part, n)
         if allowance == float("inf"):
             return self._site(made, made.everything[:0], made.everything)
-        if components.outside == "folded" and self._fits(site, n, allowance):
+        if components.outside == "folded" and self._fits(site, components, n, allowance):
             sinks = min(getattr(components.segmenter, "sinks", 0), n)
             return self._site(made, made.everything[:sinks], made.everything[sinks:], self._spans(made))
-        token_bytes = site.values_per_token / site.kv_heads * placement.budget.dtype.itemsize + 4
+        token_bytes = exact_nbytes(site, components, placement.budget.dtype) + 4
         token_bytes += 4 if components.evictor is not None else 0
         room = allowance / site.kv_heads / token_bytes
         if components.outside == "dropped":
@@ -347,10 +348,10 @@ class RowMemory:
         kept = scores[:, :recent].topk(min(places, recent)).indices.sort().values
         return self._site(made, kept, made.everything[recent:], scores=scores)
 
-    def _fits(self, site: AttentionSite, n: int, allowance: float) -> bool:
+    def _fits(self, site: AttentionSite, components: Components, n: int, allowance: float) -> bool:
         pages = -(-n // self.placement.page_size) + 1  # sinks may take a page of their own
         tokens = pages * self.placement.page_size
-        return tokens * (self._token_nbytes(site) + 4) <= allowance
+        return tokens * (site.kv_heads * exact_nbytes(site, components, self.placement.budget.dtype) + 4) <= allowance
 
     def _spans(self, made: _Prompt) -> FoldedSpans:
         placement = self.placement
@@ -376,15 +377,15 @@ class RowMemory:
             site,
             made.components,
             TokenStore(
-                k[heads, per_head].to(device),
-                v[heads, per_head].to(device),
+                made.held(k[heads, per_head], device),
+                made.held(v[heads, per_head], device),
                 kept.to(device),
                 page,
                 scores=scored[0],
             ),
             TokenStore(
-                k[:, recent].to(device),
-                v[:, recent].to(device),
+                made.held(k[:, recent], device),
+                made.held(v[:, recent], device),
                 recent[None].to(device),
                 page,
                 reserve=uncapped,
@@ -552,6 +553,11 @@ class _Prompt:
     record: RowRecord
     k: Tensor
     v: Tensor
+
+    def held(self, x: Tensor, device: torch.device) -> Tensor | Quantized:
+        """x [Hkv, t, D] as exact tokens are held on `device`."""
+        x = x.to(device)
+        return quantize(x, 8) if self.components.exact_form == "int8" else x
 
     @property
     def everything(self) -> Tensor:

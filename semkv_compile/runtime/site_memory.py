@@ -13,12 +13,12 @@ from semkv.runtime.choosing import Zoom, choose_there, choose_units, threshold_o
 from semkv.runtime.components import Components, Continuing, Foresight
 from semkv.runtime.prediction import Certain, Likely, Whereabouts
 from semkv.runtime.prefetch import Wanted
-from semkv.runtime.quantization import Quantized
+from semkv.runtime.quantization import Quantized, quantize
 from semkv.runtime.segments import Folding
 from semkv.runtime.spans import FoldedSpans
 from semkv.runtime.step import Step
 from semkv.runtime.supply import Supplied, Supply
-from semkv.runtime.token_store import TokenStore
+from semkv.runtime.token_store import TokenStore, plain
 from semkv.runtime.workspace import UnfoldedFactors, Workspace, slots_within
 
 NEG_INF = float("-inf")
@@ -119,7 +119,7 @@ class SiteMemory:
     def attended_nbytes(self) -> int:
         """Bytes of the keys and values that the last step's attention read: exact and unfolded tokens, factors and summaries."""
         site, workspace, spans = self.site, self.workspace, self.spans
-        size = site.values_per_token * self.recent.k.itemsize
+        size = self.recent.kv_nbytes
         read = (self.kept.length + self.recent.length) * size
         if spans is None or not spans.count:
             return read
@@ -211,7 +211,7 @@ class SiteMemory:
         """
         if allowance != float("inf"):
             self._make_room(k.shape[1], allowance, span_limit)
-        self.recent.append(k.to(self.recent.k.dtype), v.to(self.recent.v.dtype), positions[None].to(torch.int32))
+        self.recent.append(k, v, positions[None])
         if self.spans is not None:
             self.recent_ids = torch.cat([self.recent_ids, ids.cpu()])
             self.recent_surprisal = torch.cat([self.recent_surprisal, surprisal])
@@ -261,9 +261,14 @@ class SiteMemory:
             torch.cat([old.expand(heads, *old.shape[1:]), new[:, :leaving].expand(heads, -1, *new.shape[2:])], 1)[
                 rows, best
             ]
-            for old, new in ((kept.k, recent.k), (kept.v, recent.v), (kept.positions, recent.positions))
+            for old, new in (
+                (plain(kept.k), plain(recent.k)),
+                (plain(kept.v), plain(recent.v)),
+                (kept.positions, recent.positions),
+            )
         )
-        self.kept = TokenStore(k, v, positions, page, scores=scores[rows, best])
+        held_k, held_v = (quantize(x, 8) for x in (k, v)) if kept.in_codes else (k, v)
+        self.kept = TokenStore(held_k, held_v, positions, page, scores=scores[rows, best])
         self._pop(leaving)
 
     def window_tokens(self, allowance: float) -> int:
@@ -316,7 +321,9 @@ class SiteMemory:
         if self.components.evictor is not None and site.index == self.site.index:
             self._score(site, q, step)
         stored = [part for part in (self.kept, self.recent) if part.length]
-        entries = Entries([x.k for x in stored], [x.v for x in stored], [x.positions for x in stored])
+        entries = Entries([], [], [])
+        for part in stored:
+            entries = _with_block(entries, part.k, part.v, part.positions, None)
         if self.spans is None or not self.spans.count:
             return entries
         spans, components = self.spans, self.components
@@ -368,7 +375,7 @@ class SiteMemory:
         rows = max(kept.shape[0], recent.shape[0])
         positions = torch.cat([kept.expand(rows, -1), recent.expand(rows, -1)], 1)
         asked = step.tokens + torch.arange(q.shape[1], dtype=torch.int64, device=positions.device)
-        k = torch.cat([self.kept.k, self.recent.k], 1)
+        k = torch.cat([plain(self.kept.k), plain(self.recent.k)], 1)
         added = self.components.evictor.added(site, q, k, positions[:, None, None] > asked[:, None])
         self.kept.scores.add_(added[:, : self.kept.length])
         self.recent.scores.add_(added[:, self.kept.length :])

@@ -148,17 +148,19 @@ def _memory(
     heads, dtype, device = site.kv_heads, placement.budget.dtype, placement.device
     exact = {}
     for name in ("kept", "recent"):
-        k, v, positions = (own[f"{name}.{kind}"] for kind in ("k", "v", "positions"))
-        n = k.shape[1] if k.dim() == 3 else -1
-        _expect(k, f"{name}.k", (heads, n, site.key_dim), dtype)
-        _expect(v, f"{name}.v", (heads, n, site.value_dim), dtype)
+        positions = own[f"{name}.positions"]
+        n = positions.shape[1] if positions.dim() == 2 else -1
+        k, v = (
+            _held(own, f"{name}.{kind}", (heads, n, dim), dtype, part.components.exact_form, device)
+            for kind, dim in (("k", site.key_dim), ("v", site.value_dim))
+        )
         _expect(positions, f"{name}.positions", (positions.shape[0], n), torch.int32)
         if positions.shape[0] not in (1, heads) or not _within(positions, 0, tokens):
             raise ValueError(f"{name}.positions are not positions of {tokens} tokens in {heads} heads")
         scores = _scores(own, f"{name}.scores", (heads, n)) if part.components.evictor is not None else None
         exact[name] = TokenStore(
-            k.to(device),
-            v.to(device),
+            k,
+            v,
             positions.to(device),
             placement.page_size,
             reserve=uncapped and name == "recent",
@@ -189,6 +191,17 @@ def _memory(
     if spans is not None and "workspace.tokens" in own:
         memory.workspace = _workspace(spans, own, device)
     return memory
+
+
+def _held(
+    own: dict[str, Tensor], name: str, shape: tuple[int, int, int], dtype: torch.dtype, form: str, device: torch.device
+) -> Tensor | Quantized:
+    """Keys or values of exact tokens."""
+    if form == "raw":
+        return _expect(own[name], name, shape, dtype).to(device)
+    codes = _expect(own[name], name, shape, torch.uint8).to(device)
+    scale = _expect(own[f"{name}_scale"], f"{name}_scale", (*shape[:2], 1), torch.float16).to(device)
+    return Quantized(codes, scale, 8, shape[2])
 
 
 def _workspace(spans: FoldedSpans, own: dict[str, Tensor], device: torch.device) -> Workspace:

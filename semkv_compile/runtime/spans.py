@@ -13,7 +13,7 @@ from semkv.kernels.mixed_attention.streaming import scores
 from semkv.kernels.slots import Segments
 from semkv.runtime.components import Components, IndexPart
 from semkv.runtime.device_index import DeviceIndex
-from semkv.runtime.host_pool import GrowingTensor, HostFactors, HostTokens
+from semkv.runtime.host_pool import GrowingTensor, HostFactors, HostTokens, RoomKinds, room_kinds
 from semkv.runtime.host_tier import HostTier
 from semkv.runtime.prefetch import Source
 from semkv.runtime.quantization import Quantized, bytes_per_vector, concatenate, dequantize, norms, products, quantize
@@ -36,6 +36,13 @@ def unit_cost_bytes(site: AttentionSite, components: Components) -> float:
         parts = router.index(site, summary)
         cost += sum(part.unit_nbytes for part in parts.values()) / site.kv_heads
     return cost
+
+
+def exact_nbytes(site: AttentionSite, components: Components, dtype: torch.dtype) -> int:
+    """Device bytes of an exact token's key and value in one KV head."""
+    if components.exact_form == "int8":
+        return bytes_per_vector(site.key_dim, 8) + bytes_per_vector(site.value_dim, 8)
+    return (site.key_dim + site.value_dim) * dtype.itemsize
 
 
 def waiting_cost_bytes(site: AttentionSite, components: Components, dtype: torch.dtype) -> int:
@@ -203,7 +210,7 @@ class FoldedSpans:
 
     def token_nbytes(self) -> int:
         """Device bytes of one unfolded token of one KV head: key, value and position."""
-        return (self.site.key_dim + self.site.value_dim) * self.dtype.itemsize + 4
+        return exact_nbytes(self.site, self.components, self.dtype) + 4
 
     def unit_nbytes(self) -> Tensor:
         """int64 [Hkv, M]: device bytes of each unit when it is unfolded, per KV head."""
@@ -423,7 +430,13 @@ class FoldedSpans:
 
     def workspace(self, device: torch.device) -> Workspace:
         """An empty workspace for what is unfolded, on `device`."""
-        return Workspace(self.site.kv_heads, self.site.key_dim, self.site.value_dim, self.dtype, device)
+        return Workspace(self.site.kv_heads, self.room_kinds, device)
+
+    @property
+    def room_kinds(self) -> RoomKinds:
+        """What a slot for an unfolded token has on the device."""
+        codes = self.components.exact_form == "int8"
+        return room_kinds(self.site.key_dim, self.site.value_dim, self.dtype, codes=codes)
 
     @property
     def has_factors(self) -> bool:

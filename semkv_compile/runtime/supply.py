@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -50,7 +50,7 @@ class Supply:
         self._host, self._prefetcher, self._fetch = host, prefetcher, fetch
 
     def fill(
-        self, k: Tensor, v: Tensor, at: Tensor, index: Tensor, heads: Tensor, *, threads: int | None = None
+        self, rooms: Sequence[Tensor], at: Tensor, index: Tensor, heads: Tensor, *, threads: int | None = None
     ) -> None:
         """See `semkv.runtime.prefetch.Source`."""
         there = None
@@ -59,7 +59,7 @@ class Supply:
                 there = self._prefetcher.wait(self._fetch)
         if there is not None and self._fetch is not None:
             row, found = _find(token_keys(self._fetch.heads, self._fetch.places), token_keys(heads, index))
-            for room, x in zip((k, v), there):
+            for room, x in zip(rooms, there):
                 room.index_copy_(0, at[found].to(room.device), x.index_select(0, row[found].to(x.device)))
             missing = ~found
             self.told.hits += len(index) - int(missing.sum())
@@ -67,7 +67,7 @@ class Supply:
         if len(index):
             self.told.missed += len(index)
             with self.told.stall():
-                self._host.fill(k, v, at, index, heads, threads=threads)
+                self._host.fill(rooms, at, index, heads, threads=threads)
 
     def release(self) -> None:
         """The turn is done with what was fetched ahead."""

@@ -1,15 +1,23 @@
-"""Tokens at full resolution on one device, in pages."""
+"""Exact tokens on one device, in pages: at full resolution, or in 8 bits."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from semkv.runtime.quantization import Quantized, dequantize, quantize
+
+
+def plain(x: Tensor | Quantized) -> Tensor:
+    """The numbers that `x` holds or stands for; float32 in the latter case."""
+    return dequantize(x) if isinstance(x, Quantized) else x
+
 
 class TokenStore:
     """Keys [Hkv, n, D], values [Hkv, n, Dv] and positions [Hkv|1, n] of exact tokens, grown a page at a time.
 
-    Positions have one row per KV head where heads hold different tokens, else one for all. `scores` float32 [Hkv, n] stand
+    Given as `Quantized` of 8 bits, keys and values are held as codes, a scale per token and KV head beside them, and so are those that
+    are appended. Positions have one row per KV head where heads hold different tokens, else one for all. `scores` float32 [Hkv, n] stand
     beside tokens that are scored (`semkv.runtime.components.Evictor`); appended ones begin with 0. `reserve` asks for
     geometric growth, for stores without a cap: then buffers are ahead of what is occupied, and `nbytes` counts what is
     occupied.
@@ -17,8 +25,8 @@ class TokenStore:
 
     def __init__(
         self,
-        k: Tensor,
-        v: Tensor,
+        k: Tensor | Quantized,
+        v: Tensor | Quantized,
         positions: Tensor,
         page_size: int,
         *,
@@ -27,47 +35,51 @@ class TokenStore:
     ) -> None:
         self.page_size = page_size
         self.reserve = reserve
-        self.length = k.shape[1]
-        self.token_nbytes = sum(x.shape[0] * x.shape[2:].numel() * x.itemsize for x in (k, v)) + 4 * positions.shape[0]
-        self.token_nbytes += 4 * k.shape[0] if scores is not None else 0
+        self.in_codes = isinstance(k, Quantized)
+        given = {**_parts("k", k), **_parts("v", v), "positions": positions.to(torch.int32)}
+        if scores is not None:
+            given["scores"] = scores.float()
+        self.length = given["k"].shape[1]
+        self.token_nbytes = sum(x.shape[0] * x.shape[2:].numel() * x.itemsize for x in given.values())
+        self.kv_nbytes = self.token_nbytes - sum(
+            4 * given[name].shape[0] for name in ("positions", "scores") if name in given
+        )
         capacity = self._pages(self.length) * page_size
-        self._k, self._v, self._positions = (self._grown(x, capacity) for x in (k, v, positions.to(torch.int32)))
-        self._scores = None if scores is None else self._grown(scores.float(), capacity)
+        self._held = {name: _grown(x, capacity) for name, x in given.items()}
 
     def _pages(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
 
-    def _grown(self, x: Tensor, capacity: int) -> Tensor:
-        out = x.new_empty((x.shape[0], capacity, *x.shape[2:]))
-        out[:, : x.shape[1]] = x
-        out[:, x.shape[1] :] = 0
-        return out
+    def _numbers(self, name: str) -> Tensor | Quantized:
+        x = self._held[name][:, : self.length]
+        if not self.in_codes:
+            return x
+        return Quantized(x, self._held[f"{name}_scale"][:, : self.length], 8, x.shape[-1])
 
     @property
-    def k(self) -> Tensor:
-        return self._k[:, : self.length]
+    def k(self) -> Tensor | Quantized:
+        return self._numbers("k")
 
     @property
-    def v(self) -> Tensor:
-        return self._v[:, : self.length]
+    def v(self) -> Tensor | Quantized:
+        return self._numbers("v")
 
     @property
     def positions(self) -> Tensor:
-        return self._positions[:, : self.length]
+        return self._held["positions"][:, : self.length]
 
     @property
     def scores(self) -> Tensor | None:
-        return None if self._scores is None else self._scores[:, : self.length]
+        return self._held["scores"][:, : self.length] if "scores" in self._held else None
 
     @property
     def buffers(self) -> list[Tensor]:
         """The tensors behind it, of whole pages."""
-        held = [self._k, self._v, self._positions]
-        return held if self._scores is None else [*held, self._scores]
+        return list(self._held.values())
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the occupied pages."""
+        """Bytes of the occupied pages. token_nbytes: of a token in all heads; kv_nbytes: of its keys and values alone."""
         tokens = self._pages(self.length) * self.page_size
         return tokens * self.token_nbytes
 
@@ -77,36 +89,48 @@ class TokenStore:
         return sum(x.nbytes for x in self.buffers) - self.nbytes
 
     def append(self, k: Tensor, v: Tensor, positions: Tensor) -> None:
-        """Add tokens: k [Hkv, t, D], v [Hkv, t, Dv], positions [Hkv|1, t]."""
+        """Add tokens: k [Hkv, t, D], v [Hkv, t, Dv], of any dtype, positions [Hkv|1, t]."""
         end = self.length + k.shape[1]
-        if end > self._k.shape[1]:
-            wanted = max(end, self._k.shape[1] * 5 // 4) if self.reserve else end
+        capacity = self._held["k"].shape[1]
+        if end > capacity:
+            wanted = max(end, capacity * 5 // 4) if self.reserve else end
             capacity = self._pages(wanted) * self.page_size
-            self._k, self._v, self._positions = (self._grown(x, capacity) for x in (self.k, self.v, self.positions))
-            if self._scores is not None:
-                self._scores = self._grown(self._scores[:, : self.length], capacity)
-        self._k[:, self.length : end] = k
-        self._v[:, self.length : end] = v
-        self._positions[:, self.length : end] = positions
-        if self._scores is not None:
-            self._scores[:, self.length : end] = 0
+            self._held = {name: _grown(x[:, : self.length], capacity) for name, x in self._held.items()}
+        new = {"positions": positions}
+        for name, x in (("k", k), ("v", v)):
+            new |= _parts(name, quantize(x, 8) if self.in_codes else x)
+        for name, x in new.items():
+            self._held[name][:, self.length : end] = x
+        if "scores" in self._held:
+            self._held["scores"][:, self.length : end] = 0
         self.length = end
 
     def pop_front(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Take the oldest `count` tokens out; pages that fall empty are freed."""
-        taken = tuple(x[:, :count].clone() for x in (self._k, self._v, self._positions))
-        rest = tuple(x[:, count : self.length] for x in (self._k, self._v, self._positions))
+        """Take the oldest `count` tokens out, as numbers; pages that fall empty are freed."""
+        k, v = (plain(x[:, :count]).clone() for x in (self.k, self.v))
+        positions = self.positions[:, :count].clone()
+        rest = {name: x[:, count : self.length] for name, x in self._held.items()}
         self.length -= count
-        capacity = self._k.shape[1] if self.reserve else self._pages(self.length) * self.page_size
-        self._k, self._v, self._positions = (self._grown(x, capacity) for x in rest)
-        if self._scores is not None:
-            self._scores = self._grown(self._scores[:, count : count + self.length], capacity)
-        return taken  # type: ignore[return-value]
+        capacity = self._held["k"].shape[1] if self.reserve else self._pages(self.length) * self.page_size
+        self._held = {name: _grown(x, capacity) for name, x in rest.items()}
+        return k, v, positions
 
     def clone(self) -> TokenStore:
         return TokenStore(self.k, self.v, self.positions, self.page_size, reserve=self.reserve, scores=self.scores)
 
     def to_tensors(self) -> dict[str, Tensor]:
-        held = {"k": self.k, "v": self.v, "positions": self.positions}
-        held |= {} if self.scores is None else {"scores": self.scores}
-        return {name: x.contiguous() for name, x in held.items()}
+        return {name: x[:, : self.length].contiguous() for name, x in self._held.items()}
+
+
+def _parts(name: str, x: Tensor | Quantized) -> dict[str, Tensor]:
+    return {name: x.codes, f"{name}_scale": x.scale} if isinstance(x, Quantized) else {name: x}
+
+
+def _grown(x: Tensor, capacity: int) -> Tensor:
+    out = x.new_empty((x.shape[0], capacity, *x.shape[2:]))
+    out[:, : x.shape[1]] = x
+    out[:, x.shape[1] :] = 0
+    return out
+
+
+__all__ = ["TokenStore", "plain"]

@@ -9,7 +9,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from semkv.kernels.slots import EMPTY, Segments, assign_slots, extent, release_slots
+from semkv.runtime.host_pool import RoomKinds
 from semkv.runtime.prefetch import Source
+from semkv.runtime.quantization import Quantized
 
 ROUND, ROUND_FROM = 64, 1024
 """Slots that a workspace of at least `ROUND_FROM` grows and shrinks by."""
@@ -41,16 +43,15 @@ class UnfoldedFactors:
 class Workspace:
     """Slots for tokens, per KV head, and factored spans.
 
-    On the device: k [Hkv, slots, D], v [Hkv, slots, Dv], positions int32 [Hkv, slots], `EMPTY` where a slot holds nothing; what
+    On the device: rooms [Hkv, slots, ...] of the given kinds, positions int32 [Hkv, slots], `EMPTY` where a slot holds nothing; what
     stands there is finite. On the host, what is where: tokens int64 [Hkv, slots], places in the host tier, and segment int64
     [Hkv, slots], both -1 where empty; held bool [Hkv, S], the segments that are there, whole (of later ones, none); and where the
     device is another, the positions again: they are kept there and sent over as a whole.
     filled: tokens that the last step held, over all heads.
     """
 
-    def __init__(self, heads: int, key_dim: int, value_dim: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.k = torch.zeros(heads, 0, key_dim, dtype=dtype, device=device)
-        self.v = torch.zeros(heads, 0, value_dim, dtype=dtype, device=device)
+    def __init__(self, heads: int, kinds: RoomKinds, device: torch.device) -> None:
+        self.rooms = [torch.zeros(heads, 0, dim, dtype=dtype, device=device) for dim, dtype in kinds]
         self.positions = torch.zeros(heads, 0, dtype=torch.int32, device=device)
         self._positions = self.positions if device.type == "cpu" else self.positions.cpu()
         self.tokens = torch.zeros(heads, 0, dtype=torch.int64, device="cpu")
@@ -58,6 +59,20 @@ class Workspace:
         self.held = torch.zeros(heads, 0, dtype=torch.bool, device="cpu")
         self.factors: UnfoldedFactors | None = None
         self.filled = 0
+
+    @property
+    def k(self) -> Tensor | Quantized:
+        """Keys [Hkv, slots, D]."""
+        return self._numbers(0)
+
+    @property
+    def v(self) -> Tensor | Quantized:
+        """Values [Hkv, slots, Dv]."""
+        return self._numbers(1)
+
+    def _numbers(self, place: int) -> Tensor | Quantized:
+        x = self.rooms[place]
+        return x if len(self.rooms) == 2 else Quantized(x, self.rooms[place + 2], 8, x.shape[-1])
 
     @property
     def slots(self) -> int:
@@ -72,7 +87,7 @@ class Workspace:
     @property
     def tensors(self) -> list[Tensor]:
         """What is on the device."""
-        own = [self.k, self.v, self.positions]
+        own = [*self.rooms, self.positions]
         return own if self.factors is None else [*own, *self.factors.tensors]
 
     @property
@@ -111,7 +126,7 @@ class Workspace:
 
     def _fetch(self, at: Tensor, heads: Tensor, places: Tensor, positions: Tensor, host: Source) -> None:
         """Fill the places `at` int64 [n] of the slots of all heads, which are of `heads`, with the tokens that wait at `places`."""
-        host.fill(self.k.flatten(0, 1), self.v.flatten(0, 1), at, places, heads)
+        host.fill([room.flatten(0, 1) for room in self.rooms], at, places, heads)
         self._positions.flatten(0, 1).index_copy_(0, at, positions.to(torch.int32))
         self._send()
 
@@ -140,15 +155,17 @@ class Workspace:
         if more > 0:
             self.tokens, self.segment = (pad(x, (0, more), value=-1) for x in (self.tokens, self.segment))
             self._move_positions(pad(self._positions, (0, more), value=EMPTY))
-            self.k = pad(self.k, (0, 0, 0, more))  # one after the other: one of them is twice there meanwhile, not both
-            self.v = pad(self.v, (0, 0, 0, more))
+            for place, room in enumerate(
+                self.rooms
+            ):  # one after the other: one of them is twice there meanwhile, not all
+                self.rooms[place] = pad(room, (0, 0, 0, more))
         elif more < 0:
             order = (self.segment < 0).to(torch.uint8).argsort(dim=1, stable=True)[:, :slots]
             self.tokens, self.segment = (x.gather(1, order) for x in (self.tokens, self.segment))
             self._move_positions(self._positions.gather(1, order))
-            order = order.to(self.k.device)
-            self.k = self.k.gather(1, order[..., None].expand(-1, -1, self.k.shape[2]))
-            self.v = self.v.gather(1, order[..., None].expand(-1, -1, self.v.shape[2]))
+            order = order.to(self.positions.device)
+            for place, room in enumerate(self.rooms):
+                self.rooms[place] = room.gather(1, order[..., None].expand(-1, -1, room.shape[2]))
 
     def _move_positions(self, positions: Tensor) -> None:
         """Have `positions` of the host in the place of those that were there."""
@@ -159,7 +176,8 @@ class Workspace:
         """An independent copy."""
         copy = object.__new__(Workspace)
         copy.factors, copy.filled = self.factors, self.filled  # factors are replaced, never written in place
-        for name in ("k", "v", "tokens", "segment", "held"):
+        copy.rooms = [room.clone() for room in self.rooms]
+        for name in ("tokens", "segment", "held"):
             setattr(copy, name, getattr(self, name).clone())
         copy.positions = self.positions  # for its device
         copy._move_positions(self._positions.clone())

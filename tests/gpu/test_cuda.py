@@ -16,7 +16,7 @@ import semkv
 from semkv.ir.ops import mixed_attention
 from semkv.kernels.mixed_attention import mixed_attention_reference
 from semkv.kernels.tuning import Tuning
-from semkv.runtime.host_pool import HostTokens
+from semkv.runtime.host_pool import HostTokens, room_kinds
 from semkv.runtime.prefetch import Prefetcher
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -193,7 +193,7 @@ def test_tokens_are_fetched_ahead_to_the_device() -> None:
     heads, tokens, dims = 2, 4096, (64, 32)
     stored = HostTokens(heads, *dims, torch.float32, "raw")
     stored.append(*(torch.arange(heads * tokens * dim, dtype=torch.float32).view(heads, tokens, dim) for dim in dims))
-    prefetcher = Prefetcher(512, dims, torch.float32, torch.device("cuda"))
+    prefetcher = Prefetcher(512, room_kinds(*dims, torch.float32, codes=False), torch.device("cuda"))
     generator = torch.Generator().manual_seed(0)
     sums, wanted = [], []
     for _ in range(200):

@@ -116,7 +116,7 @@ def test_a_pool_fills_slots_of_the_device(form, pinned):
     assert pool.in_place == pinned
     heads, places = torch.randint(0, 2, (900,)), torch.randint(0, 4000, (900,))
     slots = [torch.zeros(1000, size, device="cuda") for size in (64, 60)]
-    pool.fill(*slots, torch.arange(900), places, heads)
+    pool.fill(slots, torch.arange(900), places, heads)
     del pool
     others = [torch.empty(2, 4000, 64, pin_memory=True).fill_(9.0) for _ in range(4)]
     wanted = here.gather(places, heads)
@@ -131,7 +131,9 @@ def test_what_cannot_be_launched_is_refused():
     x, slots, tokens = torch.randn(2, 11, 8), torch.zeros(4, 8), torch.zeros(3, 4, dtype=torch.int64)
     with pytest.raises(InputError, match="what waits, or where it goes, is not contiguous"):
         copy_tokens_launches([x[:, ::2]], [None], [slots], tokens)
-    with pytest.raises(InputError, match=r"waiting is torch\.float32 with scales; codes uint8 have some"):
+    with pytest.raises(
+        InputError, match=r"waiting is torch\.float32 with scales, its place torch\.float32; codes uint8 become"
+    ):
         copy_tokens_launches([x], [torch.ones(2, 11, 1)], [slots], tokens)
 
 

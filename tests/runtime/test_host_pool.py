@@ -61,7 +61,7 @@ def test_rows_are_filled_in_pieces(monkeypatch, form, count, in_cpp):
     heads, places = (torch.randint(0, n, (count,), generator=generator) for n in (2, 30))
     at = torch.randperm(9, generator=generator)[:count]
     k, v = (torch.full((9, dim), float("nan")) for dim in (5, 3))
-    pool.fill(k, v, at, places, heads, threads=1)
+    pool.fill((k, v), at, places, heads, threads=1)
     for room, x in zip((k, v), pool.gather(places, heads)):
         assert torch.equal(room[at], x)
         assert int(room.isnan().any(1).sum()) == 9 - count

@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from semkv.config import CompileConfig
-from semkv.runtime.host_pool import HostTokens
+from semkv.runtime.host_pool import HostTokens, room_kinds
 from semkv.runtime.prediction import Certain, Likely, Whereabouts
 from semkv.runtime.prefetch import Prefetcher
 from semkv.runtime.supply import Supply
 
 HEADS, TOKENS, DIMS = 2, 12, (3, 2)
+KINDS = room_kinds(*DIMS, torch.float32, codes=False)
 CPU = torch.device("cpu")
 PROMPT, STEPS = 160, 8
 METHODS = {
@@ -49,7 +50,7 @@ def check(supply: Supply, host: HostTokens, heads: Tensor, places: Tensor) -> No
     """What was asked for stands in the rows it was asked into, and nothing in the others."""
     at = torch.randperm(len(places) + 3, generator=torch.Generator().manual_seed(len(places)))[: len(places)]
     rooms = [torch.full((len(places) + 3, dim), float("nan")) for dim in DIMS]
-    supply.fill(*rooms, at, places, heads)
+    supply.fill(rooms, at, places, heads)
     for room, x in zip(rooms, host.gather(places, heads)):
         assert torch.equal(room[at], x)
         assert int(room.isnan().all(1).sum()) == 3
@@ -61,7 +62,7 @@ PAIRS = st.tuples(st.integers(0, HEADS - 1), st.integers(0, TOKENS - 1))
 @settings(max_examples=80, deadline=None)
 @given(st.sets(PAIRS, max_size=20), st.lists(PAIRS, max_size=20, unique=True), st.sampled_from(("raw", "int8")))
 def test_what_was_fetched_and_what_was_not_go_where_they_belong(fetched, asked, form):
-    host, prefetcher = stored(form), Prefetcher(20, DIMS, torch.float32, CPU)
+    host, prefetcher = stored(form), Prefetcher(20, KINDS, CPU)
     fetch = prefetcher.submit(host, lambda: rows(fetched))
     supply = Supply(host, prefetcher, fetch)
     heads, places = rows(asked)
@@ -76,7 +77,7 @@ def test_what_was_fetched_and_what_was_not_go_where_they_belong(fetched, asked, 
 
 @pytest.mark.filterwarnings("ignore:tokens could not be fetched ahead")
 def test_a_fetch_that_fails_leaves_everything_to_the_step():
-    host, prefetcher = stored("raw"), Prefetcher(20, DIMS, torch.float32, CPU, buffers=1)
+    host, prefetcher = stored("raw"), Prefetcher(20, KINDS, CPU, buffers=1)
 
     def fails():
         raise OSError("unplugged")

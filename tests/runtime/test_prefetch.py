@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from semkv.runtime import prefetch
-from semkv.runtime.host_pool import HostTokens
+from semkv.runtime.host_pool import HostTokens, room_kinds
 from semkv.runtime.prefetch import Fetch, Prefetcher, Wanted
 
 pytestmark = pytest.mark.filterwarnings("ignore:tokens could not be fetched ahead")
@@ -47,15 +47,15 @@ class Gated:
     gate: threading.Event = field(default_factory=threading.Event)
     in_place = False
 
-    def fill(self, *into: Tensor, threads: int | None = None) -> None:
+    def fill(self, *given: Any, threads: int | None = None) -> None:
         assert self.gate.wait(SECONDS)
         if self.error is not None:
             raise self.error
-        STORED.fill(*into, threads=threads)
+        STORED.fill(*given, threads=threads)
 
 
 def make(buffers: int = 2) -> Prefetcher:
-    return Prefetcher(CAPACITY, DIMS, torch.float32, CPU, buffers=buffers)
+    return Prefetcher(CAPACITY, room_kinds(*DIMS, torch.float32, codes=False), CPU, buffers=buffers)
 
 
 ROWS = st.lists(st.tuples(st.integers(0, HEADS - 1), st.integers(0, TOKENS - 1)), max_size=CAPACITY)
@@ -245,11 +245,11 @@ from semkv.runtime.prefetch import Prefetcher
 class Busy:
     in_place = True
 
-    def fill(self, k, v, at, index, heads, *, threads=None):
+    def fill(self, rooms, at, index, heads, *, threads=None):
         for _ in range(300):
             torch.randn(300, 300).sort()
 
-prefetcher = Prefetcher(4, (3, 2), torch.float32, torch.device("cpu"))
+prefetcher = Prefetcher(4, ((3, torch.float32), (2, torch.float32)), torch.device("cpu"))
 prefetcher.submit(Busy(), lambda: (torch.zeros(1, dtype=torch.int64),) * 2)
 """
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from semkv.runtime.token_store import TokenStore
+from semkv.runtime.quantization import quantize
+from semkv.runtime.token_store import TokenStore, plain
 
 
 def tokens(count: int, first: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -39,10 +40,10 @@ def test_bytes_are_those_of_occupied_pages():
     each = 2 * 3 * 4 + 2 * 2 * 4 + 4
     assert store.nbytes == 16 * each
     assert store.reserved_nbytes == 0
-    assert sum(x.untyped_storage().nbytes() for x in (store._k, store._v, store._positions)) == store.nbytes
+    assert sum(x.untyped_storage().nbytes() for x in store.buffers) == store.nbytes
     store.pop_front(1)
     assert store.nbytes == 8 * each
-    assert sum(x.untyped_storage().nbytes() for x in (store._k, store._v, store._positions)) == store.nbytes
+    assert sum(x.untyped_storage().nbytes() for x in store.buffers) == store.nbytes
     assert TokenStore(*tokens(0), 8).nbytes == 0
 
 
@@ -52,9 +53,9 @@ def test_reserved_pages_are_counted_apart():
     each = 2 * 3 * 4 + 2 * 2 * 4 + 4
     assert store.nbytes == 72 * each
     assert store.reserved_nbytes == 8 * each
-    before = store._k.data_ptr()
+    before = store.buffers[0].data_ptr()
     store.append(*tokens(15, 65))
-    assert store._k.data_ptr() == before
+    assert store.buffers[0].data_ptr() == before
 
 
 def test_a_clone_is_independent():
@@ -64,3 +65,32 @@ def test_a_clone_is_independent():
     store.append(*tokens(1, 70))
     assert store.positions[0].tolist() == [0, 1, 2, 3, 4, 70]
     assert copy.positions[0].tolist() == [0, 1, 2, 3, 4, 90]
+
+
+@pytest.mark.parametrize("page", [1, 8])
+def test_in_codes_it_holds_the_codes_of_what_it_was_given(page):
+    """A scale per token and head beside them; what comes out at the front is quantised anew to the same codes."""
+    generator = torch.Generator().manual_seed(0)
+    k, v = torch.randn(2, 21, 6, generator=generator), torch.randn(2, 21, 4, generator=generator)
+    k[1, 3] = 0
+    where, codes_k, codes_v = torch.arange(21)[None], quantize(k, 8), quantize(v, 8)
+    store = TokenStore(codes_k[:, :5], codes_v[:, :5], where[:, :5], page)
+    assert store.token_nbytes == 2 * (6 + 2 + 4 + 2) + 4
+    assert store.kv_nbytes == 2 * (6 + 2 + 4 + 2)
+    for start in range(5, 21, 4):
+        store.append(k[:, start : start + 4], v[:, start : start + 4], where[:, start : start + 4])
+    assert torch.equal(store.k.codes, codes_k.codes)
+    assert torch.equal(store.v.scale, codes_v.scale)
+    assert store.nbytes == -(-21 // page) * page * store.token_nbytes
+    assert sum(x.untyped_storage().nbytes() for x in store.buffers) == store.nbytes
+    copy = store.clone()
+    first_k, first_v, positions = store.pop_front(9)
+    assert torch.equal(first_k, plain(codes_k)[:, :9])
+    assert torch.equal(first_v, plain(codes_v)[:, :9])
+    assert positions.tolist() == [list(range(9))]
+    again = quantize(first_k, 8)
+    assert torch.equal(again.codes, codes_k.codes[:, :9])
+    assert torch.equal(again.scale, codes_k.scale[:, :9])
+    assert (store.length, copy.length) == (12, 21)
+    assert torch.equal(store.k.codes, codes_k.codes[:, 9:])
+    assert set(copy.to_tensors()) == {"k", "k_scale", "v", "v_scale", "positions"}

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from semkv.kernels.slots import EMPTY, Segments
 from semkv.runtime import host_pool
-from semkv.runtime.host_pool import HostTokens
+from semkv.runtime.host_pool import HostTokens, room_kinds
+from semkv.runtime.token_store import plain
 from semkv.runtime.workspace import ROUND, ROUND_FROM, Workspace, slots_within
 
 HEADS, KEY, VALUE = 3, 5, 4
@@ -17,6 +18,7 @@ LENGTHS = torch.tensor([3, 1, 4, 2, 1, 5, 2, 3])
 PLACES = torch.tensor([0, 3, 4, 9, 11, 12, 20, 17])
 """Of each segment's first token in the host tier: the last two are out of order, and places 8 is nobody's."""
 CPU = torch.device("cpu")
+KINDS = room_kinds(KEY, VALUE, torch.float32, codes=False)
 
 
 def host(segments: int, form: str = "raw") -> tuple[HostTokens, Segments]:
@@ -41,15 +43,16 @@ def check(workspace: Workspace, tokens: HostTokens, segments: Segments, wanted: 
         for slot in slots:
             place = int(workspace.tokens[head, slot])
             assert (int(workspace.positions[head, slot]), int(workspace.segment[head, slot])) == expected[place]
-            assert torch.equal(workspace.k[head, slot], k[head, place])
-            assert torch.equal(workspace.v[head, slot], v[head, place])
+            assert torch.equal(plain(workspace.k)[head, slot], k[head, place])
+            assert torch.equal(plain(workspace.v)[head, slot], v[head, place])
         rest = [slot for slot in range(workspace.slots) if slot not in slots]
         assert (workspace.tokens[head, rest] == -1).all()
         assert (workspace.segment[head, rest] == -1).all()
         assert all(slot < workspace.extent for slot in slots)
-    assert torch.isfinite(workspace.k).all()
-    assert torch.isfinite(workspace.v).all()
-    assert workspace.nbytes == HEADS * workspace.slots * ((KEY + VALUE) * 4 + 4)
+    assert torch.isfinite(plain(workspace.k)).all()
+    assert torch.isfinite(plain(workspace.v)).all()
+    each = KEY + VALUE + 4 if len(workspace.rooms) == 4 else (KEY + VALUE) * 4
+    assert workspace.nbytes == HEADS * workspace.slots * (each + 4)
 
 
 STEPS = st.lists(
@@ -59,21 +62,23 @@ STEPS = st.lists(
 """What each head wants, slots to spare (0: as many as are needed), and whether the step is of a fork."""
 
 
-@given(STEPS, st.integers(0, 5))
-@settings(max_examples=60, deadline=None)
-def test_any_sequence_of_steps_holds_what_is_wanted_and_moves_what_is_missing(steps, new_segments):
-    """Ragged heads, allowances that grow and shrink, segments that are made later, forks that go their own way."""
-    workspace, before = Workspace(HEADS, KEY, VALUE, torch.float32, CPU), [set() for _ in range(HEADS)]
+@given(STEPS, st.integers(0, 5), st.booleans())
+@settings(max_examples=80, deadline=None)
+def test_any_sequence_of_steps_holds_what_is_wanted_and_moves_what_is_missing(steps, new_segments, codes):
+    """Ragged heads, allowances that grow and shrink, segments that are made later, forks that go their own way; numbers, and codes."""
+    kinds = room_kinds(KEY, VALUE, torch.float32, codes=codes)
+    workspace, before = Workspace(HEADS, kinds, CPU), [set() for _ in range(HEADS)]
     for number, (choices, spare, fork) in enumerate(steps):
         count = min(8, 3 + new_segments + number)
-        tokens, segments = host(count)
+        tokens, segments = host(count, "int8" if codes else "raw")
         choices = [{segment for segment in own if segment < count} for own in choices]
         wanted = torch.zeros(HEADS, count, dtype=torch.bool)
         for head, own in enumerate(choices):
             wanted[head, list(own)] = True
         needed = int((wanted * segments.length).sum(1).max())
         went_on = workspace.clone() if fork else workspace
-        untouched = [x.clone() for x in (workspace.k, workspace.positions, workspace.tokens, workspace.held)]
+        before_it = [*workspace.rooms, workspace.positions, workspace.tokens, workspace.held]
+        untouched = [x.clone() for x in before_it]
         moved, held = went_on.take(wanted, segments, tokens, needed + spare - 1 if spare else None)
         assert went_on.slots == (needed + spare - 1 if spare else needed)
         check(went_on, tokens, segments, wanted)
@@ -81,7 +86,7 @@ def test_any_sequence_of_steps_holds_what_is_wanted_and_moves_what_is_missing(st
         there = sum(int(LENGTHS[segment]) for own, old in zip(choices, before) for segment in own & old)
         assert (moved, held) == (sum(map(sum, sizes)) - there, there)
         if fork:
-            for old, now in zip(untouched, (workspace.k, workspace.positions, workspace.tokens, workspace.held)):
+            for old, now in zip(untouched, before_it, strict=True):
                 assert torch.equal(old, now)
         else:
             before = choices
@@ -89,13 +94,13 @@ def test_any_sequence_of_steps_holds_what_is_wanted_and_moves_what_is_missing(st
 
 def test_what_stays_keeps_its_slot_and_only_what_is_missing_is_read():
     tokens, segments = host(8)
-    workspace = Workspace(HEADS, KEY, VALUE, torch.float32, CPU)
+    workspace = Workspace(HEADS, KINDS, CPU)
     wanted = torch.zeros(HEADS, 8, dtype=torch.bool)
     wanted[:, [0, 2, 5]] = True
     workspace.take(wanted, segments, tokens, 16)
     slots, memory = workspace.tokens.clone(), workspace.k.data_ptr()
     read, fill = [], tokens.fill
-    tokens.fill = lambda k, v, at, index, heads: read.append(len(index)) or fill(k, v, at, index, heads)
+    tokens.fill = lambda rooms, at, index, heads: read.append(len(index)) or fill(rooms, at, index, heads)
     wanted = wanted.clone()
     wanted[:, 2], wanted[:, 3] = False, True
     assert workspace.take(wanted, segments, tokens, 16) == (HEADS * 2, HEADS * 8)
@@ -108,10 +113,26 @@ def test_what_stays_keeps_its_slot_and_only_what_is_missing_is_read():
 
 def test_tokens_that_wait_in_8_bits_are_written_as_they_are_read():
     tokens, segments = host(8, "int8")
-    workspace = Workspace(HEADS, KEY, VALUE, torch.float32, CPU)
+    workspace = Workspace(HEADS, KINDS, CPU)
     wanted = torch.ones(HEADS, 8, dtype=torch.bool)
     workspace.take(wanted, segments, tokens)
     check(workspace, tokens, segments, wanted)
+
+
+def test_codes_move_as_they_are(monkeypatch):
+    """In C++ and without it; requantised, what the slots hold would be other bits."""
+    tokens, segments = host(8, "int8")
+    wanted = torch.ones(HEADS, 8, dtype=torch.bool)
+    for in_cpp in (True, False):
+        if not in_cpp:
+            monkeypatch.setattr(host_pool, "copies_tokens", lambda *tensors: False)
+        workspace = Workspace(HEADS, room_kinds(KEY, VALUE, torch.float32, codes=True), CPU)
+        workspace.take(wanted, segments, tokens)
+        check(workspace, tokens, segments, wanted)
+        for room, name in zip(workspace.rooms, ("k", "v", "k_scale", "v_scale"), strict=True):
+            for head in range(HEADS):
+                slots = (workspace.tokens[head] >= 0).nonzero()[:, 0]
+                assert torch.equal(room[head, slots], tokens.parts[name].data[head, workspace.tokens[head, slots]])
 
 
 @pytest.mark.parametrize("size", [1, 4, 63])
@@ -120,7 +141,7 @@ def test_pieces_of_any_size_write_the_same_slots(monkeypatch, size):
     monkeypatch.setattr(host_pool, "PIECE", size)
     monkeypatch.setattr(host_pool, "copies_tokens", lambda *tensors: False)
     tokens, segments = host(8, "int8")
-    workspace = Workspace(HEADS, KEY, VALUE, torch.float32, CPU)
+    workspace = Workspace(HEADS, KINDS, CPU)
     wanted = torch.ones(HEADS, 8, dtype=torch.bool)
     read, gather = [], tokens.gather
     tokens.gather = lambda index, heads=None: read.append(len(index)) or gather(index, heads)
@@ -132,13 +153,13 @@ def test_pieces_of_any_size_write_the_same_slots(monkeypatch, size):
 
 def test_a_layout_comes_back_slot_by_slot():
     tokens, segments = host(8)
-    workspace = Workspace(HEADS, KEY, VALUE, torch.float32, CPU)
+    workspace = Workspace(HEADS, KINDS, CPU)
     for chosen in ([0, 2, 5], [2, 3, 7], [1, 3, 7]):
         wanted = torch.zeros(HEADS, 8, dtype=torch.bool)
         wanted[:, chosen] = True
         wanted[1] = wanted[1].roll(1)
         workspace.take(wanted, segments, tokens, 15)
-    again = Workspace(HEADS, KEY, VALUE, torch.float32, CPU)
+    again = Workspace(HEADS, KINDS, CPU)
     again.lay_out(workspace.tokens, workspace.segment, segments, tokens)
     check(again, tokens, segments, wanted)
     for name in ("tokens", "segment", "held", "positions"):
@@ -152,7 +173,7 @@ def test_more_than_fits_is_refused():
     with pytest.raises(
         RuntimeError, match=r"segments of \[21, 21, 21\] tokens per KV head for 20 slots; choose what fits"
     ):
-        Workspace(HEADS, KEY, VALUE, torch.float32, CPU).take(wanted, segments, tokens, 20)
+        Workspace(HEADS, KINDS, CPU).take(wanted, segments, tokens, 20)
 
 
 def test_large_workspaces_change_in_steps_and_small_ones_exactly():
