@@ -28,8 +28,9 @@ class MeasureSettings(Settings):
     keep: tokens that layer errors keep of a context. observation: those of them that are its last, and choose the rest.
     selectors: query heads per layer that choose, those with the best semantic scores; all where there are no scores.
     epsilon: of Eq. 8.
-    sketch_stages: codebooks per KV head, and bytes of a code. sketch_vectors: keys that a head's codebooks are learned from, over all
-        samples. sketch_rounds: of k-means per codebook. sketch_share: tokens that a code has to find, over the context's.
+    sketch_stages, sketch_value_stages: codebooks per KV head for keys and for values, and bytes of their codes. sketch_vectors: keys
+        that a head's codebooks are learned from, over all samples. sketch_rounds: of k-means per codebook. sketch_share: tokens that
+        a code has to find, over the context's.
     device_memory: bytes of the device that thresholds are for; None: of the CUDA device that the model is on, else 24 GB.
     memory_rows, memory_budget: R sequences and B selected tokens per KV head and layer that they are for (SpeContext: 2048).
     head_input: what SpeContext's retrieval head reads: embeddings and the `features` of the token before, as EAGLE-3 does, or the
@@ -59,6 +60,7 @@ class MeasureSettings(Settings):
     selectors: int = Field(default=4, ge=1)
     epsilon: float = Field(default=1e-6, gt=0)
     sketch_stages: int = Field(default=4, ge=1, le=16)
+    sketch_value_stages: int = Field(default=1, ge=1, le=16)
     sketch_vectors: int = Field(default=16384, ge=256)
     sketch_rounds: int = Field(default=12, ge=1)
     sketch_share: float = Field(default=0.05, gt=0, le=1)

@@ -17,6 +17,10 @@ SINKS, WINDOW = 4, 32
 """First and last tokens that are exact in every method: attention to them needs no code."""
 
 
+PARTS = ("mean", "root", "books", "scale", "value_mean", "value_books", "value_scale")
+"""Of each site, as they are named in a profile."""
+
+
 def chosen_tokens(scores: Tensor, kv_heads: int, count: int) -> Tensor:
     """Bool [Hkv, T, n]: the `count` best tokens of each KV head by the maximum over its query heads of scores [Hq, T, n].
 
@@ -68,34 +72,36 @@ class Sketch(Measure):
         self.subject.run(ids, attend)
 
     def _collect(self, call: SiteCall, context: int, sums: Sums) -> None:
-        """Keys of the context, evenly spread, and the second moment of the decode steps' queries, pooled over each group."""
+        """Keys of the context, evenly spread, and the second moment of queries that have far tokens, pooled over each group: of all
+        positions, as rotary embedding turns both with them."""
         kv_heads, site = call.k.shape[0], call.site
-        q = call.q[:, context:].double().unflatten(0, (kv_heads, -1)).flatten(1, 2)
+        q = call.q[:, min(SINKS + WINDOW, context) :].double().unflatten(0, (kv_heads, -1)).flatten(1, 2)
         sums.add(f"queries.{site}", q.transpose(1, 2) @ q / q.shape[1])
         first = min(SINKS, context - 1)
         count = min(-(-self.settings.sketch_vectors // len(self.subject.data.measured)), context - first)
         places = torch.linspace(first, context - 1, count, dtype=torch.float64, device="cpu").long()
         sums.append(f"keys.{site}", call.k[:, places.to(call.k.device)].half())
+        sums.append(f"values.{site}", call.v[:, places.to(call.v.device)].half())
 
     def _learn(self, site: int, sums: Sums) -> None:
-        """The site's tensors as the profile stores them; its keys are not needed after that."""
-        keys = sums.pop(f"keys.{site}").float()
+        """The site's tensors as the profile stores them; its keys and values are not needed after that."""
+        keys, values = (sums.pop(f"{name}.{site}").float() for name in ("keys", "values"))
         root = root_of(sums[f"queries.{site}"]).half()
         mean = keys.mean(1)
         generator = torch.Generator().manual_seed(self.settings.seed + site)
         x = (keys - mean[:, None]) @ root.float()
         books, scale = learn(x, self.settings.sketch_stages, self.settings.sketch_rounds, generator)
-        for name, tensor in (("mean", mean), ("root", root), ("books", books), ("scale", scale)):
+        own = values.mean(1)
+        others = learn(values - own[:, None], self.settings.sketch_value_stages, self.settings.sketch_rounds, generator)
+        made = dict(zip(PARTS, (mean, root, books, scale, own, *others), strict=True))
+        for name, tensor in made.items():
             sums.append(f"sketch.{name}.{site}", tensor)
 
     def _books(self, site: int, sums: Sums, device: torch.device) -> Codebooks:
         if site not in self.known:
             stored = SketchSection(stages=self.settings.sketch_stages, caught=())
             heads = list(range(self.sites[site].kv_heads))
-            tensors = {
-                name: sums[name].to(device)
-                for name in (f"sketch.{part}.{site}" for part in ("mean", "root", "books", "scale"))
-            }
+            tensors = {name: sums[name].to(device) for name in (f"sketch.{part}.{site}" for part in PARTS)}
             self.known[site] = stored.codebooks(tensors, site, heads, stored.stages)
         return self.known[site]
 
@@ -132,13 +138,14 @@ class Sketch(Measure):
             if at not in self.sites:
                 rows.append(())
                 continue
-            for part in ("mean", "root", "books", "scale"):
+            for part in PARTS:
                 tensors[f"sketch.{part}.{at}"] = sums[f"sketch.{part}.{at}"]
             shares = (sums[f"caught.{at}"] / sums[f"best.{at}"].clamp(min=1e-12)).clamp(0, 1)
             tensors[f"sketch.caught.{at}"] = shares.T.float().contiguous()
             rows.append(tuple(round(value, 6) for value in shares[-1].tolist()))
         section = SketchSection(
             stages=self.settings.sketch_stages,
+            value_stages=self.settings.sketch_value_stages,
             caught=tuple(rows),
             share=self.settings.sketch_share,
             sinks=SINKS,

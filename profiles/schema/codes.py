@@ -1,4 +1,4 @@
-"""Codes of keys in residual codebooks: per key and stage the number of the nearest of 256 vectors, a byte."""
+"""Codes of keys and values in residual codebooks: per vector and stage the number of the nearest of 256 vectors, a byte."""
 
 from __future__ import annotations
 
@@ -16,31 +16,36 @@ VECTORS = 256
 class Codebooks:
     """Residual codebooks of some KV heads (residual vector quantisation: Juang & Gray, 1982).
 
-    A key is the mean, plus a vector of the first stage's book, plus one of the second's, which stands for what the first left, and so on.
-    All but the mean is in a space in which the distance of two keys is the mean square by which products with this head's queries
-    differ: where `root` squared is the second moment of the queries, |(k - k') root|^2 = E[(q.k - q.k')^2].
+    A vector is the mean, plus a vector of the first stage's book, plus one of the second's, which stands for what the first left, and so
+    on. For keys all but the mean is in a space in which the distance of two keys is the mean square by which products with this head's
+    queries differ: where `root` squared is the second moment of the queries, |(k - k') root|^2 = E[(q.k - q.k')^2].
 
-    mean float32 [H, D]; root float32 [H, D, D], symmetric; books float32 [H, S, VECTORS, D]. The first stages of a code are themselves
-    a code, of fewer bytes.
+    mean float32 [H, D]; books float32 [H, S, VECTORS, D]; root float32 [H, D, D], symmetric, None where vectors are compared as they are.
+    The first stages of a code are themselves a code, of fewer bytes.
     """
 
     mean: Tensor
-    root: Tensor
     books: Tensor
+    root: Tensor | None = None
 
     @property
     def stages(self) -> int:
-        """S, bytes per key and head."""
+        """S, bytes per vector and head."""
         return self.books.shape[1]
 
     @cached_property
     def inverse(self) -> Tensor:
         """float32 [H, D, D] of `root`."""
+        if self.root is None:
+            return torch.eye(self.mean.shape[-1], dtype=torch.float32, device=self.mean.device).expand(
+                len(self.mean), -1, -1
+            )
         return torch.linalg.inv(self.root.double()).float()
 
-    def encode(self, k: Tensor) -> Tensor:
-        """Codes uint8 [H, n, S] of keys [H, n, D]: stage by stage the nearest vector."""
-        rest = (k.float() - self.mean[:, None]) @ self.root
+    def encode(self, x: Tensor) -> Tensor:
+        """Codes uint8 [H, n, S] of vectors [H, n, D]: stage by stage the nearest one."""
+        rest = x.float() - self.mean[:, None]
+        rest = rest if self.root is None else rest @ self.root
         found = []
         for book in self.books.unbind(1):
             code = nearest(rest, book)
@@ -49,17 +54,27 @@ class Codebooks:
         return torch.stack(found, -1)
 
     def decode(self, codes: Tensor) -> Tensor:
-        """The keys float32 [H, n, D] that codes [H, n, S] stand for."""
+        """The vectors float32 [H, n, D] that codes [H, n, S] stand for."""
         heads, count, _ = codes.shape
         found = self.books.new_zeros(heads, count, self.books.shape[-1])
         for stage, book in enumerate(self.books.unbind(1)):
             found += torch.take_along_dim(book, codes[..., stage, None].long(), 1)
-        return self.mean[:, None] + found @ self.inverse
+        return self.mean[:, None] + (found if self.root is None else found @ self.inverse)
 
     def tables(self, q: Tensor) -> Tensor:
         """What each vector adds to a product with queries q [H, R, D]: float32 [H, R, S, VECTORS]. Of a decoded key's product with a
         query only the mean's is not in them, which is the same for all keys."""
         return (q.float() @ self.inverse @ self.books.flatten(1, 2).mT).unflatten(-1, (self.stages, VECTORS))
+
+    def average(self, weights: Tensor, codes: Tensor) -> Tensor:
+        """Sums float32 [H, R, D] of the vectors that codes [H, n, S] stand for, by weights [H, R, n] that add up to 1 in each row: each
+        vector of a book has the weights of all codes that name it."""
+        out = self.mean[:, None].expand(-1, weights.shape[1], -1)
+        for stage, book in enumerate(self.books.unbind(1)):
+            at = codes[:, None, :, stage].long().expand(-1, weights.shape[1], -1)
+            total = weights.new_zeros(*weights.shape[:2], VECTORS).scatter_add_(-1, at, weights)
+            out = out + total @ book
+        return out
 
 
 def nearest(x: Tensor, book: Tensor) -> Tensor:

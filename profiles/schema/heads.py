@@ -143,17 +143,19 @@ class SketchSection(Section):
     Tensors, for each site index `i` with treatment `method`:
     `sketch.mean.{i}` [Hkv, D], the mean key; `sketch.root.{i}` float16 [Hkv, D, D], symmetric, a square root of the second moment of
     the group's queries; `sketch.books.{i}` uint8 [Hkv, S, 256, D] and `sketch.scale.{i}` float16 [Hkv, S, 256]: a number n of a vector
-    stands for (n - 128) times the vector's scale. `sketch.caught.{i}` [Hkv, S]: `caught` with the first stages alone.
+    stands for (n - 128) times the vector's scale. `sketch.value_mean.{i}` [Hkv, Dv], `sketch.value_books.{i}` [Hkv, S', 256, Dv] and
+    `sketch.value_scale.{i}`: the same of values, as they are. `sketch.caught.{i}` [Hkv, S]: `caught` with the first stages alone.
 
     Attributes
     ----------
-    stages: S, books of each head and bytes of a code.
+    stages, value_stages: S and S', books of each head and bytes of a code.
     caught: of the attention to far tokens that the best `share` of a context's tokens hold, how much those hold whose codes score best,
         on held-out samples; a row per site, empty where its treatment is not `method`.
     share: tokens chosen over tokens of the context. sinks, window: far tokens are those beyond the first and the last so many.
     """
 
     stages: int = Field(ge=1, le=16)
+    value_stages: int = Field(default=1, ge=1, le=16)
     caught: Rows
     share: Fraction = 0.05
     sinks: int = Field(default=4, ge=0)
@@ -173,15 +175,27 @@ class SketchSection(Section):
             shapes[f"sketch.root.{at}"] = (heads, dim, dim)
             shapes[f"sketch.books.{at}"] = (heads, self.stages, VECTORS, dim)
             shapes[f"sketch.scale.{at}"] = (heads, self.stages, VECTORS)
+            shapes[f"sketch.value_mean.{at}"] = (heads, site.value_dim)
+            shapes[f"sketch.value_books.{at}"] = (heads, self.value_stages, VECTORS, site.value_dim)
+            shapes[f"sketch.value_scale.{at}"] = (heads, self.value_stages, VECTORS)
             shapes[f"sketch.caught.{at}"] = (heads, self.stages)
         return shapes
 
     def codebooks(self, tensors: Mapping[str, Tensor], site: int, heads: list[int], stages: int) -> Codebooks:
-        """The first `stages` books of some KV heads of a site, from the profile's `tensors`."""
-        mean, root, books, scale = (
-            tensors[f"sketch.{name}.{site}"][heads].float() for name in ("mean", "root", "books", "scale")
-        )
-        return Codebooks(mean, root, ((books - 128) * scale[..., None])[:, :stages])
+        """The first `stages` books of the keys of some KV heads of a site, from the profile's `tensors`."""
+        mean, root = (tensors[f"sketch.{name}.{site}"][heads].float() for name in ("mean", "root"))
+        return Codebooks(mean, _vectors(tensors, "", site, heads)[:, :stages], root)
+
+    def value_codebooks(self, tensors: Mapping[str, Tensor], site: int, heads: list[int], stages: int) -> Codebooks:
+        """The same of values."""
+        mean = tensors[f"sketch.value_mean.{site}"][heads].float()
+        return Codebooks(mean, _vectors(tensors, "value_", site, heads)[:, :stages])
+
+
+def _vectors(tensors: Mapping[str, Tensor], kind: str, site: int, heads: list[int]) -> Tensor:
+    """float32 [H, stages, VECTORS, D]."""
+    books, scale = (tensors[f"sketch.{kind}{name}.{site}"][heads].float() for name in ("books", "scale"))
+    return (books - 128) * scale[..., None]
 
 
 def _fit_rows(name: str, rows: tuple[tuple[Any, ...], ...], heads: list[int], what: str) -> None:

@@ -28,7 +28,7 @@ MAX_HEADER_BYTES = 4 << 20
 MAX_TENSOR_BYTES = 2 << 30
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "uint8": torch.uint8}
 _STORED_NAMES = {"float16": "F16", "bfloat16": "BF16", "float32": "F32", "uint8": "U8"}
-WHOLE = ("sentences.classes", "sketch.books.")
+WHOLE = ("sentences.classes", "sketch.books.", "sketch.value_books.")
 """How names of tensors of whole numbers, uint8, begin; all others are of floating point."""
 OLD_SKETCH = "sketch"
 """The section of version 1 that is not read any more, and its tensors' prefix."""

@@ -71,6 +71,12 @@ class MixedRouter(SketchRouter):
             mixed = torch.logaddexp(mixed, told.to(mixed.device) + math.log(self.prior))
         return mixed
 
+    def attend(
+        self, site: AttentionSite, q: Tensor, score: Tensor, seen: Tensor, spans: FoldedSpans
+    ) -> tuple[Tensor, Tensor] | None:
+        own = super().score(site, q, spans, Step.alone(site, q))  # by the query alone, as attention is
+        return super().attend(site, q, own, seen.to(own.device), spans)
+
     def _means(self, site: AttentionSite, step: Step) -> Tensor:
         """Mean queries [Hq, T, D] of the part `site`; the first part of a layer makes those of all heads."""
         assert self.sentences is not None
@@ -181,7 +187,7 @@ class Mixed(Sketch):
                     share = sum(weights[first:last]) / sum(weights)
                     made.append(Runs(first, last, idle[kind.role] if kind.role else found, share))
                     if not kind.role:
-                        router.books[site.store, first] = self.books(profile, site, first, last)
+                        self.fill(router, profile, site, first, last)
                 first = last
             parts[site.store] = tuple(made)
         return Plan(parts)
@@ -189,7 +195,7 @@ class Mixed(Sketch):
     def router(self, profile: Profile | None) -> SketchRouter:
         if not self.sentence and not self.prior:
             return super().router(profile)
-        return MixedRouter({}, self._sentences(profile), self.sentence, self.prior)
+        return MixedRouter(sentences=self._sentences(profile), sentence=self.sentence, prior=self.prior)
 
     def idle(self, program: Program, profile: Profile | None, role: str) -> Components:
         """What heads of this role without codes hold."""

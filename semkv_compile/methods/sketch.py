@@ -14,32 +14,38 @@ from semkv.methods.pages import Frame, Pages
 from semkv.methods.routers import OracleRouter
 from semkv.methods.sketch_router import SketchRouter
 from semkv.profiles.schema import Profile, SketchSection
-from semkv.profiles.schema.codes import Codebooks
 from semkv.runtime.budget import Budget
 from semkv.runtime.components import Components, Part, Plan
 
 MISSING = "method {!r} needs a profile with a token sketch: make one with `semkv-profile MODEL --steps {} -o OUT`"
 
 
+FIRST = 2
+"""Bytes of a key that come before any of its value."""
+
+
 @dataclass(frozen=True)
 class Sketch(Method):
     """The token sketch: the device has a code of every folded token's key, in a few bytes; a step unfolds those that score best by it.
+    All others are attended to through their codes, and a byte for their values.
 
     A code is a byte per stage: the number of the nearest vector in a codebook that calibration learned for this KV head
     (`semkv.profiles.schema.codes.Codebooks`). Codebooks are weights of the model, a token's code counts towards the budget.
 
-    stages: bytes of a code; 0: as many as `code_share` of the budget holds, at most the profile's. sinks, window: exact tokens, first
-    and recent. fixed_share: of the budget, for codes and exact tokens; the rest is for unfolded ones. exact_form: of exact and
-    unfolded tokens on the device, `int8` with a scale per token and KV head, or `raw`, of which a budget holds half as many. oracle:
-    true attention chooses in place of codes, which are neither made nor charged: the ceiling of any sketch with this budget, not
-    a method.
+    stages: bytes of a key's code; 0: as many as `code_share` of the budget holds, at most the profile's. coarse: attend to tokens that
+    stay folded, where the same share holds a value's byte beside two of the key's; where not, they are not in the softmax. sinks,
+    window: exact tokens, first and recent. fixed_share: of the budget, for codes and exact tokens; the rest is for unfolded ones.
+    exact_form: of exact and unfolded tokens on the device, `int8` with a scale per token and KV head, or `raw`, of which a budget
+    holds half as many. oracle: true attention chooses in place of codes, which are neither made nor charged: the ceiling of any
+    choice of single tokens with this budget, not a method.
     """
 
     stages: CountOrProfile = 0
+    coarse: bool = True
     sinks: TokensOrNone = 4
     window: Tokens = 32
     fixed_share: Share = 2 / 3
-    code_share: Share = 1 / 3
+    code_share: Share = 0.4
     exact_form: Literal["int8", "raw"] = "int8"
     oracle: bool = False
 
@@ -62,8 +68,8 @@ class Sketch(Method):
             )
 
     def for_budget(self, program: Program, profile: Profile | None, budget: Budget) -> Method:
-        """With the number of stages that the budget holds; of a number of tokens nobody knows which fraction it is, and half of the
-        profile's stages are taken."""
+        """With codes that the budget holds: two bytes of a key, one of its value, then the key's others. Of a number of tokens nobody knows
+        which fraction it is, and half of the profile's stages are taken."""
         section = self._section(profile)
         if self.stages:
             return self
@@ -71,8 +77,9 @@ class Sketch(Method):
             return replace(self, stages=-(-section.stages // 2) if budget.value else section.stages)
         stores = [site for site in program.stores if not site.window]
         token = min(budget.dtype.itemsize * (site.key_dim + site.value_dim) for site in stores)
-        held = int(self.code_share * budget.value * token)
-        return replace(self, stages=max(1, min(section.stages, held)))
+        held = max(1, int(self.code_share * budget.value * token))
+        coarse = self.coarse and held >= FIRST + section.value_stages
+        return replace(self, stages=min(section.stages, held - coarse * section.value_stages), coarse=coarse)
 
     def components(self, program: Program, profile: Profile | None) -> Components:
         return self.found(self.router(profile))
@@ -82,7 +89,7 @@ class Sketch(Method):
         found, parts = self.found(router), {}
         for site in program.stores:
             if site.treatment == "method":
-                router.books[site.store, 0] = self.books(profile, site, 0, site.kv_heads)
+                self.fill(router, profile, site, 0, site.kv_heads)
                 parts[site.store] = (Part(0, site.kv_heads, found),)
         return Plan(parts)
 
@@ -105,12 +112,16 @@ class Sketch(Method):
         """What chooses tokens; `plan` fills in its books."""
         return SketchRouter()
 
-    def books(self, profile: Profile | None, site: AttentionSite, first: int, last: int) -> Codebooks:
-        """Of KV heads [first, last) in the order of the lowered program."""
+    def fill(self, router: SketchRouter, profile: Profile | None, site: AttentionSite, first: int, last: int) -> None:
+        """Give `router` the books of KV heads [first, last) in the order of the lowered program."""
         heads = list(site.head_order or range(site.kv_heads))[first:last]
         section = self._section(profile)
         assert profile is not None
-        return section.codebooks(profile.tensors, site.index, heads, self.stages or section.stages)
+        books = section.codebooks(profile.tensors, site.index, heads, self.stages or section.stages)
+        router.books[site.store, first] = books
+        if self.coarse and not self.oracle:
+            values = section.value_codebooks(profile.tensors, site.index, heads, section.value_stages)
+            router.values[site.store, first] = values
 
     def _section(self, profile: Profile | None) -> SketchSection:
         self.check(profile)

@@ -21,21 +21,29 @@ from semkv.runtime.step import Step
 class SketchRouter(PageRouter):
     """q.k from the codes alone: a sum of numbers that each byte of a code looks up in the query's tables.
 
-    books: by (store, first KV head) of the parts that it serves.
+    books: of keys, by (store, first KV head) of the parts that it serves. values: of values; where there are some, the tokens that stay
+    folded are attended to through their codes, at a key's estimated product and a value's nearest vector.
     """
 
     books: dict[tuple[int, int], Codebooks] = field(default_factory=dict)
+    values: dict[tuple[int, int], Codebooks] = field(default_factory=dict)
 
     def _books(self, site: AttentionSite) -> Codebooks:
         # Sites that share a store are routed with their own queries, and the codes were made with its owner's books.
         return self.books[site.store, site.first_head]
 
     def index(self, site: AttentionSite, summary: Summary | None) -> dict[str, IndexPart]:
-        stages = self._books(site).stages
-        return {"codes": IndexPart(site.kv_heads, stages, dtype=torch.uint8, merge="never")}
+        books = {"codes": self._books(site), "values": self.values.get((site.store, site.first_head))}
+        return {
+            name: IndexPart(site.kv_heads, own.stages, dtype=torch.uint8, merge="never")
+            for name, own in books.items()
+            if own is not None
+        }
 
     def build(self, site: AttentionSite, folding: Folding, mean_k: Tensor | None) -> dict[str, Tensor]:
-        return {"codes": self._books(site).encode(folding.k)}
+        values = self.values.get((site.store, site.first_head))
+        made = {"codes": self._books(site).encode(folding.k)}
+        return made if values is None else made | {"values": values.encode(folding.v)}
 
     def score(self, site: AttentionSite, q: Tensor, spans: FoldedSpans, step: Step) -> Tensor:
         if not step.kernels:
@@ -55,3 +63,29 @@ class SketchRouter(PageRouter):
         codes = spans.index["codes"]
         assert isinstance(codes, Tensor)
         return sketch_logits(self._books(site).tables(q), codes)
+
+    def attend(
+        self, site: AttentionSite, q: Tensor, score: Tensor, seen: Tensor, spans: FoldedSpans
+    ) -> tuple[Tensor, Tensor] | None:
+        values = self.values.get((site.store, site.first_head))
+        if values is None or site.has_bias:
+            return None
+        tokens, device = q.shape[1], score.device
+        there = spans.on(device)
+        codes, named = there.indexed("codes"), there.indexed("values")
+        # A score is a logit but for one number per query, which the first token's own logit tells.
+        first = self._books(site).decode(spans.index["codes"][:, :1].cpu()).to(device)
+        asked = q.float().to(device).unflatten(0, (site.kv_heads, site.group_size)).flatten(1, 2) * site.scale
+        shift = ungrouped(site, asked @ first.mT, tokens) - score[..., :1]
+        logits = score + shift
+        if site.softcap:
+            logits = site.softcap * torch.tanh(logits / site.softcap)
+        logits = logits.masked_fill_(seen, float("-inf"))
+        mass = logits.logsumexp(-1)
+        weights = torch.exp_(logits.sub_(mass.clamp(min=torch.finfo(torch.float32).min)[..., None]))
+        grouped_weights = weights.view(site.kv_heads, -1, codes.shape[1])
+        return ungrouped(site, _on(values, device).average(grouped_weights, named), tokens), mass
+
+
+def _on(books: Codebooks, device: torch.device) -> Codebooks:
+    return books if books.mean.device == device else Codebooks(books.mean.to(device), books.books.to(device))

@@ -143,6 +143,18 @@ class Foresight(Protocol):
         """Whether `Router.score` can tell already; it reads no query then."""
 
 
+@runtime_checkable
+class Coarse(Protocol):
+    """What a router has that knows enough of the units that stay folded to attend to them, where the method has no summaries."""
+
+    def attend(
+        self, site: AttentionSite, q: Tensor, score: Tensor, seen: Tensor, spans: FoldedSpans
+    ) -> tuple[Tensor, Tensor] | None:
+        """For queries q [Hq, T, D] whose units have `score` [Hq, T, M] by this router, and read those of `seen` bool [Hq, T|1, M] unfolded:
+        what attention to all others gives, [Hq, T, Dv], and the logarithm of its mass [Hq, T] (the sum of the exponentials of their
+        logits, -inf where there are none). None where the site's attention is of a kind that it does not know."""
+
+
 class FormChooser(Protocol):
     """In which form folded spans wait."""
 

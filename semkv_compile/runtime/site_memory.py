@@ -10,7 +10,7 @@ from torch import Tensor
 from semkv.ir.memory import Entries
 from semkv.ir.site import AttentionSite
 from semkv.runtime.choosing import Zoom, choose_there, choose_units, threshold_of
-from semkv.runtime.components import Components, Continuing, Foresight
+from semkv.runtime.components import Coarse, Components, Continuing, Foresight
 from semkv.runtime.prediction import Certain, Likely, Whereabouts
 from semkv.runtime.prefetch import Wanted
 from semkv.runtime.quantization import Quantized, quantize
@@ -70,6 +70,7 @@ class SiteMemory:
     recent_ids int64, recent_surprisal float32 in nats: one for each recent token, none where nothing will be folded; unit_state: where
     units stand before those, see `semkv.runtime.components.Continuing`.
 
+    reads_codes: whether the last step attended to what is folded by the router's index, see `semkv.runtime.components.Coarse`.
     ahead: tokens that are fetched before the layer's turn at most, 0 where nothing is; guesses: whether the next turn's are guessed from
     this one's; supply: what is under way; likely: what the next turn may lack; supplied: what the last one took.
     """
@@ -95,6 +96,7 @@ class SiteMemory:
         self.unit_state = unit_state
         self.workspace: Workspace | None = None
         self.moved_nbytes = self.held_nbytes = 0
+        self.reads_codes = False
         self.zoom: Zoom | None = None
         self.ahead, self.guesses = 0, False
         self.supply: Supply | None = None
@@ -128,7 +130,7 @@ class SiteMemory:
             read += 0 if workspace.factors is None else workspace.factors.nbytes
         if self.components.summary is not None and self.components.summary.attend:
             read += sum(x.nbytes for mean in (spans.mean_k, spans.mean_v) for x in (mean.codes, mean.scale))
-        return read
+        return read + (spans.device_nbytes if self.reads_codes else 0)
 
     @property
     def workspace_nbytes(self) -> int:
@@ -230,7 +232,11 @@ class SiteMemory:
                 self._pop(drop)
             return
         chunk = self.components.fold_chunk
-        while self.recent.length + tokens > self.window_tokens(allowance) + chunk and self.recent.length >= chunk:
+        most = self.window_tokens(allowance) + chunk
+        while self.recent.length >= chunk:
+            after = self.recent.length + tokens
+            if after <= most and self.kept.nbytes + -(-after // page) * self.page_nbytes <= allowance:
+                break
             self._fold_oldest(chunk)
         self._shrink(allowance - (-(-(self.recent.length + tokens) // page) * self.page_nbytes), span_limit)
 
@@ -317,7 +323,7 @@ class SiteMemory:
         The result has no batch dimension; keys and values are in the KV dtype, those of coarse entries in codes.
         """
         self.moved_nbytes = self.held_nbytes = 0
-        self.zoom, self.supplied = None, Supplied()
+        self.zoom, self.supplied, self.reads_codes = None, Supplied(), False
         if self.components.evictor is not None and site.index == self.site.index:
             self._score(site, q, step)
         stored = [part for part in (self.kept, self.recent) if part.length]
@@ -327,9 +333,9 @@ class SiteMemory:
         if self.spans is None or not self.spans.count:
             return entries
         spans, components = self.spans, self.components
-        workspace = None
+        workspace = score = None
         if components.unfold and components.router is not None:
-            self.zoom, workspace = self._unfold(site, q, workspace_allowance, step)
+            self.zoom, workspace, score = self._unfold(site, q, workspace_allowance, step)
         else:
             self.zoom = Zoom(
                 torch.zeros(site.kv_heads, spans.count, dtype=torch.bool, device="cpu"), site.group_size, q.shape[1]
@@ -342,7 +348,25 @@ class SiteMemory:
             there = spans.on(self.device)
             bias = there.log_sizes(site).masked_fill(self.zoom.seen(self.device), NEG_INF)
             entries = _with_block(entries, there.mean_k, there.mean_v, there.positions, bias)
+        elif score is not None and isinstance(components.router, Coarse):
+            rest = components.router.attend(site, q, score, self.zoom.seen(score.device), spans)
+            self.reads_codes = rest is not None
+            entries = entries if rest is None else self._with_rest(entries, site, *rest)
         return entries
+
+    def _with_rest(self, entries: Entries, site: AttentionSite, value: Tensor, mass: Tensor) -> Entries:
+        """`entries` and what attention to everything else gives, value [Hq, T, Dv] of the mass that is the exponential of `mass` [Hq, T]:
+        for each query an entry of its own, whose key says nothing and whose bias is all."""
+        heads, tokens = mass.shape
+        own, group = site.group_size * tokens, site.group_size
+        value, mass = value.to(self.device), mass.to(self.device)
+        v = value.view(site.kv_heads, own, -1).to(self.spans.dtype)
+        k = v.new_zeros(site.kv_heads, own, site.key_dim)
+        bias = mass.new_full((heads, tokens, own), NEG_INF)
+        at = torch.arange(tokens, dtype=torch.int64, device=self.device)
+        place = (torch.arange(heads, dtype=torch.int64, device=self.device) % group)[:, None] * tokens + at
+        bias.scatter_(2, place[..., None], mass[..., None])
+        return _with_block(entries, k, v, torch.zeros(1, own, dtype=torch.int32, device=self.device), bias)
 
     def _with_tokens(self, entries: Entries, site: AttentionSite, workspace: Workspace) -> Entries:
         """`entries` and the unfolded tokens; a bias where the query heads of a group read different ones."""
@@ -402,8 +426,11 @@ class SiteMemory:
         step.passing[CHOSEN] = Chosen(zoom, score, least, room, threshold)
         return zoom
 
-    def _unfold(self, site: AttentionSite, q: Tensor, allowance: float, step: Step) -> tuple[Zoom, Workspace]:
-        """The zooms of `_select` and the workspace that holds what they unfold, of at most `allowance` bytes."""
+    def _unfold(
+        self, site: AttentionSite, q: Tensor, allowance: float, step: Step
+    ) -> tuple[Zoom, Workspace, Tensor | None]:
+        """The zooms of `_select`, the workspace that holds what they unfold, of at most `allowance` bytes, and the scores, where they are
+        known."""
         spans = self.spans
         slots, allowance = self._slots(site, allowance)
         workspace = self.workspace if self.workspace is not None else spans.workspace(self.device)
@@ -439,7 +466,7 @@ class SiteMemory:
             self.moved_nbytes += factors.moved_nbytes
             self.held_nbytes += factors.held_nbytes
         self.workspace = workspace
-        return zoom, workspace
+        return zoom, workspace, score
 
     def _slots(self, site: AttentionSite, allowance: float) -> tuple[int | None, float]:
         """Slots of the workspace, None for as many as are needed, and the device bytes that may be filled of `allowance`."""

@@ -35,7 +35,7 @@ def gate() -> GateRouter:
 
 def sketch(stages: int) -> SketchRouter:
     root = numbers(2, 16, 16) / 4
-    books = Codebooks(numbers(2, 16), root @ root.mT + torch.eye(16), numbers(2, stages, 256, 16, seed=3))
+    books = Codebooks(numbers(2, 16), numbers(2, stages, 256, 16, seed=3), root @ root.mT + torch.eye(16))
     return SketchRouter({(0, 0): books})
 
 

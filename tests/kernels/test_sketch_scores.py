@@ -31,7 +31,7 @@ def made(stages: int, kv_heads: int, rows: int, dim: int, units: int) -> tuple[t
 
     root = numbers(kv_heads, dim, dim)
     books = Codebooks(
-        numbers(kv_heads, dim), root @ root.mT / dim + torch.eye(dim), numbers(kv_heads, stages, 256, dim)
+        numbers(kv_heads, dim), numbers(kv_heads, stages, 256, dim), root @ root.mT / dim + torch.eye(dim)
     )
     codes = torch.randint(0, 256, (kv_heads, units, stages), generator=generator, dtype=torch.uint8)
     return numbers(kv_heads, rows, dim), codes, books

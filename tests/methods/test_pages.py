@@ -201,8 +201,8 @@ def test_sketch_scores_are_those_of_the_decoded_codes():
     root = torch.randn(3, 8, 8, generator=generator)
     books = Codebooks(
         torch.randn(3, 8, generator=generator),
-        root @ root.mT + torch.eye(8),
         torch.randn(3, 2, 256, 8, generator=generator),
+        root @ root.mT + torch.eye(8),
     )
     router = SketchRouter({(0, 0): books})
     made = prompt(N)

@@ -79,11 +79,8 @@ def test_a_state_of_another_calibration_is_refused(whole, name, tensors, tmp_pat
 @pytest.mark.parametrize("name", RETRIEVING)
 def test_with_room_for_everything_it_is_full_attention(whole, name, prompt):
     """What stays folded is nothing: only the 8 bits of folded tokens are left of the approximation."""
-    options = SMALL.get(name, {}) | (
-        {"mixed": {"all_heads": True, "fixed_share": 0.4}, "sketch": {"fixed_share": 0.4}}.get(
-            name, {"fixed_share": 0.3}
-        )
-    )
+    own = {"sketch": {"code_share": 0.1}, "mixed": {"all_heads": True, "code_share": 0.1}}.get(name, {})
+    options = SMALL.get(name, {}) | own | {"fixed_share": 0.15 if own else 0.3}
     compiled = whole.with_method(name, budget=2000, **options)
     ids, question = prompt(900, 5), prompt(4, 6)
     state, reference = compiled.prefill(ids), whole.prefill(ids)
@@ -126,16 +123,21 @@ def test_a_budget_below_the_smallest_names_it(whole, name, prompt):
         whole.with_method(name, budget=0.01).prefill(prompt(300, 1))
 
 
-@pytest.mark.parametrize(("budget", "stages"), [(0.01, 1), (0.02, 1), (0.03, 2), (0.05, 4), (0.5, 4)])
-def test_a_small_budget_gets_short_codes(whole, budget, stages):
-    """A third of what a head has, in bytes per token: 256 bytes of KV, and the profile has four codebooks."""
+@pytest.mark.parametrize(
+    ("budget", "stages", "coarse"),
+    [(0.01, 1, False), (0.02, 2, False), (0.03, 2, True), (0.05, 4, True), (0.5, 4, True)],
+)
+def test_a_small_budget_gets_short_codes(whole, budget, stages, coarse):
+    """Two fifths of what a head has, in bytes per token: 256 bytes of KV; the profile has four codebooks for keys, one for values."""
     program = whole.with_method("sketch", budget=0.5).program
     store = program.stores[1]
     assert 2 * (store.key_dim + store.value_dim) == 256
     decided = find_method("sketch").for_budget(program, whole.profile, Budget(budget, torch.float16))
-    assert decided.stages == stages
+    assert (decided.stages, decided.coarse) == (stages, coarse)
     router = decided.plan(program, whole.profile).parts[1][0].components.router
-    assert router.index(store, None)["codes"].unit_nbytes == stages * store.kv_heads
+    held = sum(part.unit_nbytes for part in router.index(store, None).values())
+    assert held == (stages + coarse) * store.kv_heads
+    assert held / store.kv_heads <= max(1, 0.4 * budget * 256)
 
 
 def test_named_stages_of_a_sketch_hold_at_any_budget(whole):
@@ -178,13 +180,25 @@ def test_the_ceiling_finds_what_true_attention_finds(whole, prompt):
 
 @pytest.mark.parametrize("option", [{"others": "window"}, {"others": "votes"}, {"errors": 0.5}, {"sentence": 0.3}])
 def test_a_mixture_of_other_parts_keeps_its_budget_and_its_rows(whole, option, prompt):
-    compiled = whole.with_method("mixed", budget=0.3, **option)
-    default = whole.with_method("mixed", budget=0.3)
+    compiled = whole.with_method("mixed", budget=0.15, **option)
+    default = whole.with_method("mixed", budget=0.15)
     state, plain = compiled.prefill(prompt(400, 1)), default.prefill(prompt(400, 1))
     for seed in range(3):
         other, same = compiled.extend(state, prompt(20, seed)), default.extend(plain, prompt(20, seed))
     assert state.stats.peak_share <= 1
     assert not torch.equal(other, same), "the option changes nothing"
+
+
+def test_attention_to_folded_tokens_comes_nearer_to_the_full_cache(whole, prompt):
+    """At a budget that unfolds few of them."""
+    ids, question = prompt(900, 5), prompt(6, 6)
+    wanted = whole.extend(whole.prefill(ids), question, all_logits=True).log_softmax(-1)
+    apart = {}
+    for coarse in (True, False):
+        compiled = whole.with_method("sketch", budget=0.08, coarse=coarse)
+        got = compiled.extend(compiled.prefill(ids), question, all_logits=True).log_softmax(-1)
+        apart[coarse] = float((wanted.exp() * (wanted - got)).sum(-1).mean())
+    assert apart[True] < apart[False]
 
 
 def test_a_mixture_with_whole_heads_keeps_all_their_tokens(whole, prompt):

@@ -63,10 +63,10 @@ def test_stored_books_are_whole_multiples_of_a_scale():
     assert (books.dtype, scale.dtype) == (torch.uint8, torch.float16)
     assert books.shape == (2, 3, 256, 6)
     plain = (books.float() - 128) * scale.float()[..., None]
-    codes = Codebooks(torch.zeros(2, 6), torch.eye(6).expand(2, -1, -1), plain)
+    codes = Codebooks(torch.zeros(2, 6), plain)
     errors = []
     for stages in (1, 2, 3):
-        some = Codebooks(codes.mean, codes.root, plain[:, :stages])
+        some = Codebooks(codes.mean, plain[:, :stages])
         errors.append(float((x - some.decode(some.encode(x))).square().mean()))
     assert errors[2] < 0.5 * errors[1] < 0.25 * errors[0]
 
@@ -105,7 +105,7 @@ def test_it_learns_of_the_models_keys_and_queries(subject, measure_settings):
     context, moment = measure_settings.length, 0.0
     for number, (_, ids) in enumerate(samples):
         call = collected(subject, ids)[1]
-        q = call.q[:2, context:].double().flatten(0, 1)  # the two query heads of KV head 0
+        q = call.q[:2, SINKS + WINDOW :].double().flatten(0, 1)  # the two query heads of KV head 0
         moment = moment + q.mT @ q / len(q)
         own = sums["keys.1"][:, number * (context - SINKS) : (number + 1) * (context - SINKS)]
         assert torch.equal(own, call.k[:, SINKS:context].half())
@@ -128,7 +128,7 @@ def test_what_is_caught_follows_from_the_stored_tensors(subject, model, dense_we
             true = layer[:2, t, far]
             best += float(true[:, true.amax(0).argsort(descending=True)[:count]].sum())
             for stages in (1, 2, 3):
-                some = Codebooks(books.mean, books.root, books.books[:, :stages])
+                some = Codebooks(books.mean, books.books[:, :stages], books.root)
                 keys = some.decode(some.encode(call.k[:1, far]))[0]
                 guess = torch.stack([torch.softmax(keys @ call.q[h, t] * call.scale, 0) for h in range(2)])
                 caught[stages - 1] += float(true[:, guess.amax(0).argsort(descending=True)[:count]].sum())

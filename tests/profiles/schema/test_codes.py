@@ -12,7 +12,7 @@ def made(heads=2, stages=3, dim=5) -> Codebooks:
     root = torch.randn(heads, dim, dim, generator=generator)
     scale = 0.5 ** torch.arange(stages)[:, None, None]
     books = torch.randn(heads, stages, VECTORS, dim, generator=generator) * scale
-    return Codebooks(torch.randn(heads, dim, generator=generator), root @ root.mT + torch.eye(dim), books)
+    return Codebooks(torch.randn(heads, dim, generator=generator), books, root @ root.mT + torch.eye(dim))
 
 
 def test_the_nearest_vector_is_that_of_all_distances():
@@ -46,13 +46,33 @@ def test_each_stage_comes_nearer_in_products_with_queries():
     queries = torch.randn(2, 4000, 5) @ books.root  # second moment root @ root
     exact, errors = queries @ k.mT, []
     for stages in (1, 2, 3):
-        some = Codebooks(books.mean, books.root, books.books[:, :stages])
+        some = Codebooks(books.mean, books.books[:, :stages], books.root)
         guess = queries @ some.decode(some.encode(k)).mT
         errors.append(float((exact - guess).square().mean()))
     assert errors[0] > errors[1] > errors[2]
 
 
+def test_averages_are_those_of_decoded_vectors():
+    books = made()
+    values = Codebooks(books.mean, books.books)
+    codes = torch.randint(0, VECTORS, (2, 40, 3), dtype=torch.uint8)
+    weights = torch.rand(2, 4, 40).softmax(-1)
+    torch.testing.assert_close(values.average(weights, codes), weights @ values.decode(codes), rtol=1e-4, atol=1e-5)
+
+
+def test_without_a_root_vectors_are_compared_as_they_are():
+    books, x = made(), torch.randn(2, 30, 5)
+    plain = Codebooks(books.mean, books.books)
+    same = Codebooks(books.mean, books.books, torch.eye(5).expand(2, -1, -1))
+    assert torch.equal(plain.encode(x), same.encode(x))
+    q = torch.randn(2, 3, 5)
+    wanted = q @ (plain.decode(plain.encode(x)) - plain.mean[:, None]).mT
+    codes = plain.encode(x)
+    got = sum(plain.tables(q)[:, :, s].gather(-1, codes[:, None, :, s].long().expand(-1, 3, -1)) for s in range(3))
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+
+
 def test_the_first_stages_of_a_code_are_a_code():
     books, k = made(), torch.randn(2, 30, 5)
-    some = Codebooks(books.mean, books.root, books.books[:, :2])
+    some = Codebooks(books.mean, books.books[:, :2], books.root)
     assert torch.equal(books.encode(k)[..., :2], some.encode(k))
