@@ -22,6 +22,7 @@ from semkv.methods import find_method
 from semkv.methods.auto import AUTO, measured_best
 from semkv.profiles.schema import Profile
 from semkv.runtime.modes import undisturbed
+from semkv.runtime.state import State
 from semkv.wrappers import unwrapped
 
 
@@ -121,11 +122,12 @@ def load(path: str | os.PathLike[str], *, device: str | torch.device = "cpu") ->
     return load_compiled(path, device=device)
 
 
-def explain(compiled: CompiledModel, *, verbose: bool = False) -> str:
+def explain(compiled: CompiledModel, state: State | None = None, *, verbose: bool = False) -> str:
     """Print and return a table with a row per attention site: what was found, what it became, and why.
 
-    verbose: adds what each pass did.
+    state: one of this model's; adds what its layers held on the device and read in its steps, as shares of their full KV. verbose:
+    adds what each pass did.
     """
     from semkv.describe import describe
 
-    return describe(compiled, verbose=verbose)
+    return describe(compiled, state, verbose=verbose)

@@ -10,9 +10,10 @@ from rich.table import Table
 
 from semkv.compiled import CompiledModel
 from semkv.ir.site import AttentionSite
+from semkv.runtime.state import State
 
 
-def describe(compiled: CompiledModel, *, verbose: bool = False) -> str:
+def describe(compiled: CompiledModel, state: State | None = None, *, verbose: bool = False) -> str:
     """Print a row per attention site and return the text; see `semkv.explain`."""
     program = compiled.program
     table = Table(title=f"{compiled.method.name}, budget {compiled.budget if compiled.budget is not None else 'none'}")
@@ -37,6 +38,7 @@ def describe(compiled: CompiledModel, *, verbose: bool = False) -> str:
         f"rows {'run together' if program.batched else 'run one at a time'}; context {program.max_positions or 'not declared'}; "
         f"vocabulary {program.vocab_size}",
     ]
+    facts += [] if state is None else [_measured(state)]
     out = Console(record=True, width=140, file=io.StringIO())
     out.print(table)
     for fact in facts:
@@ -47,6 +49,18 @@ def describe(compiled: CompiledModel, *, verbose: bool = False) -> str:
     text = out.export_text()
     print(text, end="")
     return text
+
+
+def _measured(state: State) -> str:
+    """What the layers of a state held and read in its steps."""
+    stats = state.stats
+    if not stats.steps:
+        return "this state has taken no step yet: what layers hold and read is measured in steps"
+    held, read = f"{stats.device_share:.1%}", f"{stats.attended_share:.1%}"
+    return (
+        f"in {stats.steps} steps a layer held at most {held} of its full KV on the device ({stats.device_share_mean:.1%} on the mean) "
+        f"and read at most {read} ({stats.attended_share_mean:.1%})"
+    )
 
 
 def _floor(compiled: CompiledModel) -> str:

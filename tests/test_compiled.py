@@ -205,12 +205,23 @@ def test_extend_reads_the_pending_token_first(full):
 
 def test_explain_has_a_row_per_site(small, capsys):
     text = semkv.explain(small, verbose=True)
+    assert "held at most" not in text
     assert capsys.readouterr().out.strip() == text.strip()
     for site in small.program.sites:
         assert site.name in text
     assert text.count("GQA x2") == len(small.program.sites) == 2
     assert "50.0% of the device budget" in text.replace("\n", " ")
     assert "find_attention" in text
+
+
+def test_explain_says_what_the_layers_of_a_state_held_and_read(small):
+    state = small.prefill(ids(100))
+    assert "no step yet" in semkv.explain(small, state)
+    for seed in range(5):
+        small.extend(state, ids(1, seed=seed))
+    text, stats = semkv.explain(small, state).replace("\n", " "), state.stats
+    assert f"in 5 steps a layer held at most {stats.device_share:.1%} of its full KV on the device" in text
+    assert f"read at most {stats.attended_share:.1%} ({stats.attended_share_mean:.1%})" in text
 
 
 HOLES = torch.tensor([[1, 1, 0, 1, 1]])

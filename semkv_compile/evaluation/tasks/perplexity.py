@@ -19,8 +19,8 @@ class Perplexity(OptionTask):
 
     A sample of length n is a passage of n tokens that begins where a line or sentence does.
 
-    tokens: how many are predicted, of at most half the length. text: the text to read; prose of the bundled grammar
-    otherwise.
+    tokens: how many are predicted, of at most half the length. text: the text to read, of a folder its files in turn; prose of the
+    bundled grammar otherwise.
     """
 
     tokens: int = 256
@@ -44,8 +44,8 @@ class Perplexity(OptionTask):
             )
 
     @cached_property
-    def _text(self) -> str | None:
-        return None if self.text is None else self.text.text
+    def _texts(self) -> tuple[str, ...] | None:
+        return None if self.text is None else self.text.texts
 
     def make(self, tokenizer: Any, length: int, index: int, *, seed: int, questions: int) -> Sample:
         ids = self._passage(tokenizer, length, index, seed)
@@ -56,12 +56,12 @@ class Perplexity(OptionTask):
     def _passage(self, tokenizer: Any, length: int, index: int, seed: int) -> tuple[int, ...]:
         """`length` ids of the text from a place that index and seed decide."""
         rng = random.Random(f"{self.name}-{seed}-{index}")
-        if self._text is None:
+        if self._texts is None:
             from semkv.profiles.bundled.tasks import make_text
 
             ids = context_ids(tokenizer, make_text(2 * length, rng.randrange(2**31)))[:length]
         else:
-            ids = self._cut(tokenizer, self._text, length, rng)
+            ids = self._cut(tokenizer, self._texts[index % len(self._texts)], length, rng)
         if len(ids) < length:
             raise ConfigError(
                 f"task {self.name!r}: the text has fewer than {length} tokens; give a longer one with --source text=FILE, "

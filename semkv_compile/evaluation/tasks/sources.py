@@ -71,10 +71,20 @@ class Source:
     @cached_property
     def text(self) -> str:
         """The source as one text; of JSON rows the fields `text`, `content` or `context`, a blank line between."""
+        return "\n\n".join(self.texts)
+
+    @cached_property
+    def texts(self) -> tuple[str, ...]:
+        """One text for each file of a folder in the order of their paths, else one in all; of JSON rows the fields `text`, `content` or
+        `context`, a blank line between."""
         path = self.path
         if path.is_dir():
             files = sorted(p for p in path.rglob("*") if p.suffix in (".txt", ".md"))
-            text = "\n\n".join(p.read_text(encoding="utf-8", errors="replace") for p in files)
+            texts = tuple(p.read_text(encoding="utf-8", errors="replace") for p in files)
+            found = tuple(text for text in texts if text.strip())
+            if found:
+                return found
+            text = ""
         elif _suffix(path.name) in (".txt", ".md"):
             text = _content(path).decode("utf-8", errors="replace")
         else:
@@ -84,7 +94,7 @@ class Source:
                 f"--source {self.key}={self.place}: holds no text (.txt, .md, or rows with a field text, content or "
                 "context)"
             )
-        return text
+        return (text,)
 
     def rows(self, member: str | None = None) -> list[dict[str, Any]]:
         """The rows of the file, or of the file whose name begins with `member` in a folder or a .zip.

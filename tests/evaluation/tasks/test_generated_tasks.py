@@ -67,6 +67,15 @@ def test_a_tokenizer_without_the_words_is_told_what_to_use(name, make, tokenizer
     assert "single, multi, confusable, dense and perplexity, which the bundled model can express" in text
 
 
+def test_passages_are_of_the_files_of_a_folder_in_turn(make, bytes_only, tmp_path):
+    for name, letter in (("a", "x"), ("b", "y"), ("c", "z")):
+        (tmp_path / f"{name}.txt").write_text(letter * (5000 if name == "a" else 900) + ".\n")
+    task_options = {"options": {"tokens": "50"}, "sources": {"text": str(tmp_path)}}
+    for index in range(6):
+        sample = make("perplexity", bytes_only, 400, index, **task_options)
+        assert set(bytes_only.decode(sample.ids)) - set(".\n") == {"xyz"[index % 3]}
+
+
 def test_grid_depths_are_in_the_middle_of_the_pictures_bins(make, bytes_only):
     for index in (0, 3, 9, 12):
         sample = make("niah", bytes_only, 6000, index)

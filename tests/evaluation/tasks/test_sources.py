@@ -40,11 +40,17 @@ def test_text_comes_from_files_folders_and_rows(tmp_path):
     (tmp_path / "b.md").write_text("second")
     assert Source("haystack", str(tmp_path / "a.txt")).text == "first"
     assert Source("haystack", str(tmp_path)).text == "first\n\nsecond"
+    assert Source("haystack", str(tmp_path)).texts == ("first", "second")
+    (tmp_path / "c.txt").write_text(" \n")
+    assert Source("haystack", str(tmp_path)).texts == ("first", "second"), "a file without text is none"
     (tmp_path / "rows.jsonl").write_text(LINES, encoding="utf-8")
     assert Source("haystack", str(tmp_path / "rows.jsonl")).text == "one\n\ntwo"
     (tmp_path / "none.json").write_text('[{"b": 1}]')
     with pytest.raises(ConfigError, match=r"holds no text \(.txt, .md, or rows with a field text"):
         _ = Source("haystack", str(tmp_path / "none.json")).text
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="holds no text"):
+        _ = Source("haystack", str(tmp_path / "empty")).text
 
 
 def test_content_decides_the_digest(tmp_path):
