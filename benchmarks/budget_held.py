@@ -96,6 +96,11 @@ def read_bytes(entries: Entries, site: AttentionSite) -> int:
     return round(total)
 
 
+def code_bytes(memory: SiteMemory) -> int:
+    """What attention reads of a store's index, where tokens that stay folded are attended to through it."""
+    return storages(iter(memory.spans.device_tensors())) if memory.spans is not None and memory.reads_codes else 0
+
+
 def host_bytes(spans: FoldedSpans) -> int:
     """What one store has on the host: tokens, factors and tables."""
     factors = spans.host_factors
@@ -139,6 +144,7 @@ class Watch:
         store, memories = row.placement.stores[site.store], row.stores[site.store]
         held = sum(storages(device_tensors(memory)) for memory in memories)
         read, full = read_bytes(entries, site), row.placement.budget.full_bytes(store, tokens)
+        read += sum(code_bytes(memory) for memory in memories)
         cap = row._store_cap(store, memories, tokens)
         self.held, self.read = max(self.held, held / cap), max(self.read, read / cap)
         self.device, self.attended = max(self.device, held / full), max(self.attended, read / full)

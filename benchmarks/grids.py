@@ -35,8 +35,8 @@ LENGTH = 4096
 NUMBER = re.compile(r"\**([-+]?\d[\d,.]*(e[-+]?\d+)?( (%|B|KiB|MiB|GiB))?( \([^()]*\)| to [\d.]+)?(, [\d.]+)?|-|)\**")
 """A cell that says how much: a number with its unit and interval, a range, or nothing."""
 EARLIER = (
-    "Measured with version 0.1, in which layers shared one workspace and each could read more than its part of the budget; to be "
-    "measured again."
+    "Measured with version 0.1, in which layers shared one workspace and each could read more than its part of the budget, and `sketch` "
+    "had other codes; to be measured again."
 )
 MEASURED_EARLIER = {
     "ablation_mixed",

@@ -42,7 +42,7 @@ def centroids(x: Tensor, rounds: int, generator: torch.Generator) -> Tensor:
     """k-means of x [H, n, D]: [H, VECTORS, D]. It begins with vectors drawn from x, and so does anew one that nothing is nearest to."""
 
     def drawn() -> Tensor:
-        order = torch.randperm(x.shape[1], generator=generator)
+        order = torch.randperm(x.shape[1], generator=generator, dtype=torch.int64, device="cpu")
         return x[:, order.repeat(-(-VECTORS // len(order)))[:VECTORS].to(x.device)]
 
     book = drawn().clone()

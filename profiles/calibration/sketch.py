@@ -88,7 +88,7 @@ class Sketch(Measure):
         keys, values = (sums.pop(f"{name}.{site}").float() for name in ("keys", "values"))
         root = root_of(sums[f"queries.{site}"]).half()
         mean = keys.mean(1)
-        generator = torch.Generator().manual_seed(self.settings.seed + site)
+        generator = torch.Generator(device="cpu").manual_seed(self.settings.seed + site)
         x = (keys - mean[:, None]) @ root.float()
         books, scale = learn(x, self.settings.sketch_stages, self.settings.sketch_rounds, generator)
         own = values.mean(1)

@@ -70,11 +70,12 @@ class SketchRouter(PageRouter):
         values = self.values.get((site.store, site.first_head))
         if values is None or site.has_bias:
             return None
-        tokens, device = q.shape[1], score.device
+        tokens, device, held = q.shape[1], score.device, spans.index["codes"]
+        assert isinstance(held, Tensor)
         there = spans.on(device)
-        codes, named = there.indexed("codes"), there.indexed("values")
+        named = there.indexed("values")
         # A score is a logit but for one number per query, which the first token's own logit tells.
-        first = self._books(site).decode(spans.index["codes"][:, :1].cpu()).to(device)
+        first = self._books(site).decode(held[:, :1].cpu()).to(device)
         asked = q.float().to(device).unflatten(0, (site.kv_heads, site.group_size)).flatten(1, 2) * site.scale
         shift = ungrouped(site, asked @ first.mT, tokens) - score[..., :1]
         logits = score + shift
@@ -83,7 +84,7 @@ class SketchRouter(PageRouter):
         logits = logits.masked_fill_(seen, float("-inf"))
         mass = logits.logsumexp(-1)
         weights = torch.exp_(logits.sub_(mass.clamp(min=torch.finfo(torch.float32).min)[..., None]))
-        grouped_weights = weights.view(site.kv_heads, -1, codes.shape[1])
+        grouped_weights = weights.view(site.kv_heads, -1, held.shape[1])
         return ungrouped(site, _on(values, device).average(grouped_weights, named), tokens), mass
 
 

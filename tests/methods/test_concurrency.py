@@ -18,7 +18,7 @@ from semkv.runtime.state import State
 STATES, THREADS, STEPS = 16, 4, 8
 CASES: tuple[tuple[str, float, dict[str, Any]], ...] = (
     ("sekv", 0.4, {"forms": "factored"}),
-    ("sketch", 0.4, {}),
+    ("sketch", 0.17, {}),
     ("mixed", 0.4, {}),
     ("specontext", 0.7, {}),
     ("heterocache", 0.5, {"strict": True, "uniform": True, "tau_similar": 0.05, "every": 2, "tau_drift": 0.9}),
