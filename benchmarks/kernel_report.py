@@ -1,6 +1,7 @@
 """Registers, spills, shared memory and occupancy of every kernel, read from machine code for sm_80, sm_90 and sm_100; no GPU.
 
     python benchmarks/kernel_report.py            # writes benchmarks/results/kernels.json and the table of docs/kernels.md
+    python benchmarks/kernel_report.py --only sketch_scores     # measure one operation's again, the others' rows stay
     python benchmarks/kernel_report.py --page     # the table alone, from the results that are there
 
 Nothing runs: these are figures of the compiler, not of a GPU.
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -152,7 +153,9 @@ def drift_overlap(model: tuple[int, int, int]) -> Iterator[tuple[str, Specializa
     yield "drift overlap", drift_overlap_launches(weights, baseline, 2048)[1][-1].specialization
 
 
-OPERATIONS = (
+Operation = Callable[[tuple[int, int, int]], Iterator[tuple[str, Specialization]]]
+
+OPERATIONS: tuple[Operation, ...] = (
     mixed_attention,
     gate_scores,
     sketch_scores,
@@ -165,10 +168,10 @@ OPERATIONS = (
 )
 
 
-def measure(capabilities: tuple[int, ...] = CAPABILITIES) -> list[dict]:
+def measure(operations: tuple[Operation, ...], capabilities: tuple[int, ...] = CAPABILITIES) -> list[dict]:
     rows = []
     for model, sizes in MODELS.items():
-        for operation in OPERATIONS:
+        for operation in operations:
             for name, specialization in operation(sizes):
                 for capability in capabilities:
                     found = specialization.compile(capability).resources
@@ -183,6 +186,21 @@ def measure(capabilities: tuple[int, ...] = CAPABILITIES) -> list[dict]:
                     )
                     print(rows[-1], flush=True)
     return rows
+
+
+def merged(earlier: dict, versions: dict[str, str], rows: list[dict], name: str) -> list[dict]:
+    """`rows` of the operation `name` in the place of its earlier ones; `SystemExit` where those are of other versions."""
+    if {key: earlier[key] for key in versions} != versions:
+        raise SystemExit(
+            f"the earlier rows are of {earlier['triton']=}, {earlier['torch']=}, and not of {versions}: measure all of them"
+        )
+    prefix, found = name.replace("_", " "), []
+    for model in MODELS:
+        own = [row for row in earlier["rows"] if row["model"] == model]
+        first = next((n for n, row in enumerate(own) if row["kernel"].startswith(prefix)), len(own))
+        behind = [row for row in own[first:] if not row["kernel"].startswith(prefix)]
+        found += [*own[:first], *(row for row in rows if row["model"] == model), *behind]
+    return found
 
 
 def table(rows: list[dict]) -> str:
@@ -206,10 +224,19 @@ def filled(page: str, rows: list[dict]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [operation.__name__ for operation in OPERATIONS]
+    parser.add_argument(
+        "--only", choices=names, help="measure this operation's kernels, and keep the rows of all others"
+    )
     parser.add_argument("--page", action="store_true", help="write the table alone, from the results that are there")
-    if not parser.parse_args().page:
-        result = {"triton": triton.__version__, "torch": torch.__version__, "rows": measure()}
-        RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+    asked = parser.parse_args()
+    if not asked.page:
+        versions = {"triton": triton.__version__, "torch": torch.__version__}
+        chosen = tuple(operation for operation in OPERATIONS if asked.only in (None, operation.__name__))
+        rows = measure(chosen)
+        if asked.only:
+            rows = merged(json.loads(RESULTS.read_text()), versions, rows, asked.only)
+        RESULTS.write_text(json.dumps({**versions, "rows": rows}, indent=1) + "\n")
     PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), json.loads(RESULTS.read_text())["rows"]), encoding="utf-8")
 
 

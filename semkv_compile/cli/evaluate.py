@@ -11,10 +11,11 @@ import typer
 from semkv.cli.common import INTERRUPTED, output_console, progress_bar
 from semkv.cli.models import load_model, load_profile
 from semkv.config import CompileConfig
-from semkv.errors import ConfigError
+from semkv.errors import BudgetError, ConfigError
 from semkv.evaluation.settings import Grid, QuestionMode, build_variants, settle_auto
 
 if TYPE_CHECKING:
+    from semkv.evaluation.runner import Refusal
     from semkv.evaluation.tasks import Task
 
 QUESTIONS: dict[str, tuple[QuestionMode, ...]] = {"unseen": ("unseen",), "seen": ("seen",), "both": ("unseen", "seen")}
@@ -150,6 +151,7 @@ def run_eval(request: EvalRequest) -> None:
     compiled = compile_model(
         loaded.model, loaded.profile, method=first.method, budget=first.budget, config=request.config
     )
+    refusals: list[Refusal] = []
     with progress_bar("evaluating") as progress:
         report = evaluate(
             compiled,
@@ -163,11 +165,16 @@ def run_eval(request: EvalRequest) -> None:
             notes=notes_of(grid),
             tasks=tasks,
             workers=request.workers,
+            refusals=refusals,
         )
+    if refusals and len(refusals) == len(compressing):
+        raise BudgetError(refusals[0].why)
     if request.json is not None:
         request.json.parent.mkdir(parents=True, exist_ok=True)
         request.json.write_text(report.model_dump_json(indent=1) + "\n", encoding="utf-8")
     print_tables(report, output_console())
+    for refusal in refusals:
+        typer.echo(f"left out: {refusal.variant.label} at {refusal.variant.budget_text}: {refusal.why}", err=True)
     if request.json is not None:
         typer.echo(f"results: {request.json}")
     if request.plot is not None and report.cells:

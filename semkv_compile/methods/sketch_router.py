@@ -85,8 +85,8 @@ class SketchRouter(PageRouter):
         mass = logits.logsumexp(-1)
         weights = torch.exp_(logits.sub_(mass.clamp(min=torch.finfo(torch.float32).min)[..., None]))
         grouped_weights = weights.view(site.kv_heads, -1, held.shape[1])
-        return ungrouped(site, _on(values, device).average(grouped_weights, named), tokens), mass
-
-
-def _on(books: Codebooks, device: torch.device) -> Codebooks:
-    return books if books.mean.device == device else Codebooks(books.mean.to(device), books.books.to(device))
+        mean, books = (
+            there.constant(f"sketch.value_{name}.{site.store}.{site.first_head}", make)
+            for name, make in (("mean", lambda: values.mean), ("books", lambda: values.books))
+        )
+        return ungrouped(site, Codebooks(mean, books).average(grouped_weights, named), tokens), mass

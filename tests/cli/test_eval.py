@@ -1,6 +1,7 @@
 """`semkv eval` from the command line to files, on a tiny random model."""
 
 import json
+import re
 
 import pytest
 
@@ -71,6 +72,21 @@ def test_tables_and_file_names_are_printed(evaluated):
         "needles_unseen_budget_0.5.png",
         "needles_unseen_budget_48.png",
     ]
+
+
+def test_a_method_that_a_budget_is_too_small_for_is_left_out_and_named(run, tiny_model):
+    """The others are measured all the same; where none is left it is an error."""
+    asked = ("--budgets", "0.4", "--lengths", "128", "--families", "single", "--samples", "1")
+    result = run("eval", "--model", tiny_model, "--methods", "full,streaming_llm,quest", *asked)
+    assert result.exit_code == 0, result.output
+    assert "streaming_llm" in result.stdout
+    assert not re.search(r"^ *quest ", result.stdout, re.MULTILINE)
+    assert re.search(
+        r"left out: quest at 40 %: .*budget 0\.4 is too small for 'quest'", " ".join(result.stderr.split())
+    )
+    result = run("eval", "--model", tiny_model, "--methods", "full,quest", *asked)
+    assert result.exit_code == 2
+    assert "budget 0.4 is too small for 'quest'" in " ".join(result.stderr.split())
 
 
 def test_the_same_command_reads_its_rows_back(evaluated, run, tiny_model):

@@ -65,7 +65,7 @@ def test_half_precision_runs_within_the_budget(model: Any, prompts: torch.Tensor
     compiled.generate(prompts[:, :1].cuda(), state=state, max_new_tokens=40, do_sample=False)
     assert state.stats.peak_share <= 1.0
     memories = [memory for row in state.rows for memory in row.memories()]
-    assert all(memory.recent.k.is_cuda for memory in memories)
+    assert all(x.is_cuda for memory in memories for x in memory.recent.buffers)
     assert all(memory.spans.host_tokens.in_place for memory in memories), "folded tokens are to be page-locked"
 
 

@@ -120,7 +120,7 @@ def test_a_conversation_stays_on_its_device(
     there.extend(state.fork(), pretended_cuda.mark(ids[:, :20].clone()))
     assert state.logits.is_cuda
     for memory in state.rows[0].memories():
-        held: list[Tensor] = [memory.kept.k, memory.kept.v, memory.recent.k, memory.recent.v]
+        held: list[Tensor] = [*memory.kept.buffers, *memory.recent.buffers]
         assert all(tensor.is_cuda for tensor in held)
         assert memory.spans is None or not any(part.data.is_cuda for part in memory.spans.host_tokens.parts.values())
 
