@@ -150,7 +150,7 @@ def random_profile(model: LlamaForCausalLM) -> Profile:
     for name, shape in shapes.items():
         if name.startswith("sketch.root"):
             tensors[name] = torch.eye(shape[-1]).expand(shape).clone()
-        elif name.startswith("sketch.books"):
+        elif "books" in name:
             tensors[name] = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
     info = ProfileInfo(fingerprint=model_fingerprint(model), model=facts, sketch=sketch, retrieval_head=head)
     return Profile(info, tensors)
