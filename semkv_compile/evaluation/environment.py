@@ -62,10 +62,14 @@ def _of_checkout() -> str:
 
 
 def command() -> str:
-    """The command line, its program and what it was given an absolute path of by name: folders of one machine tell nothing."""
-    return shlex.join(
-        [Path(given).name if place == 0 or os.path.isabs(given) else given for place, given in enumerate(sys.argv)]
-    )
+    """The command line, its program and what it was given an absolute path of by name, also behind a `KEY=`: folders of one machine
+    tell nothing."""
+    return shlex.join([Path(given).name if place == 0 else _named(given) for place, given in enumerate(sys.argv)])
+
+
+def _named(given: str) -> str:
+    key, equals, value = given.rpartition("=")
+    return f"{key}{equals}{Path(value).name}" if os.path.isabs(value) else given
 
 
 def describe(started: str, device: str = "cpu") -> Environment:
