@@ -114,8 +114,8 @@ def publish(report: Report, command: str) -> None:
         "recovered*: of the log-likelihood that the full cache gains over first and recent tokens (`streaming_llm` at the same "
         "budget), in percent; *far* tokens are those for which that is more than 1 nat ([evaluation.md](../evaluation.md)). "
         "Needles: numbers found, of those hidden in the context. In brackets 95 % intervals, clustered by context. Every layer "
-        "holds, and reads, no more than its budget, codes included; the codebooks of `sketch` are weights of the model. A method "
-        "that is missing at a budget is one that it is too small for.",
+        "holds, and reads, no more than its budget, codes included; the codebooks of `sketch` are weights of the model. It holds exact "
+        "tokens in 8 bits, the other methods in 16. A method that is missing at a budget is one that it is too small for.",
         *parts,
         "Codebooks are learned from every second topic of Python's reference manual and every second large source file of its "
         "library; the others are the texts. All methods of other papers are our implementations.",
