@@ -202,7 +202,7 @@ def on_latents(deepseek) -> CompiledModel:
     return compile_model(deepseek, method="full", config=CompileConfig(floor=0, latents=True))
 
 
-QUICK = ("DeepseekV3", "MiniCPM3")
+QUICK = ("DeepseekV3",)
 """The others run with the slow tests."""
 
 
