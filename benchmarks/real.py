@@ -108,7 +108,7 @@ def publish(report: Report, command: str) -> None:
     write_document(
         "real",
         "# A real model at 3, 5 and 10 % of its memory",
-        "`make real ARGS=--publish` writes this page, and `make real` prints the same on your machine. It is a short look: few "
+        "`benchmarks/real.py --publish` writes this page, and `make real` prints the same on your machine. It is a short look: few "
         "texts and needles, wide intervals.",
         "SmolLM2-135M-Instruct, whose context was read and compressed before the text behind it, or the question, came. *Gain "
         "recovered*: of the log-likelihood that the full cache gains over first and recent tokens (`streaming_llm` at the same "
