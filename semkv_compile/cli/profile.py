@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -316,8 +314,12 @@ def _job(request: _Request, console: Console, model: Any, tokenizer: Any) -> Any
             f"other steps: {len(measured.measured)} contexts of {request.measures.length} tokens, {len(measured.held_out)} "
             f"held out, {tests} needle tests ({measured.description})"
         )
-    command = shlex.join(["semkv-profile", *sys.argv[1:]])
-    return Job(model, request.model, command, data, request.settings, measured, request.measures, request.latents)
+    from semkv.evaluation.environment import command as command_line
+
+    name = Path(request.model).name if Path(request.model).is_absolute() else request.model
+    return Job(
+        model, name, command_line("semkv-profile"), data, request.settings, measured, request.measures, request.latents
+    )
 
 
 def _run(request: _Request) -> None:

@@ -61,10 +61,10 @@ def _of_checkout() -> str:
     return head.stdout.strip() + ("+changes" if changes.stdout.strip() else "")
 
 
-def command() -> str:
-    """The command line, its program and what it was given an absolute path of by name, also behind a `KEY=`: folders of one machine
-    tell nothing."""
-    return shlex.join([Path(given).name if place == 0 else _named(given) for place, given in enumerate(sys.argv)])
+def command(program: str | None = None) -> str:
+    """The command line, its program (or `program`) and what it was given an absolute path of by name, also behind a `KEY=`: folders of
+    one machine tell nothing."""
+    return shlex.join([program or Path(sys.argv[0]).name, *map(_named, sys.argv[1:])])
 
 
 def _named(given: str) -> str:

@@ -15,6 +15,10 @@ def test_a_command_names_no_folder_of_one_machine(monkeypatch, tmp_path):
     given = [f"text={tmp_path / 'judged'}", f"--json={tmp_path / 'out.json'}", "text=some/place", "niah.depths=20"]
     monkeypatch.setattr(sys, "argv", ["semkv", "eval", *given])
     assert environment.command() == "semkv eval text=judged --json=out.json text=some/place niah.depths=20"
+    assert (
+        environment.command("semkv-eval")
+        == "semkv-eval eval text=judged --json=out.json text=some/place niah.depths=20"
+    )
 
 
 def test_a_copy_outside_of_a_checkout_is_told_its_commit(monkeypatch):
