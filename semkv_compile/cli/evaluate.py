@@ -43,6 +43,7 @@ class EvalRequest:
     sources: list[str] = field(default_factory=list)
     options: list[str] = field(default_factory=list)
     chat: bool = False
+    agreement: bool = False
     workers: int = 1
 
 
@@ -78,6 +79,7 @@ def grid_of(request: EvalRequest) -> Grid:
         samples=request.samples,
         questions_per_context=request.questions_per_context,
         seed=request.seed,
+        agreement=request.agreement,
     )
 
 

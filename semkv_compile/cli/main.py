@@ -80,6 +80,13 @@ def eval_command(
     set_option: Annotated[
         list[str] | None, typer.Option("--set", help="TASK.OPTION=VALUE, `niah.depths=20`. May be repeated.")
     ] = None,
+    agreement: Annotated[
+        bool,
+        typer.Option(
+            "--agreement",
+            help="Also compare each token of the full cache's answers: answers kept, the same token, KL divergence.",
+        ),
+    ] = False,
     chat: Annotated[
         bool, typer.Option("--chat", help="Write the tasks' prompts by the tokenizer's chat template.")
     ] = False,
@@ -144,6 +151,7 @@ def eval_command(
                 sources=source or [],
                 options=set_option or [],
                 chat=chat,
+                agreement=agreement,
                 workers=workers,
             )
         )

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from semkv.evaluation.agreement import Comparison, Told
 from semkv.evaluation.samples import Question
 from semkv.evaluation.schema import Answer, Row, Usage, Zoom
 from semkv.evaluation.subject import Subject, add_zooms, usage_of, worst, zoom_of
@@ -51,22 +52,39 @@ class Answering:
     tokenizer: Any
     task: Task
 
-    def answer(self, compiled: Any, state: Any, ids: tuple[int, ...], question: Question, tally: Tally) -> None:
+    def answer(
+        self,
+        compiled: Any,
+        state: Any,
+        ids: tuple[int, ...],
+        question: Question,
+        tally: Tally,
+        told: Told | None = None,
+    ) -> Told | None:
         """Read `ids`, then measure `question` as its task says; the state is used up.
 
-        Without `ids` the state's own logits give the first token, as the prefill read the question.
+        Without `ids` the state's own logits give the first token, as the prefill read the question. told: what the full cache said, to
+        compare with. Returns what this memory said where it was not compared itself; None where answers are only right or wrong.
         """
         logits = self.subject.extend(compiled, state, ids)[0] if ids else state.logits[-1]
+        comparison, said = None if told is None else Comparison(told), None
         if self.task.kind == "exact":
             found = self._exact(compiled, state, logits, question, tally)
         elif self.task.kind == "likelihood":
-            found = self._likelihood(compiled, state, logits, question, tally)
+            found, said = self._likelihood(compiled, state, logits, question, tally, comparison)
         else:
             assert isinstance(self.task, WrittenTask)
-            found = self._generated(self.task, compiled, state, logits, question, tally)
+            written: list[int] = []
+            if comparison is not None:
+                state, logits, written = self._read_again(compiled, state, logits, comparison, tally)
+            found, said = self._generated(self.task, compiled, state, logits, question, tally, written)
+        if comparison is not None and comparison.places:
+            compared = {"kl": round(comparison.kl, 6), "agreed": comparison.agreed, "compared": comparison.places}
+            found = found.model_copy(update=compared)
         tally.answers.append(found)
         tally.usage = worst(tally.usage, usage_of(state))
         tally.zoom = add_zooms(tally.zoom, zoom_of(state))
+        return None if comparison is not None else said
 
     def _step(self, compiled: Any, state: Any, token: int, tally: Tally) -> Tensor:
         """One decode step, timed; logits after it [vocab]."""
@@ -94,25 +112,50 @@ class Answering:
             expected=len(question.answer),
         )
 
+    def _read_again(
+        self, compiled: Any, state: Any, logits: Tensor, comparison: Comparison, tally: Tally
+    ) -> tuple[Any, Tensor, list[int]]:
+        """Feed the full cache's answer to `state`; where the memory would first write another token, or at the last one: state, logits and
+        the tokens up to there, from which its own answer goes on."""
+        tokens, own = comparison.told.tokens, None
+        for place, token in enumerate(tokens):
+            same, last = comparison.hear(logits), place + 1 == len(tokens)
+            if own is None and (last or not same):
+                own = (state if last else state.fork()), logits, list(tokens[:place])
+            if not last:
+                logits = self._step(compiled, state, token, tally)
+        assert own is not None
+        return own
+
     def _generated(
-        self, task: WrittenTask, compiled: Any, state: Any, logits: Tensor, question: Question, tally: Tally
-    ) -> Answer:
-        """Greedy text until it ends, has `new_tokens`, meets a stop string, or can no longer gain."""
-        ends = end_tokens(compiled, self.tokenizer)
-        written: list[int] = []
+        self,
+        task: WrittenTask,
+        compiled: Any,
+        state: Any,
+        logits: Tensor,
+        question: Question,
+        tally: Tally,
+        written: list[int],
+    ) -> tuple[Answer, Told]:
+        """Greedy text, from `written` on, until it ends, has `new_tokens`, meets a stop string, or can no longer gain."""
+        ends, heard = end_tokens(compiled, self.tokenizer), [logits]
+        ended: tuple[int, ...] = ()
         while True:
             token = int(logits.argmax())
             if token in ends:
+                ended = (token,)
                 break
             written.append(token)
             if len(written) == question.new_tokens or self._finished(task, written, question):
                 break
             logits = self._step(compiled, state, token, tally)
+            heard.append(logits)
         text = self._text(written)
         for mark in task.stop:
             text = text.split(mark, 1)[0]
         score = task.score(text, question)
-        return Answer(depth=question.depth, correct=score == 1.0, matched=0, expected=0, score=score, text=text)
+        answer = Answer(depth=question.depth, correct=score == 1.0, matched=0, expected=0, score=score, text=text)
+        return answer, Told((*written, *ended), tuple(heard))
 
     def _finished(self, task: WrittenTask, written: list[int], question: Question) -> bool:
         if task.stop:
@@ -124,16 +167,27 @@ class Answering:
     def _text(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
-    def _likelihood(self, compiled: Any, state: Any, logits: Tensor, question: Question, tally: Tally) -> Answer:
+    def _likelihood(
+        self,
+        compiled: Any,
+        state: Any,
+        logits: Tensor,
+        question: Question,
+        tally: Tally,
+        comparison: Comparison | None,
+    ) -> tuple[Answer, Told]:
         """Log-likelihood of the answer's tokens, each after those before it as they are written."""
-        token_nats, matched = [], 0
+        token_nats, matched, heard = [], 0, []
         for place, token in enumerate(question.answer):
+            heard.append(logits)
+            if comparison is not None:
+                comparison.hear(logits)
             token_nats.append(-float(logits.double().log_softmax(-1)[token]))
             matched += int(logits.argmax()) == token
             if place + 1 < len(question.answer):
                 logits = self._step(compiled, state, token, tally)
         expected, nats = len(question.answer), math.fsum(token_nats)
-        return Answer(
+        answer = Answer(
             depth=question.depth,
             correct=matched == expected,
             matched=matched,
@@ -142,6 +196,7 @@ class Answering:
             nats=nats,
             token_nats=[round(x, 5) for x in token_nats],
         )
+        return answer, Told(question.answer, tuple(heard))
 
 
 def end_tokens(compiled: Any, tokenizer: Any) -> set[int]:

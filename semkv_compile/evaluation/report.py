@@ -6,9 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from semkv.evaluation.agreement import agreement
 from semkv.evaluation.gain import WINDOW, recovered
 from semkv.evaluation.runner import all_tasks, cell_of, missing_work, plan_of
 from semkv.evaluation.schema import (
+    Agreement,
     CellResult,
     DepthBin,
     Environment,
@@ -28,6 +30,8 @@ from semkv.evaluation.subject import add_zooms, worst
 from semkv.evaluation.tasks.base import Task
 
 DEPTH_BINS = 10
+FAILED = 0.2
+"""A task on which the full cache itself scores less is in no mean: nothing can be lost there."""
 
 
 Pairs = list[tuple[str, Row, Row]]
@@ -156,9 +160,10 @@ def build_report(
                     cell = cell_for(variant, family, length, question)
                     near = windows.get(variant.budget, {}).get(family, ())
                     gained = recovered(rows, base.get(family, ()), near)
-                    cells.append(_cell_result(cell, rows, ratio(_pairs({family: rows}, base)), gained))
+                    agreed = agreement(rows, base.get(family, ())) if grid.agreement else None
+                    cells.append(_cell_result(cell, rows, ratio(_pairs({family: rows}, base)), gained, agreed))
                 if by_family:
-                    summaries.append(_summary(variant, length, question, _averaged(by_family), base, measured))
+                    summaries.append(_summary(variant, length, question, _averaged(by_family, base), base, measured))
     return Report(
         title=title,
         model=model,
@@ -181,13 +186,23 @@ def perplexity(rows: Sequence[Row]) -> Interval | None:
     return Interval.of(replace(mean, value=math.exp(mean.value), low=math.exp(mean.low), high=math.exp(mean.high)))
 
 
-def _averaged(by_family: dict[str, list[Row]]) -> dict[str, list[Row]]:
-    """The families that a mean is taken of: not a likelihood beside scores, as the two are different things."""
+def _averaged(by_family: dict[str, list[Row]], base: dict[str, list[Row]]) -> dict[str, list[Row]]:
+    """The families that a mean is taken of: not a likelihood beside scores, as the two are different things, and not what the full cache
+    (`base`) fails at; all where none is left."""
     scored = {f: rows for f, rows in by_family.items() if not any(a.nats for row in rows for a in row.answers)}
-    return scored or by_family
+    able = {f: rows for f, rows in scored.items() if not failed(base.get(f, ()))}
+    return able or scored or by_family
 
 
-def _cell_result(cell: Cell, rows: list[Row], of_full: Interval | None, gained: Recovered | None) -> CellResult:
+def failed(full: Sequence[Row]) -> bool:
+    """Whether the full cache's rows of a task score less than `FAILED`; without rows nobody knows."""
+    values = [answer.value for row in full for answer in row.answers]
+    return bool(values) and sum(values) < FAILED * len(values)
+
+
+def _cell_result(
+    cell: Cell, rows: list[Row], of_full: Interval | None, gained: Recovered | None, agreed: Agreement | None
+) -> CellResult:
     usage = total_usage(rows)
     values = [answer.value for row in rows for answer in row.answers]
     return CellResult(
@@ -195,6 +210,7 @@ def _cell_result(cell: Cell, rows: list[Row], of_full: Interval | None, gained: 
         accuracy=Interval.of(proportion(values, [row.context for row in rows for _ in row.answers])),
         perplexity=perplexity(rows),
         recovered=gained,
+        agreement=agreed,
         ratio=of_full,
         depths=depth_bins(rows),
         usage=usage,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any
@@ -13,7 +13,9 @@ import torch
 
 from semkv.errors import BudgetError, ConfigError
 from semkv.evaluation import environment
+from semkv.evaluation.agreement import Told
 from semkv.evaluation.answering import Answering, Tally
+from semkv.evaluation.samples import Question
 from semkv.evaluation.schema import Row
 from semkv.evaluation.settings import Cell, Grid, Plan, QuestionMode, Variant
 from semkv.evaluation.store import RowStore
@@ -24,6 +26,7 @@ from semkv.evaluation.workers import check_workers, in_processes
 from semkv.methods import METHODS
 from semkv.runtime.placement import Placement
 
+FULL = Variant(method="full")
 Progress = Callable[[int, int, str], None]
 """Called with (units done, units in all, what runs now); a unit is one variant on one context."""
 
@@ -147,8 +150,11 @@ def missing_work(grid: Grid, identity: str, store: RowStore, tasks: Mapping[str,
                         continue
                     asked = plan.asked(index)
                     # Variants that differ by their label alone share a cell, and are measured once.
+                    compared = grid.agreement and known[family].kind != "exact"
                     left = {
-                        key: (v, key) for v, key in keys[question, length, family] if not store.has(key, index, asked)
+                        key: (v, key)
+                        for v, key in keys[question, length, family]
+                        if not store.has(key, index, asked, compared=compared and v.method != "full")
                     }
                     if left:
                         work.append(Work(family, length, question, index, asked, tuple(left.values())))
@@ -212,9 +218,9 @@ def run_grid(
 
 def _run_context(answering: Answering, grid: Grid, work: Work, commit: str) -> Iterator[Row | Refusal]:
     """Rows of one context, one variant after the other."""
-    subject, task, variants = answering.subject, answering.task, [variant for variant, _ in work.variants]
-    if not variants:
+    if not work.variants:
         return
+    task = answering.task
     sample = task.make(
         answering.tokenizer,
         work.length,
@@ -224,21 +230,45 @@ def _run_context(answering: Answering, grid: Grid, work: Work, commit: str) -> I
     )
     questions = sample.questions[: work.asked]
     if work.question == "unseen":
-        record = subject.record(sample.ids, variants)
-        for variant, key in work.variants:
-            tally = Tally()
-            compiled = subject.variant(variant)
-            state = _compress(compiled, variant, record, tally, work)
-            if isinstance(state, Refusal):
-                yield state
-                continue
-            for question in questions:
-                answering.answer(compiled, state.fork(), question.ids, question, tally)
-            yield tally.row(key, work.index, commit, len(sample.ids))
-        return
-    tallies = {key: (variant, Tally()) for variant, key in work.variants}
+        yield from _unseen(answering, grid, work, commit, sample.ids, questions)
+    else:
+        yield from _seen(answering, grid, work, commit, sample.ids, questions)
+
+
+def _unseen(
+    answering: Answering, grid: Grid, work: Work, commit: str, ids: tuple[int, ...], questions: Sequence[Question]
+) -> Iterator[Row | Refusal]:
+    """The context is compressed, then each question comes over a fork of it."""
+    subject = answering.subject
+    told: list[Told | None] = [None] * len(questions)
+    record = subject.record(ids, _with_full(grid, work))
+    if grid.agreement:
+        whole = subject.variant(FULL).compress(record)
+        told = [answering.answer(subject.variant(FULL), whole.fork(), q.ids, q, Tally()) for q in questions]
+    for variant, key in work.variants:
+        tally = Tally()
+        compiled = subject.variant(variant)
+        state = _compress(compiled, variant, record, tally, work)
+        if isinstance(state, Refusal):
+            yield state
+            continue
+        for question, theirs in zip(questions, told):
+            theirs = None if variant.method == FULL.method else theirs
+            answering.answer(compiled, state.fork(), question.ids, question, tally, theirs)
+        yield tally.row(key, work.index, commit, len(ids))
+
+
+def _seen(
+    answering: Answering, grid: Grid, work: Work, commit: str, ids: tuple[int, ...], questions: Sequence[Question]
+) -> Iterator[Row | Refusal]:
+    """Each question is read with the context, before it is compressed."""
+    subject, tallies = answering.subject, {key: (variant, Tally()) for variant, key in work.variants}
     for question in questions:
-        record = subject.record((*sample.ids, *question.ids), variants)
+        record, told = subject.record((*ids, *question.ids), _with_full(grid, work)), None
+        if grid.agreement:
+            told = answering.answer(
+                subject.variant(FULL), subject.variant(FULL).compress(record), (), question, Tally()
+            )
         for key, (variant, tally) in list(tallies.items()):
             compiled = subject.variant(variant)
             state = _compress(compiled, variant, record, tally, work)
@@ -246,9 +276,14 @@ def _run_context(answering: Answering, grid: Grid, work: Work, commit: str) -> I
                 del tallies[key]
                 yield state
                 continue
-            answering.answer(compiled, state, (), question, tally)
+            answering.answer(compiled, state, (), question, tally, None if variant.method == FULL.method else told)
     for key, (_, tally) in tallies.items():
-        yield tally.row(key, work.index, commit, len(sample.ids))
+        yield tally.row(key, work.index, commit, len(ids))
+
+
+def _with_full(grid: Grid, work: Work) -> list[Variant]:
+    """The variants that read a context's record."""
+    return [*(variant for variant, _ in work.variants), *([FULL] if grid.agreement else [])]
 
 
 def _compress(compiled: Any, variant: Variant, record: Any, tally: Tally, work: Work) -> Any:

@@ -21,7 +21,8 @@ class Answer(_Record):
     depth: of its evidence, None where it has none. matched: answer tokens that were right (the leading ones, or, where
     likelihood is measured, those that the model would have chosen), of `expected`. score: of a text that the model
     wrote, in [0, 1]; where likelihood is measured, the geometric mean probability of a token. text: what was written.
-    nats: negative log-likelihood of the `expected` tokens; token_nats: of each.
+    nats: negative log-likelihood of the `expected` tokens; token_nats: of each. kl, agreed, compared: against the full cache on its
+    own answer, see `semkv.evaluation.agreement`: the sum of the divergences in nats, and the tokens that would be the same, of so many.
     """
 
     correct: bool
@@ -32,6 +33,9 @@ class Answer(_Record):
     text: str | None = None
     nats: float | None = None
     token_nats: list[float] | None = None
+    kl: float | None = None
+    agreed: int | None = None
+    compared: int | None = None
 
     @property
     def value(self) -> float:
@@ -134,13 +138,27 @@ class Recovered(_Record):
     far_tokens: int
 
 
+class Agreement(_Record):
+    """Against the full cache on the same questions.
+
+    kept: of the questions that the full cache gets right, the share that the method gets right too; None where there are none. kl: mean
+    divergence of the next token's distribution from the full cache's, in nats, over the tokens of the full cache's answers; top1:
+    share of these tokens that the method would write too. tokens: how many.
+    """
+
+    kept: Interval | None
+    kl: Interval
+    top1: Interval
+    tokens: int
+
+
 class CellResult(_Record):
     """One cell, aggregated.
 
     accuracy: mean score of the questions: the share of exact answers where answers are right or wrong.
     ratio: accuracy over the full cache's on the same questions of the same run; None where `full` was not run.
     perplexity: of all predicted tokens, where likelihood is measured. recovered: there, where `full` and `streaming_llm` at the same budget
-    were run. device_share: largest device bytes over full
+    were run. agreement: where it was asked for. device_share: largest device bytes over full
     bytes.
     """
 
@@ -148,6 +166,7 @@ class CellResult(_Record):
     accuracy: Interval
     perplexity: Interval | None = None
     recovered: Recovered | None = None
+    agreement: Agreement | None = None
     ratio: Interval | None
     depths: list[DepthBin]
     usage: Usage

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from semkv.config import check_budget
+from semkv.errors import ConfigError
 from semkv.methods.auto import AUTO, measured_best
 from semkv.profiles.schema import Profile
 from semkv.settings import Settings
@@ -114,6 +115,13 @@ class Grid(Settings):
     samples: int = Field(default=50, ge=1)
     questions_per_context: int = Field(default=4, ge=1)
     seed: int = Field(default=0, ge=0)
+    agreement: bool = False
+
+    @model_validator(mode="after")
+    def _full_is_there(self) -> Grid:
+        if self.agreement and not any(variant.method == "full" for variant in self.variants):
+            raise ConfigError("agreement is with the full cache: name `full` among the methods")
+        return self
 
     def plan(self, most: int | None = None, available: int | None = None) -> Plan:
         """The questions of a cell whose task lets `most` share a context and has `available` in all; None: any."""

@@ -51,10 +51,12 @@ class RowStore:
         if self.path.stat().st_size == size:
             os.truncate(self.path, size - tail)
 
-    def has(self, cell: str, context: int, answers: int) -> bool:
-        """Whether this context of the cell is measured with at least `answers` questions."""
+    def has(self, cell: str, context: int, answers: int, *, compared: bool = False) -> bool:
+        """Whether this context of the cell is measured with at least `answers` questions, each of them `compared` with the full cache's."""
         row = self._rows.get((cell, context))
-        return row is not None and len(row.answers) >= answers
+        if row is None or len(row.answers) < answers:
+            return False
+        return not compared or all(answer.compared for answer in row.answers[:answers])
 
     def add(self, row: Row) -> None:
         """Keep a row, and put it on disk."""

@@ -8,6 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from semkv.evaluation.report import FAILED
 from semkv.evaluation.schema import CellResult, Interval, Report, Summary
 
 WIDE = 110
@@ -115,6 +116,19 @@ def _recovered(report: Report, summaries: list[Summary], spread: bool) -> tuple[
     return ["method", "budget", "text", "all tokens", "far tokens", "far / all"], lines
 
 
+def _agreement(report: Report, summaries: list[Summary], spread: bool) -> tuple[list[str], list[list[str]]]:
+    """Beside the full cache's own answers: a line for each method, budget and task."""
+    lines = []
+    for summary in summaries:
+        for name, cell in _cells(report, summary).items():
+            found = cell.agreement
+            if found is not None:
+                told = [summary.variant.label, summary.variant.budget_text, name, percent(found.kept, spread=spread)]
+                kl = plain(found.kl) if spread else f"{found.kl.value:.2f}"
+                lines.append([*told, percent(found.top1, spread=spread), kl, str(found.tokens)])
+    return ["method", "budget", "task", "answers kept", "same token", "KL, nats", "tokens"], lines
+
+
 def _cost(report: Report, summaries: list[Summary]) -> tuple[list[str], list[list[str]]]:
     lines = []
     for summary in summaries:
@@ -163,6 +177,9 @@ def tables(report: Report, *, spread: bool = True) -> Iterator[tuple[str, list[s
         gained = _recovered(report, found, spread)
         if gained[1]:
             yield f"Recovered gain (%), {length} tokens", *gained
+        agreed = _agreement(report, found, spread)
+        if agreed[1]:
+            yield f"Agreement with the full cache (%), {length} tokens, question {question}", *agreed
         yield f"Memory and time, {length} tokens, question {question}", *_cost(report, found)
 
 
@@ -204,7 +221,15 @@ def markdown(report: Report, *, heading: str = "###") -> str:
 def remarks(report: Report) -> list[str]:
     """What a reader of the tables has to know beside the caption."""
     mixed = any(c.perplexity is not None for c in report.cells)
-    return [*([PERPLEXITY_CAPTION] if mixed else []), *report.notes]
+    shown = {(c.cell.length, c.cell.question, c.cell.family) for c in report.cells if c.perplexity is None}
+    meant = {(s.length, s.question, family) for s in report.summaries for family in s.families}
+    left = sorted({f"{family} at {length:,}" for length, _, family in shown - meant})
+    out = (
+        f"In no mean, as the full cache itself scores under {100 * FAILED:.0f} % there: {', '.join(left)}."
+        if left
+        else ""
+    )
+    return [*([PERPLEXITY_CAPTION] if mixed else []), *([out] if out else []), *report.notes]
 
 
 def provenance(report: Report) -> str:

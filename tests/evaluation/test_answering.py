@@ -188,6 +188,19 @@ def test_likelihood_is_reported_as_perplexity_and_kept_out_of_means(lookup, toke
     assert scored(alone).summaries == []
 
 
+def test_what_the_full_cache_fails_at_is_in_no_mean(lookup, tokenizer):
+    hard = WriterTask(new_tokens=2, references=("nothing of it",))
+    grid = Grid(variants=(FULL, HALF), families=("writer", "dense"), lengths=(128,), samples=4)
+    report = evaluate(lookup, tokenizer, grid, identity="x", tasks={"writer": hard})
+    assert {c.cell.family for c in report.cells} == {"writer", "dense"}
+    assert [s.families for s in report.summaries] == [["dense"], ["dense"]]
+    assert "full cache itself scores under 20 % there: writer at 128." in markdown(report)
+    alone = grid.model_copy(update={"families": ("writer",)})
+    report = evaluate(lookup, tokenizer, alone, identity="x", tasks={"writer": hard})
+    assert [s.families for s in report.summaries] == [["writer"], ["writer"]]
+    assert "in no mean" not in markdown(report).lower()
+
+
 def test_tasks_without_a_question_are_not_asked_in_sight(lookup, tokenizer):
     task = WriterTask(kind="likelihood", has_question=False)
     grid = Grid(variants=(FULL,), families=("writer",), lengths=(128,), questions=("seen",))

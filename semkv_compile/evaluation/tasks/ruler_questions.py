@@ -1,4 +1,7 @@
-"""RULER's question answering: a question whose paragraph stands among others, from SQuAD or HotpotQA (section 3.4)."""
+"""RULER's question answering: a question whose paragraph stands among others, from SQuAD or HotpotQA (section 3.4).
+
+Natural Questions with their passages (Liu et al. 2024, "Lost in the Middle") are asked in the same words.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,7 @@ NEW_TOKENS = 32
 SOURCES = {
     "squad": "SQuAD's questions (the JSON of version 1 or 2, or rows), `rajpurkar/squad_v2` on the Hub",
     "hotpotqa": "HotpotQA's questions (distractor setting), `hotpotqa/hotpot_qa` on the Hub",
+    "nq": "Natural Questions with the passage that answers each (question, answers, gold), as of `nelson-liu/lost-in-the-middle`",
 }
 
 
@@ -82,16 +86,28 @@ def read_hotpotqa(source: Source) -> Iterator[Item]:
         yield Item(row["question"], (row["answer"],), documents)
 
 
+def read_nq(source: Source) -> Iterator[Item]:
+    """Natural Questions, each with one passage; the others' passages stand around it."""
+    for number, row in enumerate(source.rows(), start=1):
+        source.fields(row, ("question", "answers", "gold"), number)
+        gold: Any = row["gold"]
+        yield Item(row["question"], tuple(row["answers"]), (f"{gold['title']}\n{gold['text']}",))
+
+
+READERS = {"squad": read_squad, "hotpotqa": read_hotpotqa, "nq": read_nq}
+
+
 @dataclass(frozen=True)
 class RulerQuestions(TextTask):
-    """`qa_1` (SQuAD) and `qa_2` (HotpotQA): documents with the question's own among them.
+    """`qa_1` (SQuAD), `qa_2` (HotpotQA) and `nq` (Natural Questions): documents with the question's own among them.
 
-    squad, hotpotqa: the data; a task takes the one of its name.
+    squad, hotpotqa, nq: the data; a task takes the one of its name.
     """
 
-    dataset: Literal["squad", "hotpotqa"] = "squad"
+    dataset: Literal["squad", "hotpotqa", "nq"] = "squad"
     squad: Source | None = None
     hotpotqa: Source | None = None
+    nq: Source | None = None
 
     monotone: ClassVar[bool] = True
 
@@ -101,10 +117,9 @@ class RulerQuestions(TextTask):
     @cached_property
     def _items(self) -> tuple[list[Item], list[str]]:
         """Questions in the data's order, and all documents."""
-        given = self.squad if self.dataset == "squad" else self.hotpotqa
-        source = self.need(given, self.dataset, SOURCES[self.dataset])
+        source = self.need(getattr(self, self.dataset), self.dataset, SOURCES[self.dataset])
         try:
-            items = list(read_squad(source) if self.dataset == "squad" else read_hotpotqa(source))
+            items = list(READERS[self.dataset](source))
         except (KeyError, TypeError, ValueError) as error:
             if isinstance(error, ConfigError):
                 raise

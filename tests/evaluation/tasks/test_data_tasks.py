@@ -188,10 +188,27 @@ def test_longwriter_leaves_the_rest_of_the_length_to_the_answer(make, real, data
     assert task.score("", question) == 0.0
 
 
-@pytest.mark.parametrize("name", ["qa_1", "qa_2", "gsm8k", "longbench_qasper", "longbench_v2", "longwriter"])
+@pytest.mark.parametrize("name", ["qa_1", "qa_2", "nq", "gsm8k", "longbench_qasper", "longbench_v2", "longwriter"])
 def test_missing_data_is_named(name, make, bytes_only):
     with pytest.raises(ConfigError, match=rf"task '{name}' needs .*: give --source \w+=FILE or a Hub name"):
         make(name, bytes_only, 4096)
+
+
+def test_natural_questions_stand_among_the_passages_of_others(make, bytes_only, tmp_path):
+    rows = [
+        {
+            "question": f"who is {i}",
+            "answers": [f"name {i}", f"n{i}"],
+            "gold": {"title": f"T{i}", "text": f"It is name {i}."},
+        }
+        for i in range(9)
+    ]
+    sample = make("nq", bytes_only, 700, 3, sources={"nq": lines(tmp_path / "nq.jsonl", rows)})
+    text = bytes_only.decode(sample.ids)
+    assert "T3\nIt is name 3." in text
+    assert text.count("\nDocument ") > 3
+    assert sample.questions[0].references == ("name 3", "n3")
+    assert bytes_only.decode(sample.questions[0].ids).endswith("Question: who is 3 Answer:")
 
 
 def test_squad_as_rows_of_the_hub_is_squad_as_json(make, bytes_only, tmp_path):
