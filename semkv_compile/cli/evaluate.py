@@ -44,6 +44,7 @@ class EvalRequest:
     options: list[str] = field(default_factory=list)
     chat: bool = False
     agreement: bool = False
+    mass: bool = False
     workers: int = 1
 
 
@@ -80,6 +81,7 @@ def grid_of(request: EvalRequest) -> Grid:
         questions_per_context=request.questions_per_context,
         seed=request.seed,
         agreement=request.agreement,
+        mass=request.mass,
     )
 
 

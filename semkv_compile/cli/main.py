@@ -87,6 +87,13 @@ def eval_command(
             help="Also compare each token of the full cache's answers: answers kept, the same token, KL divergence.",
         ),
     ] = False,
+    attention_mass: Annotated[
+        bool,
+        typer.Option(
+            "--attention-mass",
+            help="Also measure how much of the attention to far tokens each method's choice catches, by layer and head.",
+        ),
+    ] = False,
     chat: Annotated[
         bool, typer.Option("--chat", help="Write the tasks' prompts by the tokenizer's chat template.")
     ] = False,
@@ -152,6 +159,7 @@ def eval_command(
                 options=set_option or [],
                 chat=chat,
                 agreement=agreement,
+                mass=attention_mass,
                 workers=workers,
             )
         )

@@ -9,8 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from semkv.evaluation.agreement import Comparison, Told
+from semkv.evaluation.attention_mass import MassWatch, add_masses
 from semkv.evaluation.samples import Question
-from semkv.evaluation.schema import Answer, Row, Usage, Zoom
+from semkv.evaluation.schema import Answer, Mass, Row, Usage, Zoom
 from semkv.evaluation.subject import Subject, add_zooms, usage_of, worst, zoom_of
 from semkv.evaluation.tasks.base import Task, WrittenTask
 
@@ -27,6 +28,7 @@ class Tally:
     compress_us: float = 0.0
     usage: Usage | None = None
     zoom: Zoom | None = None
+    mass: Mass | None = None
 
     def row(self, cell: str, index: int, commit: str, prompt_tokens: int) -> Row:
         """The finished row."""
@@ -40,6 +42,7 @@ class Tally:
             step_us=self.step_us,
             compress_us=self.compress_us,
             zoom=self.zoom,
+            mass=self.mass,
             prompt_tokens=prompt_tokens,
         )
 
@@ -60,12 +63,16 @@ class Answering:
         question: Question,
         tally: Tally,
         told: Told | None = None,
+        watch: MassWatch | None = None,
     ) -> Told | None:
         """Read `ids`, then measure `question` as its task says; the state is used up.
 
         Without `ids` the state's own logits give the first token, as the prefill read the question. told: what the full cache said, to
-        compare with. Returns what this memory said where it was not compared itself; None where answers are only right or wrong.
+        compare with. watch: sees what the state reads. Returns what this memory said where it was not compared itself; None where answers
+        are only right or wrong.
         """
+        if watch is not None:
+            state.watch = watch
         logits = self.subject.extend(compiled, state, ids)[0] if ids else state.logits[-1]
         comparison, said = None if told is None else Comparison(told), None
         if self.task.kind == "exact":
@@ -84,6 +91,7 @@ class Answering:
         tally.answers.append(found)
         tally.usage = worst(tally.usage, usage_of(state))
         tally.zoom = add_zooms(tally.zoom, zoom_of(state))
+        tally.mass = add_masses(tally.mass, None if watch is None else watch.mass())
         return None if comparison is not None else said
 
     def _step(self, compiled: Any, state: Any, token: int, tally: Tally) -> Tensor:

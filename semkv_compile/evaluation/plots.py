@@ -17,7 +17,8 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from semkv.evaluation.schema import CellResult, Interval, Report, Zoom
+from semkv.evaluation.attention_mass import add_masses
+from semkv.evaluation.schema import CellResult, Interval, Mass, Report, Zoom
 from semkv.evaluation.settings import Variant
 from semkv.evaluation.subject import add_zooms
 from semkv.evaluation.tables import what_is_scored
@@ -275,6 +276,70 @@ def _tokens(n: int) -> str:
     return f"{n // 1024}K" if n % 1024 == 0 else str(n)
 
 
+def _by_head(
+    maps: Sequence[tuple[str, np.ndarray]], path: Path, title: str, subtitle: str, label: str, top: float | None = None
+) -> Path:
+    """Heat maps of layers (rows) by query heads (columns) beside each other, in percent; top: of the colours, None: the largest value."""
+    layers, heads = (max(values.shape[axis] for _, values in maps) for axis in (0, 1))
+    across = min(len(maps), ACROSS)
+    rows = math.ceil(len(maps) / across)
+    figure = figure_of(
+        max(1.6 + across * (0.6 + 0.36 * min(heads, 20)), 6.0),
+        max(3.0, 1.0 + rows * (0.8 + 0.32 * min(layers, 24))),
+        title,
+        subtitle,
+    )
+    all_axes = figure.subplots(rows, across, sharey=True, squeeze=False).ravel()
+    high = top or max(float(np.nanmax(values)) for _, values in maps) or 1.0
+    image = None
+    for axes, (name, values) in zip(all_axes, maps):
+        image = _heat(axes, values, low=0.0, high=high, numbers=layers * heads <= 128)
+        axes.set_title(name, fontsize=9, color=INK, loc="left")
+        axes.set_xlabel("query head", fontsize=8, color=INK)
+        axes.set_xticks(range(0, heads, max(1, heads // 8)))
+        axes.set_yticks(range(0, layers, max(1, layers // 12)))
+    for axes in all_axes[len(maps) :]:
+        axes.set_visible(False)
+    all_axes[0].set_ylabel("layer", fontsize=8, color=INK)
+    bar = figure.colorbar(image, ax=list(all_axes), shrink=0.9, pad=0.01)
+    bar.set_label(label, fontsize=8, color=INK)
+    bar.ax.tick_params(labelsize=7)
+    bar.outline.set_visible(False)
+    return save(figure, path)
+
+
+def mass_heatmap(report: Report, question: str, length: int, budget: float | int, path: Path) -> Path | None:
+    """Share of the far attention that a method's choice catches, by layer and query head; a panel per method, all tasks together.
+
+    None where it was not measured.
+    """
+    found: dict[str, Mass | None] = {}
+    for cell in report.cells:
+        if cell.mass and (cell.cell.question, cell.cell.length, cell.cell.variant.budget) == (question, length, budget):
+            found[cell.cell.variant.label] = add_masses(found.get(cell.cell.variant.label), cell.mass)
+    maps = []
+    for label, mass in found.items():
+        assert mass is not None
+        values = np.full((max(mass.sites) + 1, max(map(len, mass.far))), math.nan)
+        for site, caught, far in zip(mass.sites, mass.caught, mass.far):
+            values[site, : len(far)] = [100 * part / whole if whole else math.nan for part, whole in zip(caught, far)]
+        maps.append((f"{label}: {100 * mass.of_all:.0f} %", values))
+    if not maps:
+        return None
+    return _by_head(
+        maps,
+        path,
+        f"Attention to far tokens that a budget of {_budget(budget)} catches",
+        f"{report.model}; {length} tokens, question {question}; far: behind the first 4, before the last 32",
+        "caught (%)",
+        100.0,
+    )
+
+
+def _budget(budget: float | int) -> str:
+    return Variant(method="full", budget=budget).budget_text
+
+
 def zoom_heatmap(
     report: Report, question: str, length: int, path: Path, method: str = "sekv", sites: int | None = None
 ) -> Path | None:
@@ -295,29 +360,14 @@ def zoom_heatmap(
     maps = []
     for budget in budgets:
         zooms = [c.zoom for c in found if c.zoom and c.cell.variant.budget_text == budget]
-        maps.append(_zoom_map(zooms, max(last + 1, sites or 0)))
-    layers, heads = (max(m.shape[axis] for m in maps) for axis in (0, 1))
-    figure = figure_of(
-        max(1.6 + len(maps) * (0.6 + 0.36 * min(heads, 20)), 6.0),
-        max(3.0, 1.8 + 0.32 * min(layers, 24)),
+        maps.append((f"budget {budget}", _zoom_map(zooms, max(last + 1, sites or 0))))
+    return _by_head(
+        maps,
+        path,
         f"What {method} unfolds, by layer and query head",
         f"{report.model}; {length} tokens, question {question}; grey: nothing to unfold",
+        "unfolded (%), mean over steps",
     )
-    all_axes = figure.subplots(1, len(maps), sharey=True, squeeze=False)[0]
-    top = max(float(np.nanmax(m)) for m in maps) or 1.0
-    image = None
-    for axes, budget, values in zip(all_axes, budgets, maps):
-        image = _heat(axes, values, low=0.0, high=top, numbers=layers * heads <= 128)
-        axes.set_title(f"budget {budget}", fontsize=9, color=INK, loc="left")
-        axes.set_xlabel("query head", fontsize=8, color=INK)
-        axes.set_xticks(range(0, heads, max(1, heads // 8)))
-        axes.set_yticks(range(0, layers, max(1, layers // 12)))
-    all_axes[0].set_ylabel("layer", fontsize=8, color=INK)
-    bar = figure.colorbar(image, ax=list(all_axes), shrink=0.9, pad=0.01)
-    bar.set_label("unfolded (%), mean over steps", fontsize=8, color=INK)
-    bar.ax.tick_params(labelsize=7)
-    bar.outline.set_visible(False)
-    return save(figure, path)
 
 
 def _zoom_map(zooms: Sequence[Zoom], sites: int) -> np.ndarray:
@@ -339,7 +389,11 @@ def draw_all(report: Report, folder: str | Path, sites: int | None = None) -> li
     questions = list(dict.fromkeys(c.cell.question for c in report.cells))
     for question in questions:
         cells = [c.cell for c in report.cells if c.cell.question == question]
+        compressed = list(dict.fromkeys(c.variant.budget for c in cells if c.variant.budget is not None))
         for length in dict.fromkeys(c.length for c in cells):
+            for budget in compressed:
+                path = folder / f"mass_{question}_{length}_budget_{budget:g}.png"
+                made.append(mass_heatmap(report, question, length, budget, path))
             made.append(accuracy_by_budget(report, question, length, folder / f"accuracy_{question}_{length}.png"))
             for label in dict.fromkeys(c.variant.label for c in cells):
                 made.append(
@@ -347,8 +401,7 @@ def draw_all(report: Report, folder: str | Path, sites: int | None = None) -> li
                         report, question, length, folder / f"zoom_{_slug(label)}_{question}_{length}.png", label, sites
                     )
                 )
-        budgets = list(dict.fromkeys(c.variant.budget for c in cells if c.variant.budget is not None)) or [None]
-        for budget in budgets:
+        for budget in compressed or [None]:
             name = "full" if budget is None else f"{budget:g}"
             made.append(needle_heatmap(report, question, budget, folder / f"needles_{question}_budget_{name}.png"))
     return [path for path in made if path is not None]

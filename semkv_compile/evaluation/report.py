@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from semkv.evaluation.agreement import agreement
+from semkv.evaluation.attention_mass import add_masses
 from semkv.evaluation.gain import WINDOW, recovered
 from semkv.evaluation.runner import all_tasks, cell_of, missing_work, plan_of
 from semkv.evaluation.schema import (
@@ -15,6 +16,7 @@ from semkv.evaluation.schema import (
     DepthBin,
     Environment,
     Interval,
+    Mass,
     Recovered,
     Report,
     Row,
@@ -105,6 +107,14 @@ def total_zoom(rows: Sequence[Row]) -> Zoom | None:
     total: Zoom | None = None
     for row in rows:
         total = add_zooms(total, row.zoom)
+    return total
+
+
+def total_mass(rows: Sequence[Row]) -> Mass | None:
+    """Far attention of all rows."""
+    total: Mass | None = None
+    for row in rows:
+        total = add_masses(total, row.mass)
     return total
 
 
@@ -218,6 +228,7 @@ def _cell_result(
         moved_per_step=_per_step(usage),
         step_us=timing(rows),
         zoom=total_zoom(rows),
+        mass=total_mass(rows),
     )
 
 

@@ -15,6 +15,7 @@ from semkv.errors import BudgetError, ConfigError
 from semkv.evaluation import environment
 from semkv.evaluation.agreement import Told
 from semkv.evaluation.answering import Answering, Tally
+from semkv.evaluation.attention_mass import MassWatch
 from semkv.evaluation.samples import Question
 from semkv.evaluation.schema import Row
 from semkv.evaluation.settings import Cell, Grid, Plan, QuestionMode, Variant
@@ -154,7 +155,7 @@ def missing_work(grid: Grid, identity: str, store: RowStore, tasks: Mapping[str,
                     left = {
                         key: (v, key)
                         for v, key in keys[question, length, family]
-                        if not store.has(key, index, asked, compared=compared and v.method != "full")
+                        if not store.has(key, index, asked, compared=compared and v.method != "full", mass=grid.mass)
                     }
                     if left:
                         work.append(Work(family, length, question, index, asked, tuple(left.values())))
@@ -254,7 +255,8 @@ def _unseen(
             continue
         for question, theirs in zip(questions, told):
             theirs = None if variant.method == FULL.method else theirs
-            answering.answer(compiled, state.fork(), question.ids, question, tally, theirs)
+            watch = MassWatch(record.ordered_for(compiled.program)) if grid.mass else None
+            answering.answer(compiled, state.fork(), question.ids, question, tally, theirs, watch)
         yield tally.row(key, work.index, commit, len(ids))
 
 
@@ -276,7 +278,9 @@ def _seen(
                 del tallies[key]
                 yield state
                 continue
-            answering.answer(compiled, state, (), question, tally, None if variant.method == FULL.method else told)
+            theirs = None if variant.method == FULL.method else told
+            watch = MassWatch(record.ordered_for(compiled.program)) if grid.mass else None
+            answering.answer(compiled, state, (), question, tally, theirs, watch)
     for key, (_, tally) in tallies.items():
         yield tally.row(key, work.index, commit, len(ids))
 

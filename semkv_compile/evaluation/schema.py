@@ -83,6 +83,30 @@ class Zoom(_Record):
     steps: int
 
 
+class Mass(_Record):
+    """Attention on far tokens (`semkv.evaluation.attention_mass`), summed over queries: per attention site, one number per query head.
+
+    caught: on those that the memory read at full resolution. best: on as many, had they been the best. far: on all of them.
+    """
+
+    sites: list[int]
+    caught: list[list[float]]
+    best: list[list[float]]
+    far: list[list[float]]
+
+    @property
+    def share(self) -> float:
+        """Caught of what the best choice of as many tokens would hold, over all heads; 0 where there is none."""
+        caught, best = (sum(map(sum, rows)) for rows in (self.caught, self.best))
+        return caught / best if best else 0.0
+
+    @property
+    def of_all(self) -> float:
+        """Caught of all far attention, over all heads."""
+        caught, far = (sum(map(sum, rows)) for rows in (self.caught, self.far))
+        return caught / far if far else 0.0
+
+
 class Row(_Record):
     """What one variant did on one context: the unit that is stored and resumed."""
 
@@ -94,6 +118,7 @@ class Row(_Record):
     step_us: list[float] = Field(description="time of each decode step, microseconds")
     compress_us: float = 0.0
     zoom: Zoom | None = None
+    mass: Mass | None = None
     prompt_tokens: int
 
 
@@ -174,6 +199,7 @@ class CellResult(_Record):
     moved_per_step: float
     step_us: Timing
     zoom: Zoom | None = None
+    mass: Mass | None = None
 
 
 class Summary(_Record):

@@ -105,7 +105,9 @@ class Grid(Settings):
     """All cells of a run.
 
     families: names of tasks, the bundled families among them. samples: questions per cell. questions_per_context: how
-    many are asked of one context, where a task's questions can share one.
+    many are asked of one context, where a task's questions can share one. agreement: also compare each token of an answer with the
+    full cache's, which must be among the variants (`semkv.evaluation.agreement`). mass: also measure the far attention that a choice
+    catches (`semkv.evaluation.attention_mass`); steps are slower then.
     """
 
     variants: tuple[Variant, ...] = Field(min_length=1)
@@ -116,6 +118,7 @@ class Grid(Settings):
     questions_per_context: int = Field(default=4, ge=1)
     seed: int = Field(default=0, ge=0)
     agreement: bool = False
+    mass: bool = False
 
     @model_validator(mode="after")
     def _full_is_there(self) -> Grid:

@@ -51,10 +51,10 @@ class RowStore:
         if self.path.stat().st_size == size:
             os.truncate(self.path, size - tail)
 
-    def has(self, cell: str, context: int, answers: int, *, compared: bool = False) -> bool:
-        """Whether this context of the cell is measured with at least `answers` questions, each of them `compared` with the full cache's."""
+    def has(self, cell: str, context: int, answers: int, *, compared: bool = False, mass: bool = False) -> bool:
+        """Whether this context of the cell has at least `answers` questions, each `compared` with the full cache's, and `mass`."""
         row = self._rows.get((cell, context))
-        if row is None or len(row.answers) < answers:
+        if row is None or len(row.answers) < answers or (mass and row.mass is None):
             return False
         return not compared or all(answer.compared for answer in row.answers[:answers])
 

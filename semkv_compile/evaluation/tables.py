@@ -129,6 +129,17 @@ def _agreement(report: Report, summaries: list[Summary], spread: bool) -> tuple[
     return ["method", "budget", "task", "answers kept", "same token", "KL, nats", "tokens"], lines
 
 
+def _mass(report: Report, summaries: list[Summary]) -> tuple[list[str], list[list[str]]]:
+    """Far attention: a line for each method, budget and task."""
+    lines = []
+    for summary in summaries:
+        for name, cell in _cells(report, summary).items():
+            if cell.mass is not None and summary.variant.budget is not None:
+                shares = (f"{100 * share:.0f}" for share in (cell.mass.of_all, cell.mass.share))
+                lines.append([summary.variant.label, summary.variant.budget_text, name, *shares])
+    return ["method", "budget", "task", "of all", "of the best choice's"], lines
+
+
 def _cost(report: Report, summaries: list[Summary]) -> tuple[list[str], list[list[str]]]:
     lines = []
     for summary in summaries:
@@ -180,6 +191,9 @@ def tables(report: Report, *, spread: bool = True) -> Iterator[tuple[str, list[s
         agreed = _agreement(report, found, spread)
         if agreed[1]:
             yield f"Agreement with the full cache (%), {length} tokens, question {question}", *agreed
+        caught = _mass(report, found)
+        if caught[1]:
+            yield f"Far attention caught (%), {length} tokens, question {question}", *caught
         yield f"Memory and time, {length} tokens, question {question}", *_cost(report, found)
 
 

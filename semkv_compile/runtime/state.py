@@ -8,17 +8,19 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
 from semkv.errors import BudgetError, StateError
 from semkv.ir.memory import Entries
+from semkv.ir.site import AttentionSite
 from semkv.runtime.join import stack_rows
 from semkv.runtime.modes import undisturbed
 from semkv.runtime.placement import Placement
 from semkv.runtime.row_memory import RowMemory
+from semkv.runtime.site_memory import SiteMemory
 from semkv.runtime.timeline import Timeline
 from semkv.runtime.turn import Turn
 
@@ -55,11 +57,22 @@ class Stats:
     attended_share_mean: float = 0.0
 
 
+class Watch(Protocol):
+    """What is told of each layer's turn, while it is set as `State.watch` of a state of one row."""
+
+    def attended(
+        self, site: AttentionSite, owner: bool, q: Tensor, k: Tensor, positions: Tensor, parts: Sequence[SiteMemory]
+    ) -> None:
+        """`site`, the `owner` of its store or not, has chosen what it reads for q [Hq, T, D] at `positions` [T], with the new keys k
+        [Hkv, T, D] in its memory, `parts` in the order of its heads."""
+
+
 class State:
     """Rows of one compiled model, each with its own memory and length; independent of every other state.
 
     `logits` [B, vocab] are those after the last token of each row. `pending` int64 [B, 1] is the last token that `generate`
-    made, read at the start of the next turn. `timeline`: records its steps where it is set. A state belongs to the model, method
+    made, read at the start of the next turn. `timeline`: records its steps where it is set;
+    `watch`: is told what layers read. A state belongs to the model, method
     and budget that made it, and to one thread at a time. `turn`: of the `generate` call that runs on it.
     """
 
@@ -79,6 +92,7 @@ class State:
         self.turn: Turn | None = None
         self.pending: Tensor | None = None
         self.timeline: Timeline | None = None
+        self.watch: Watch | None = None
         self._ids: Tensor | None = None
         self._surprisal: Tensor | None = None
         program = placement.program
@@ -336,6 +350,9 @@ class State:
         if self.timeline is not None:
             took = tuple(memory.supplied for row in self.rows for memory in row.stores[place.store])
             self.timeline.turn(site, begun, took)
+        if self.watch is not None:
+            (row,) = self.rows
+            self.watch.attended(place, owner, q[0], k[0], positions[0], row.stores[place.store])
         return stack_rows(rows, place, q.shape[2])
 
     def __repr__(self) -> str:
