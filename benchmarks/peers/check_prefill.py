@@ -15,13 +15,13 @@ import transformers
 from prefill import Prefill
 from presses import PRESSES, set_ratio
 from torch import Tensor
-from transformers import DynamicCache, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 RATIO = 0.95
 UNCHECKED = ("duo_attention",)  # does not run on this model
 
 
-def parts(model: LlamaForCausalLM, cache: DynamicCache) -> list[Tensor]:
+def parts(model: PreTrainedModel, cache: DynamicCache) -> list[Tensor]:
     """Keys, values and masked pairs of every layer."""
     found: list[Any] = [x for layer in cache.layers for x in (layer.keys, layer.values)]
     for layer in model.model.layers:
@@ -37,7 +37,7 @@ def main() -> None:
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    model = LlamaForCausalLM.from_pretrained(folder / "model", dtype=torch.float32, local_files_only=True).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32, local_files_only=True).eval()
     sample = json.loads((folder / "samples.json").read_text(encoding="utf-8"))["samples"][0]
     ids = torch.tensor([sample["ids"]])
     prefill = Prefill(model, ids)

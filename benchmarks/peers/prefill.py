@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from transformers import DynamicCache, LlamaForCausalLM
+from transformers import DynamicCache, PreTrainedModel
 
 
 class Call(NamedTuple):
@@ -25,9 +25,9 @@ class Call(NamedTuple):
 
 
 class Prefill:
-    """A context's prefill without a press; `compress` is the cache that a press makes of it."""
+    """A context's prefill without a press; `compress` is the cache that a press makes of it. logits [vocab]: after the context."""
 
-    def __init__(self, model: LlamaForCausalLM, ids: Tensor):
+    def __init__(self, model: PreTrainedModel, ids: Tensor):
         self.model, self.ids = model, ids
         self.layers = [layer.self_attn for layer in model.model.layers]
         cache, taken = DynamicCache(), []
@@ -36,7 +36,8 @@ class Prefill:
             taken.append(({k: v for k, v in arguments.items() if k != "past_key_values"}, output))
 
         hooks = [module.register_forward_hook(keep, with_kwargs=True) for module in self.layers]
-        model.model(input_ids=ids, past_key_values=cache)
+        hidden = model.model(input_ids=ids, past_key_values=cache).last_hidden_state
+        self.logits = model.lm_head(hidden[:, -1])[0]
         for hook in hooks:
             hook.remove()
         self.calls = [Call(*call, layer.keys, layer.values) for call, layer in zip(taken, cache.layers)]

@@ -1,0 +1,272 @@
+"""The long table of a real model: every method at 3, 5 and 10 % of its memory, on needles and on ordinary text.
+
+    python benchmarks/real_table.py smollm2 --profile profiles/smollm2_135m                # both lengths; hours, stated before they start
+    python benchmarks/real_table.py gemma3 --profile P --lengths 2K,4K,8K --texts FOLDER   # goes on where it stopped
+    python benchmarks/real_table.py smollm2 --profile P --report-only --publish
+
+All methods answer the first questions; at each length and budget the best of them, and those that are named to the end, answer all. Texts
+are the files of a folder, a kind each; without one, the half of Python's manual and library that
+`benchmarks/real.py` does not calibrate on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from grids import ROOT, write_results
+from real import write_texts
+from real_model import MODELS, fetch
+
+from semkv.api import compile as compile_model
+from semkv.cache_folder import cache_folder
+from semkv.cli.common import progress_bar, quiet_libraries, whole_numbers, words
+from semkv.cli.models import load_model
+from semkv.config import CompileConfig
+from semkv.evaluation import Grid, Report, Variant, evaluate
+from semkv.evaluation.identity import subject_identity
+from semkv.evaluation.runner import Refusal
+from semkv.evaluation.schema import CellResult
+from semkv.evaluation.tasks import build_tasks
+from semkv.evaluation.tasks.base import Task
+from semkv.methods import METHODS
+
+BUDGETS = (0.03, 0.05, 0.1)
+NEEDLES = ("niah_single_1", "niah_single_2", "niah_single_3")
+ABLE = 0.8
+"""Needle tasks on which the full cache finds less are shown, and not in the mean."""
+PLAIN = (
+    "full",
+    "streaming_llm",
+    "snapkv",
+    "h2o",
+    "pyramidkv",
+    "chunkkv",
+    "cake",
+    "quest",
+    "shadowkv",
+    "infllm",
+    "omnikv",
+    "clusterkv",
+)
+"""Methods that read no profile, so that their rows stay when the profile is made again."""
+BOTH = ("full", "streaming_llm")
+"""What recovered gain is measured between."""
+CEILING = Variant(method="sketch", budget=0.05, options={"oracle": True}, label="ceiling")
+"""The choice of `sketch` made by true attention, its index not charged."""
+LEADERS = 3
+
+
+@dataclass(frozen=True)
+class Size:
+    """Questions of each needle task, and texts with so many tokens read behind each."""
+
+    questions: int
+    texts: int
+
+
+FIRST, WHOLE = Size(6, 12), Size(34, 60)
+
+
+def tasks_of(model: str, texts: Path | None, haystack: Path | None, tokens: int) -> dict[str, Task]:
+    """Needles and ordinary text. texts: a folder; None: what `benchmarks/real.py` judges on. haystack: None: the first of the texts."""
+    folder = texts or write_texts(ROOT / "real_output" / "texts")["judged"][0].parent
+    sources = {"text": str(folder), "haystack": str(haystack or sorted(folder.glob("*.txt"))[0])}
+    chat = model == "smollm2"  # the other one was not trained to follow instructions
+    return build_tasks(("perplexity", *NEEDLES), sources=sources, options={"perplexity": {"tokens": tokens}}, chat=chat)
+
+
+class Table:
+    """The rows of one model: with the profile, and without it."""
+
+    def __init__(self, asked: argparse.Namespace) -> None:
+        quiet_libraries()
+        torch.set_num_threads(1)
+        self.asked = asked
+        self.lengths = tuple(whole_numbers(asked.lengths, "--lengths"))
+        self.tasks = tasks_of(asked.model, asked.texts, asked.haystack, asked.tokens)
+        path = fetch(MODELS[asked.model], cache_folder() / "models")
+        self.loaded = load_model(str(path), asked.profile)
+        self.settings = CompileConfig(kv_dtype="float16", floor=0, cache=True)
+        self._compiled: dict[bool, Any] = {}
+        self.commits: set[str] = set()
+        self.refused: dict[tuple[str, float, int], str] = {}
+
+    def compiled(self, plain: bool) -> Any:
+        """The model with its profile, or without it."""
+        if plain not in self._compiled:
+            profile = None if plain else self.loaded.profile
+            self._compiled[plain] = compile_model(self.loaded.model, profile, method="full", config=self.settings)
+        return self._compiled[plain]
+
+    def run(self, variants: Sequence[Variant], size: Size, length: int, title: str) -> list[CellResult]:
+        """Cells of these variants at one length, those of methods that read no profile from rows of their own."""
+        found: list[CellResult] = []
+        for plain in (True, False):
+            own = [v for v in variants if (v.method in PLAIN) == plain]
+            if not own:
+                continue
+            windows = [Variant(method="streaming_llm", budget=b) for b in sorted({v.budget for v in own if v.budget})]
+            every = [Variant(method="full"), *windows]
+            own = [*every, *(v for v in own if v.method not in BOTH)]
+            for families, samples in ((NEEDLES, size.questions), (("perplexity",), size.texts)):
+                report = self._measure(own, families, samples, length, plain, title)
+                found += [c for c in report.cells if plain or c.cell.variant.method not in BOTH]
+        return found
+
+    def _measure(
+        self, variants: list[Variant], families: tuple[str, ...], samples: int, length: int, plain: bool, title: str
+    ) -> Report:
+        left = [v for v in variants if (v.label, v.budget or 0.0, length) not in self.refused]
+        grid = Grid(variants=tuple(left), families=families, lengths=(length,), samples=samples)
+        compiled, refusals = self.compiled(plain), list[Refusal]()
+        profile = None if plain else self.loaded.profile
+        with progress_bar(f"{title}, {families[0]}") as progress:
+            report = evaluate(
+                compiled,
+                self.loaded.tokenizer,
+                grid,
+                identity=subject_identity(self.loaded.model, profile, self.settings, compiled.dtype),
+                model=self.loaded.name,
+                title="The long table of a real model",
+                rows=self.asked.rows / f"real_{self.asked.model}_{'plain' if plain else 'profile'}.rows.jsonl",
+                progress=progress,
+                tasks=self.tasks,
+                workers=self.asked.workers,
+                refusals=refusals,
+            )
+        if not report.complete:
+            raise SystemExit("stopped before it was complete; the same command goes on")
+        for refusal in refusals:
+            assert isinstance(refusal.variant.budget, float)
+            self.refused[refusal.variant.label, refusal.variant.budget, length] = refusal.why
+        self.report = report
+        self.commits.update(report.commits)
+        return report
+
+
+def able(cells: Iterable[CellResult]) -> tuple[str, ...]:
+    """Needle tasks that the full cache answers."""
+    full = {c.cell.family: c.accuracy.value for c in cells if c.cell.variant.method == "full"}
+    return tuple(name for name in NEEDLES if full.get(name, 0.0) >= ABLE)
+
+
+def standing(cells: Sequence[CellResult], label: str, budget: float, names: tuple[str, ...]) -> float:
+    """Mean of needles found and of the gain of all and of far tokens, each at most 1; below everything where nothing was measured."""
+    own = {c.cell.family: c for c in cells if (c.cell.variant.label, c.cell.variant.budget) == (label, budget)}
+    text = own.get("perplexity")
+    if text is None or text.recovered is None:
+        return float("-inf")
+    parts = [sum(own[name].accuracy.value for name in names) / len(names)] if names else []
+    parts += [x.value for x in (text.recovered.every, text.recovered.far) if x is not None]
+    return sum(max(0.0, min(1.0, part)) for part in parts) / len(parts)
+
+
+def leaders(cells: Sequence[CellResult], named: Sequence[str]) -> list[Variant]:
+    """Variants that answer everything: at each budget the best, and those `named`."""
+    names, chosen = able(cells), []
+    variants = list({(c.cell.variant.label, c.cell.variant.budget): c.cell.variant for c in cells}.values())
+    for budget in BUDGETS:
+        own = [v for v in variants if v.budget == budget]
+        ranked = sorted(own, key=lambda v: -standing(cells, v.label, budget, names))
+        chosen += [v for place, v in enumerate(ranked) if place < LEADERS or v.label in named]
+    return chosen
+
+
+def hours(table: Table, variants: int, size: Size) -> float:
+    """About how long the first round takes: from one prompt and a few steps of the full cache at each length; steps of other methods
+    are taken to be twice as long."""
+    seconds = 0.0
+    compiled = table.compiled(True)
+    for length in table.lengths:
+        sample = table.tasks["perplexity"].make(table.loaded.tokenizer, length, 0, seed=0, questions=1)
+        began = time.perf_counter()
+        state = compiled.prefill(torch.tensor([list(sample.ids)], dtype=torch.int64, device="cpu"))
+        read = time.perf_counter() - began
+        began = time.perf_counter()
+        for token in sample.questions[0].answer[:8]:
+            compiled.extend(state, torch.tensor([[token]], dtype=torch.int64, device="cpu"))
+        step = 2 * (time.perf_counter() - began) / 8
+        questions = len(NEEDLES) * size.questions
+        seconds += 2 * read * (questions + size.texts)
+        seconds += variants * step * (questions * 40 + size.texts * table.asked.tokens)
+    return seconds / 3600 / table.asked.workers
+
+
+def main() -> None:
+    """Both rounds, then the results."""
+    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    options.add_argument("model", choices=MODELS)
+    options.add_argument("--profile", type=Path, required=True, help="a profile of the model")
+    options.add_argument("--texts", type=Path, help="folder of texts, a kind in each file")
+    options.add_argument("--haystack", type=Path, help="text that needles are hidden in (the first of the folder)")
+    options.add_argument("--methods", help="these alone, separated by commas; default: all")
+    options.add_argument(
+        "--always", default="auto,sketch,ceiling,snapkv,quest", help="to the end in any case (%(default)s)"
+    )
+    options.add_argument("--lengths", default="2K,4K", help="tokens of context (%(default)s)")
+    options.add_argument("--tokens", type=int, default=96, help="that are read behind each text (%(default)s)")
+    options.add_argument(
+        "--first", default=f"{FIRST.questions},{FIRST.texts}", help="questions and texts of the first round"
+    )
+    options.add_argument("--whole", default=f"{WHOLE.questions},{WHOLE.texts}", help="and of the second")
+    options.add_argument("--rows", type=Path, default=ROOT / "runs", help="folder of rows (%(default)s)")
+    options.add_argument("--workers", type=int, default=2, help="processes (%(default)s)")
+    options.add_argument("--publish", action="store_true", help="write benchmarks/results/real_MODEL.json")
+    asked = options.parse_args()
+    table = Table(asked)
+    methods = words(asked.methods, "--methods") if asked.methods else [n for n, m in METHODS.items() if m.compresses]
+    variants = [Variant(method=name, budget=budget) for name in methods for budget in BUDGETS]
+    if "sketch" in methods:
+        variants += [CEILING.model_copy(update={"budget": budget}) for budget in BUDGETS]
+    first, whole = (Size(*whole_numbers(text, "sizes")) for text in (asked.first, asked.whole))
+    print(f"about {hours(table, len(variants), first):.1f} hours for the first round", flush=True)
+    cells: list[CellResult] = []
+    for length in table.lengths:
+        tried = table.run(variants, first, length, f"all methods, {length:,} tokens")
+        print(
+            f"{length:,} tokens, needle tasks that the full cache answers: {', '.join(able(tried)) or 'none'}",
+            flush=True,
+        )
+        chosen = leaders(tried, words(asked.always, "--always"))
+        print("to the end:", ", ".join(f"{v.label} {v.budget_text}" for v in chosen), flush=True)
+        done = table.run(chosen, whole, length, f"the best, {length:,} tokens")
+        known = {(c.cell.variant.label, c.cell.variant.budget, c.cell.family) for c in done}
+        cells += done + [c for c in tried if (c.cell.variant.label, c.cell.variant.budget, c.cell.family) not in known]
+        show(cells, length)
+    if asked.publish:
+        report = table.report.model_copy(update={"cells": cells, "summaries": [], "commits": sorted(table.commits)})
+        write_results(f"real_{asked.model}", report)
+
+
+def show(cells: Sequence[CellResult], length: int) -> None:
+    """One line for each method and budget, the best first."""
+    own = [c for c in cells if c.cell.length == length]
+    names = able(own)
+    labels = dict.fromkeys((c.cell.variant.label, c.cell.variant.budget) for c in own)
+    for budget in (None, *BUDGETS):
+        ranked = sorted(
+            (label for label, of in labels if of == budget),
+            key=lambda label: -standing(own, label, budget or 0.0, names),
+        )
+        for label in ranked:
+            at = {c.cell.family: c for c in own if (c.cell.variant.label, c.cell.variant.budget) == (label, budget)}
+            found = " ".join(f"{100 * at[name].accuracy.value:4.0f}" for name in NEEDLES if name in at)
+            kept = at["perplexity"].recovered if "perplexity" in at else None
+            gain = (
+                "" if kept is None or kept.far is None else f"{100 * kept.every.value:5.0f} {100 * kept.far.value:5.0f}"
+            )
+            count = at["perplexity"].accuracy.contexts if "perplexity" in at else 0
+            print(
+                f"{label:>16} {'-' if budget is None else f'{100 * budget:g} %':>5}  {found}  {gain}  ({count} texts)",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
