@@ -12,7 +12,7 @@ from torch import Tensor
 from semkv.errors import ConfigError
 from semkv.ir.program import Program
 from semkv.ir.site import AttentionSite
-from semkv.methods.base import Method
+from semkv.methods.base import OncePerPrompt
 from semkv.methods.keepers import WindowKeeper
 from semkv.methods.kept_and_runs import KeptAndRuns
 from semkv.methods.options import Count, Queries, Tokens, TokensOrNone, Width
@@ -59,7 +59,7 @@ class ErrorAllocation:
 
 
 @dataclass(frozen=True)
-class CompressKV(Method):
+class CompressKV(OncePerPrompt):
     """CompressKV (Lin et al., 2025): the semantic retrieval heads of a layer know which tokens matter, and layers that lose
     most under compression get most of the budget. Needs a profile with retrieval heads and layer errors.
 
