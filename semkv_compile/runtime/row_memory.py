@@ -238,12 +238,9 @@ class RowMemory:
     @property
     def excess_nbytes(self) -> int:
         """Device bytes that its stores hold beyond their caps: tokens that follow a prompt, where those stay."""
-        return sum(self._excess(store, self.stores[store.store], self.tokens) for store in self.placement.budgeted)
-
-    def _excess(self, store: AttentionSite, memories: tuple[SiteMemory, ...], tokens: int) -> int:
-        """Device bytes that one store holds beyond its cap at `tokens` tokens."""
-        held = sum(memory.device_nbytes for memory in memories)
-        return math.ceil(max(0.0, held - self._store_cap(store, memories, tokens)))
+        own = [(store, self.stores[store.store]) for store in self.placement.budgeted]
+        held = [sum(memory.device_nbytes for memory in memories) for _, memories in own]
+        return sum(_beyond(x, self._store_cap(*each, self.tokens)) for x, each in zip(held, own))
 
     def _counted(self, tokens: int) -> int:
         """The tokens by which caps go when the row has `tokens`: those of the prompt where what follows it is beside them."""
@@ -496,17 +493,16 @@ class RowMemory:
         traffic.moved_bytes += sum(memory.moved_nbytes for memory in memories)
         traffic.held_bytes += sum(memory.held_nbytes for memory in memories)
         traffic.supply(memories)
-        held = sum(memory.device_nbytes for memory in memories)
+        held, cap = sum(memory.device_nbytes for memory in memories), float("inf")
         if store.treatment == "method":
             resident = self._device_nbytes(store, held) + self.charged_nbytes
             traffic.peak_bytes = max(traffic.peak_bytes, resident)
-            own = held / self._store_cap(store, memories, tokens)
-            traffic.peak_share = max(traffic.peak_share, resident / self.whole_cap(tokens), own)
+            cap = self._store_cap(store, memories, tokens)
+            traffic.peak_share = max(traffic.peak_share, resident / self.whole_cap(tokens), held / cap)
         if store.treatment == "method" or (not self.placement.budgeted and store.treatment != "window"):
             charged = self.charged_nbytes * self.shares.get(store.store, 0.0)
             attended = sum(memory.attended_nbytes for memory in memories)
-            excess = self._excess(store, memories, tokens) if store.treatment == "method" else 0
-            traffic.turn(held + charged, attended, excess, self.placement.budget.full_bytes(store, tokens))
+            traffic.turn(held + charged, attended, _beyond(held, cap), self.placement.budget.full_bytes(store, tokens))
         if any(memory.zoom is not None for memory in memories):
             zooms = traffic.zooms.setdefault(
                 site.index, torch.zeros(2, site.q_heads, dtype=torch.float32, device="cpu")
@@ -562,3 +558,8 @@ class RowMemory:
         copy.traffic, copy.notes, copy.passing, copy._staying = self.traffic.clone(), dict(self.notes), {}, {}
         copy.stores = {store: tuple(memory.clone() for memory in parts) for store, parts in self.stores.items()}
         return copy
+
+
+def _beyond(held: int, cap: float) -> int:
+    """Of `held` bytes, those beyond `cap`."""
+    return math.ceil(max(0.0, held - cap))

@@ -155,6 +155,22 @@ def test_short_prompts_stay_exact_for_good(decoder, double_program, compile_as, 
     assert state.nbytes["floor"] + state.nbytes["excess"] <= state.nbytes["device"]
 
 
+def test_rows_that_are_exact_and_rows_that_are_not_share_a_batch(wide_program, compile_as, prompt):
+    """Each as it is alone, a question in pieces and a turn behind it."""
+    compiled = compile_as(wide_program, "snapkv", 0.3, options=KEPT, floor=48, extend_chunk=7)
+    rows = [prompt(n, seed=n)[0] for n in (40, 150, 90)]
+    state, alone = compiled.prefill(*padded(rows)), [compiled.prefill(row[None]) for row in rows]
+    assert [row.exact for row in state.rows] == [True, False, False]
+    for size in (17, 1, 1, 30):
+        ids = prompt(size, rows=3, seed=size)
+        logits = compiled.extend(state, ids)[:, -1]
+        for number, own in enumerate(alone):
+            torch.testing.assert_close(
+                logits[number], compiled.extend(own, ids[number : number + 1])[0, -1], rtol=1e-4, atol=1e-5
+            )
+    assert [row.exact for row in state.rows] == [True, False, False]
+
+
 def test_forks_and_files_go_on_alike(wide_program, compile_as, prompt, tmp_path):
     compiled = compile_as(wide_program, "cake", 0.3, options=KEPT, floor=48)
     state = compiled.prefill(*padded([prompt(n, seed=n)[0] for n in (40, 150)]))
