@@ -130,6 +130,9 @@ def main() -> None:
     options.add_argument("--output", type=Path, default=ROOT / "real_output", help="report and pictures (%(default)s)")
     options.add_argument("--profile", type=Path, help="a profile of the model; default: made from the texts, and kept")
     options.add_argument("--methods", default=METHODS, help="separated by commas (%(default)s)")
+    options.add_argument(
+        "--generated", default="budgeted", help="or kept beside the budget, or budgeted,kept (%(default)s)"
+    )
     options.add_argument("--budgets", default=BUDGETS, help="fractions of the full KV (%(default)s)")
     options.add_argument("--lengths", default="2K", help="tokens of context (%(default)s)")
     options.add_argument("--samples", type=int, default=6, help="texts, and needles, per length (%(default)s)")
@@ -149,7 +152,7 @@ def main() -> None:
         "semkv",
         "eval",
         *("--model", model, "--profile", profile, "--kv-dtype", "float16"),
-        *("--methods", asked.methods, "--budgets", asked.budgets),
+        *("--methods", asked.methods, "--budgets", asked.budgets, "--generated", asked.generated),
         *("--tasks", ",".join(name for name in ("perplexity", asked.needles) if name)),
         *("--source", f"text={written['judged'][0].parent}", "--set", f"perplexity.tokens={asked.tokens}"),
         *("--lengths", asked.lengths, "--samples", asked.samples),

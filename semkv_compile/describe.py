@@ -38,6 +38,11 @@ def describe(compiled: CompiledModel, state: State | None = None, *, verbose: bo
         f"rows {'run together' if program.batched else 'run one at a time'}; context {program.max_positions or 'not declared'}; "
         f"vocabulary {program.vocab_size}",
     ]
+    if compiled.placement.plan.keeps_generated:
+        facts.insert(
+            2,
+            "the budget is the prompt's: tokens that follow it stay exact beside it, and so do prompts that the floor holds whole",
+        )
     facts += [] if state is None else [_measured(state)]
     out = Console(record=True, width=140, file=io.StringIO())
     out.print(table)
@@ -57,9 +62,15 @@ def _measured(state: State) -> str:
     if not stats.steps:
         return "this state has taken no step yet: what layers hold and read is measured in steps"
     held, read = f"{stats.device_share:.1%}", f"{stats.attended_share:.1%}"
+    beyond = ""
+    if state.placement.plan.keeps_generated:
+        beyond = (
+            f"; at most {stats.excess_share:.1%} ({stats.excess_share_mean:.1%}) were beyond the budget, "
+            f"{state.nbytes['excess']} bytes now"
+        )
     return (
         f"in {stats.steps} steps a layer held at most {held} of its full KV on the device ({stats.device_share_mean:.1%} on the mean) "
-        f"and read at most {read} ({stats.attended_share_mean:.1%})"
+        f"and read at most {read} ({stats.attended_share_mean:.1%}){beyond}"
     )
 
 

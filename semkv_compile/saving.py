@@ -146,8 +146,9 @@ def load_state(compiled: CompiledModel, path: str | os.PathLike[str]) -> State:
 
 def _identity(state: State) -> dict[str, Any]:
     placement = state.placement
-    floor = {"floor": placement.budget.floor} if placement.budget.floor else {}
-    return floor | {
+    told: dict[str, Any] = {"floor": placement.budget.floor} if placement.budget.floor else {}
+    told |= {"generated": placement.plan.generated} if placement.plan.keeps_generated else {}
+    return told | {
         "method": placement.method,
         "plan": [
             [store, part.first, part.last, part.share, _composition(part.components)]

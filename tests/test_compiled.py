@@ -224,6 +224,18 @@ def test_explain_says_what_the_layers_of_a_state_held_and_read(small):
     assert f"read at most {stats.attended_share:.1%} ({stats.attended_share_mean:.1%})" in text
 
 
+def test_explain_says_what_is_beyond_the_budget(full):
+    compiled = full.with_method("snapkv", budget=0.5, generated="kept")
+    assert "the budget is the prompt's" in semkv.explain(compiled)
+    state = compiled.prefill(ids(100))
+    for seed in range(12):
+        compiled.extend(state, ids(1, seed=seed))
+    text, stats = semkv.explain(compiled, state).replace("\n", " "), state.stats
+    assert stats.excess_share > 0
+    beyond = f"at most {stats.excess_share:.1%} ({stats.excess_share_mean:.1%}) were beyond the budget, {state.nbytes['excess']} bytes"
+    assert beyond in text
+
+
 HOLES = torch.tensor([[1, 1, 0, 1, 1]])
 
 

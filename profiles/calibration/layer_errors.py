@@ -6,22 +6,23 @@ import torch
 from torch import Tensor
 
 from semkv.ir.program import Program
+from semkv.methods.window_scores import shared_votes
 from semkv.profiles.schema import LayerErrors
 
 from .interpreter import SiteCall, full_attention
 from .measure import Measure, Outcome, Subject, Sums
 from .projection import ShadowInterpreter, output_regions
-from .weights import attention_weights, query_block, smoothed
+from .weights import attention_weights, query_block
 
 
 def select_tokens(weights: Tensor, keep: int, pool: int, heads: list[int]) -> Tensor:
     """One index set for a layer (Sec. 4.2): places [keep] ascending, of the window and of what its queries look at.
 
-    weights [Hq, w, n]: the last w tokens' attention on a context of n. They are summed over the window, pooled, averaged
-    over `heads`; the best keep - w places before the window stay, and the window itself.
+    weights [Hq, w, n]: the last w tokens' attention on a context of n. The best keep - w places before the window by the votes of
+    `heads`, the method's own (`semkv.methods.window_scores.shared_votes`), stay, and the window itself.
     """
     window, tokens = weights.shape[1:]
-    votes = smoothed(weights[heads].sum(1), pool).mean(0)[: tokens - window]
+    votes = shared_votes(weights[..., : tokens - window], heads, pool)
     best = votes.topk(min(keep - window, len(votes))).indices
     recent = torch.arange(tokens - window, tokens, dtype=torch.int64, device=weights.device)
     return torch.cat([best.sort().values, recent])

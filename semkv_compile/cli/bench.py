@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from semkv.cli.common import output_console, progress_bar
 if TYPE_CHECKING:
     from semkv.config import CompileConfig
     from semkv.evaluation.bench import Timing
+    from semkv.evaluation.settings import Variant
     from semkv.planning.decoder import Decoder
     from semkv.planning.machine import Machine
     from semkv.runtime.timeline import Timeline
@@ -33,6 +34,7 @@ class BenchRequest:
     steps: int
     warmup: int
     config: CompileConfig
+    generated: tuple[str, ...] = ("budgeted",)
     gpu: str | None = None
     text: Path | None = None
     device: str | None = None
@@ -66,10 +68,11 @@ def run_bench(request: BenchRequest) -> None:
     timeline = None if request.timeline is None else Timeline()
     timings = []
     with progress_bar("bench") as progress:
-        for place, (name, budget) in enumerate(entries, 1):
-            compiled = full if name == "full" else full.with_method(name, budget)
-            timings.append(time_compiled(compiled, ids, warmup=request.warmup, steps=request.steps, timeline=timeline))
-            progress(place, len(entries), name)
+        for place, entry in enumerate(entries, 1):
+            compiled = full if entry.method == "full" else full.with_method(entry.method, entry.budget, **entry.options)
+            timing = time_compiled(compiled, ids, warmup=request.warmup, steps=request.steps, timeline=timeline)
+            timings.append(replace(timing, method=entry.label))
+            progress(place, len(entries), entry.label)
     dtype = str(full.dtype).removeprefix("torch.")
     decoder = None if machine is None else decoder_of(loaded.model.config, dtype=dtype)
     floors = [None if machine is None else floor_ms(timing, decoder, machine) for timing in timings]
@@ -86,23 +89,26 @@ def run_bench(request: BenchRequest) -> None:
         write_timeline(console, timeline, timings[0], request.timeline)
 
 
-def entries_of(request: BenchRequest) -> list[tuple[str, int | float | None]]:
-    """What is timed, each method at each budget, once; `auto` is what the profile measured to be best there.
+def entries_of(request: BenchRequest) -> list[Variant]:
+    """What is timed, each method at each budget and in each mode, once; `auto` is what the profile measured to be best there.
 
-    Raises ConfigError: a method is unknown, or no profile can tell what `auto` is.
+    Raises ConfigError: a method is unknown or lacks the mode, or no profile can tell what `auto` is.
     """
     from semkv.cli.models import load_profile
+    from semkv.evaluation.settings import Variant, build_variants
     from semkv.methods import find_method
     from semkv.methods.auto import AUTO, measured_best
 
-    found: list[tuple[str, int | float | None]] = []
+    found: dict[tuple[str, int | float | None], Variant] = {}
     for name in request.methods:
         if name == AUTO:
             profile = load_profile(request.model, request.profile)
-            found += [(measured_best(profile, budget), budget) for budget in request.budgets]
+            made = [Variant(method=measured_best(profile, budget), budget=budget) for budget in request.budgets]
         else:
-            found += [(name, budget) for budget in (request.budgets if find_method(name).compresses else [None])]
-    return list(dict.fromkeys(found))
+            find_method(name)
+            made = list(build_variants([name], request.budgets, request.generated))
+        found |= {(variant.label, variant.budget): variant for variant in made}
+    return list(found.values())
 
 
 def write_timeline(console: Console, timeline: Timeline, timing: Timing, path: Path) -> None:
@@ -209,6 +215,12 @@ def print_timings(console: Console, timings: list[Timing], floors: list[float | 
         "the largest of all layers and steps / the mean. hits: of what steps lacked, what had been fetched ahead. "
         "stall: time in which a step stood still for the rest; steps contain it."
     )
+    for timing in timings:
+        if timing.excess_share:
+            console.print(
+                f"{timing.method}: of its full KV a layer holds {100 * timing.excess_share:.2f} / {100 * timing.excess_share_mean:.2f} % "
+                "beyond the budget, tokens that follow the prompt."
+            )
     buffers = max(timing.nbytes["prefetch"] for timing in timings)
     if buffers:
         console.print(f"Beside that, prefetch buffers of {size(buffers)}, a constant.")

@@ -46,6 +46,15 @@ def words(text: str, option: str) -> list[str]:
     return found
 
 
+def modes(text: str) -> tuple[str, ...]:
+    """`budgeted,kept` of `--generated`, each once."""
+    found = tuple(dict.fromkeys(words(text, "--generated")))
+    wrong = [mode for mode in found if mode not in ("budgeted", "kept")]
+    if wrong:
+        refuse(f"--generated {wrong[0]!r}: expected budgeted, kept, or both separated by a comma")
+    return found
+
+
 def whole_numbers(text: str, option: str) -> list[int]:
     """`1024,4K` as numbers of tokens; K is 1024."""
     numbers = []

@@ -39,6 +39,7 @@ class EvalRequest:
     plot: Path | None
     config: CompileConfig
     device: str | None
+    generated: tuple[str, ...] = ("budgeted",)
     tasks: list[str] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
     options: list[str] = field(default_factory=list)
@@ -69,7 +70,7 @@ def grid_of(request: EvalRequest) -> Grid:
     if request.families:
         check_lengths(request.lengths, None)
     names = task_names(request.tasks) if request.tasks else ()
-    variants = build_variants(request.methods, request.budgets)
+    variants = build_variants(request.methods, request.budgets, request.generated)
     if AUTO in request.methods:
         variants = settle_auto(variants, load_profile(request.model, request.profile))
     return Grid(

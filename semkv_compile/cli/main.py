@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from semkv.cli.common import budgets as parse_budgets
-from semkv.cli.common import check_writable, parse_size, plain_errors, refuse, whole_numbers, words
+from semkv.cli.common import check_writable, modes, parse_size, plain_errors, refuse, whole_numbers, words
 
 app = typer.Typer(
     name="semkv",
@@ -22,6 +22,7 @@ app = typer.Typer(
 MODEL_HELP = "`bundled`, a local folder, a GGUF file or a folder with one, or a Hugging Face name."
 PROFILE_HELP = "Folder that `semkv-profile` wrote. Default: the bundled model's own; none for others."
 FAMILIES = ("single", "multi", "confusable", "dense")
+GENERATED_HELP = "Tokens that follow a prompt: budgeted, or kept beside the budget as in papers that evict once; budgeted,kept is both."
 METHODS_HELP = "Methods, separated by commas; `auto` is the one that the profile measured to be best at the budget."
 LATENTS_HELP = "Multi-head latent attention (DeepSeek): memory of latents, CompileConfig(latents=True)."
 KV_DTYPE_HELP = "dtype of exact keys and values: float32, float16, bfloat16. Default: the model's."
@@ -60,6 +61,7 @@ def eval_command(
         str,
         typer.Option(help="With a point: fractions of the full KV in (0, 1]. Without: tokens per KV head and layer."),
     ] = "0.05,0.1,0.2",
+    generated: Annotated[str, typer.Option(help=GENERATED_HELP)] = "budgeted",
     lengths: Annotated[str, typer.Option(help="Context lengths in tokens; 4K is 4096.")] = "1024,4096,8192",
     question: Annotated[
         str, typer.Option(help="unseen: asked after compression. seen: part of the prefill. both.")
@@ -154,6 +156,7 @@ def eval_command(
                 plot=plot,
                 config=CompileConfig.model_validate({"kv_dtype": kv_dtype, "floor": 0, "latents": latents}),
                 device=device,
+                generated=modes(generated),
                 tasks=[] if tasks is None else words(tasks, "--tasks"),
                 sources=source or [],
                 options=set_option or [],
@@ -305,6 +308,7 @@ def bench_command(
         str,
         typer.Option(help="With a point: fractions of the full KV in (0, 1]. Without: tokens per KV head and layer."),
     ] = "0.1",
+    generated: Annotated[str, typer.Option(help=GENERATED_HELP)] = "budgeted",
     context: Annotated[str, typer.Option(help="Tokens of the prompt; 4K is 4096.")] = "2K",
     batch: Annotated[int, typer.Option(help="Rows at once, of the same prompt.")] = 1,
     steps: Annotated[int, typer.Option(help="Decode steps that are timed, a token each.")] = 64,
@@ -372,6 +376,7 @@ def bench_command(
                 steps,
                 warmup,
                 CompileConfig.model_validate(settings),
+                generated=modes(generated),
                 gpu=gpu,
                 text=text,
                 device=device,

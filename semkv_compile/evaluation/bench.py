@@ -31,7 +31,8 @@ class Timing:
     steps unfolded, the share that was there. stall_ms: milliseconds that a timed step stood still for folded tokens, on average.
     hit_rate: of the tokens that timed steps lacked, the share that had been fetched ahead. ahead_bytes: fetched ahead, lacked or not,
     per step and row. device_share, attended_share: the largest part of its full KV that a layer held on the device, and read, in a step;
-    device_share_mean, attended_share_mean: over layers and steps.
+    device_share_mean, attended_share_mean: over layers and steps. excess_share, excess_share_mean: likewise, of what a layer held
+    beyond its budget.
     """
 
     method: str
@@ -51,6 +52,8 @@ class Timing:
     attended_share: float = 0.0
     device_share_mean: float = 0.0
     attended_share_mean: float = 0.0
+    excess_share: float = 0.0
+    excess_share_mean: float = 0.0
 
     def percentile(self, percent: int) -> float:
         """Milliseconds that so many of a hundred steps took at most (nearest rank)."""
@@ -111,6 +114,8 @@ def time_compiled(
         attended_share=stats.attended_share,
         device_share_mean=stats.device_share_mean,
         attended_share_mean=stats.attended_share_mean,
+        excess_share=stats.excess_share,
+        excess_share_mean=stats.excess_share_mean,
     )
     if timeline is not None:
         state.timeline = timeline

@@ -43,7 +43,14 @@ class Answer(_Record):
         return float(self.correct) if self.score is None else self.score
 
 
-SHARES = ("device_share", "attended_share", "device_share_mean", "attended_share_mean")
+SHARES = (
+    "device_share",
+    "attended_share",
+    "device_share_mean",
+    "attended_share_mean",
+    "excess_share",
+    "excess_share_mean",
+)
 """Fields of `Usage` that are shares of a layer's full KV."""
 
 
@@ -51,9 +58,10 @@ class Usage(_Record):
     """Memory and transfers of states, in bytes; of several, the one with the largest share of the full KV.
 
     device: largest residency of any step, unfolded spans included; the budget counts it. full: keys and values of all
-    tokens at the end, the budget's denominator. budget_used: largest residency of a step over its cap, at most 1
-    where there is a budget. device_share, attended_share: the largest part of its full KV that a layer held on the device, and that it
-    read, in any step; device_share_mean, attended_share_mean: over layers and steps; None in reports from before they were measured.
+    tokens at the end, the budget's denominator. budget_used: largest residency of a step over its cap, at most 1 where there is a budget
+    and tokens that follow a prompt count towards it. device_share, attended_share: the largest part of its full KV that a layer held on
+    the device, and that it read, in any step; device_share_mean, attended_share_mean: over layers and steps; excess_share,
+    excess_share_mean: likewise, of what it held beyond its cap; None in reports from before they were measured.
     workspace: unfolded spans that stay between steps. host, disk: what waits there.
     reserved: device pages allocated ahead. window: sliding-window layers, which the budget does not count. moved: host
     to device, over `steps` forward calls.
@@ -66,6 +74,8 @@ class Usage(_Record):
     attended_share: float | None = None
     device_share_mean: float | None = None
     attended_share_mean: float | None = None
+    excess_share: float | None = None
+    excess_share_mean: float | None = None
     workspace: int
     host: int
     disk: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,6 +12,7 @@ from pydantic import Field, field_validator, model_validator
 
 from semkv.config import check_budget
 from semkv.errors import ConfigError
+from semkv.methods import METHODS, find_method
 from semkv.methods.auto import AUTO, measured_best
 from semkv.profiles.schema import Profile
 from semkv.settings import Settings
@@ -155,13 +156,36 @@ def settle_auto(variants: Iterable[Variant], profile: Profile | None) -> tuple[V
 
 
 def build_variants(
-    methods: list[str] | tuple[str, ...], budgets: list[int | float] | tuple[int | float, ...]
+    methods: list[str] | tuple[str, ...],
+    budgets: list[int | float] | tuple[int | float, ...],
+    generated: Sequence[str] = ("budgeted",),
 ) -> tuple[Variant, ...]:
-    """`full` once without a budget, every other method at every budget, in the order given."""
+    """`full` once without a budget, every other method at every budget, in the order given, and in every mode of `generated` that it has.
+
+    Raises
+    ------
+    ConfigError: `kept` is the only mode and a method does not have it; names the method.
+    """
     variants: list[Variant] = []
     for method in dict.fromkeys(methods):
         if method == "full":
             variants.append(Variant(method=method))
-        else:
-            variants += [Variant(method=method, budget=budget) for budget in dict.fromkeys(budgets)]
+            continue
+        for mode in dict.fromkeys(generated):
+            options = {} if mode == "budgeted" else {"generated": mode}
+            if options and "budgeted" in generated and not _has_modes(method):
+                continue
+            if options and method == AUTO:
+                raise ConfigError(
+                    f"generated {mode!r} with {AUTO!r}, which was measured with generated tokens in the budget: name the methods instead"
+                )
+            if options:
+                find_method(method, options)
+            label = f"{method}, {mode}" if options else method
+            variants += [Variant(method=method, budget=x, label=label, options=options) for x in dict.fromkeys(budgets)]
     return tuple(variants)
+
+
+def _has_modes(method: str) -> bool:
+    """Whether what follows a prompt may stay exact beside the method's budget."""
+    return method in METHODS and hasattr(find_method(method), "generated")

@@ -74,6 +74,8 @@ def usage_of(state: Any) -> Usage:
         attended_share=stats.attended_share,
         device_share_mean=stats.device_share_mean,
         attended_share_mean=stats.attended_share_mean,
+        excess_share=stats.excess_share,
+        excess_share_mean=stats.excess_share_mean,
         workspace=nbytes["workspace"],
         host=nbytes["host"],
         disk=nbytes["disk"],

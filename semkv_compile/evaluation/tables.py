@@ -142,8 +142,10 @@ def _mass(report: Report, summaries: list[Summary]) -> tuple[list[str], list[lis
 
 def _cost(report: Report, summaries: list[Summary]) -> tuple[list[str], list[list[str]]]:
     lines = []
+    exceeded = any(c.usage.excess_share for summary in summaries for c in _cells(report, summary).values())
     for summary in summaries:
         usage = [c.usage for c in _cells(report, summary).values()]
+        beyond = [_shares([(u.excess_share, u.excess_share_mean) for u in usage])] if exceeded else []
         lines.append(
             [
                 summary.variant.label,
@@ -152,6 +154,7 @@ def _cost(report: Report, summaries: list[Summary]) -> tuple[list[str], list[lis
                 "-" if summary.variant.budget is None else f"{100 * max(u.budget_used for u in usage):.1f}",
                 _shares([(u.device_share, u.device_share_mean) for u in usage]),
                 _shares([(u.attended_share, u.attended_share_mean) for u in usage]),
+                *beyond,
                 size(max(u.device for u in usage)),
                 size(max(u.host for u in usage)),
                 size(max(u.disk for u in usage)),
@@ -167,6 +170,7 @@ def _cost(report: Report, summaries: list[Summary]) -> tuple[list[str], list[lis
         "% of budget",
         "a layer holds",
         "a layer reads",
+        *(["beyond the budget"] if exceeded else []),
         "device",
         "host",
         "disk",

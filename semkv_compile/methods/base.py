@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
@@ -14,7 +14,7 @@ from semkv.methods.options import Allowed
 from semkv.profiles.schema import Profile
 from semkv.profiles.schema.retrieval_head import RetrievalHead
 from semkv.runtime.budget import Budget
-from semkv.runtime.components import Components, Part, Plan
+from semkv.runtime.components import Components, Generated, Part, Plan
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,11 @@ class Method(ABC):
         """A copy with `options` set; `ConfigError` names an unknown one and lists those there are."""
         known = {field.name: field for field in fields(self)}
         for name, value in options.items():
+            if name not in known and name == "generated":
+                raise ConfigError(
+                    f"method {self.name!r} has no option 'generated', which is {value!r}: it treats tokens that follow a prompt like the "
+                    "prompt's, as they come; methods that compress a prompt once have a choice, such as snapkv and compresskv"
+                )
             if name not in known:
                 listed = ", ".join(known) or "none"
                 raise ConfigError(f"method {self.name!r} has no option {name!r} (it has: {listed})")
@@ -79,6 +84,16 @@ class Method(ABC):
             if problem:
                 raise ConfigError(f"option {name!r} of method {self.name!r} is {value!r}; expected {problem}")
         return type(self)(**{**{name: getattr(self, name) for name in known}, **options})
+
+
+@dataclass(frozen=True)
+class OncePerPrompt(Method):
+    """A method whose paper compresses a prompt once and keeps what follows it. generated: see `semkv.runtime.components.Generated`."""
+
+    generated: Generated = field(default="budgeted", kw_only=True)
+
+    def plan(self, program: Program, profile: Profile | None) -> Plan:
+        return replace(super().plan(program, profile), generated=self.generated)
 
 
 @cache

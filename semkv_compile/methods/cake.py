@@ -10,7 +10,7 @@ from torch import Tensor
 
 from semkv.ir.program import Program
 from semkv.ir.site import AttentionSite
-from semkv.methods.base import Method
+from semkv.methods.base import OncePerPrompt
 from semkv.methods.keepers import WindowKeeper
 from semkv.methods.options import AboveZero, FromZero, Queries, Width
 from semkv.methods.window_scores import pooled
@@ -67,7 +67,7 @@ class LayerPreference:
 
 
 @dataclass(frozen=True)
-class CAKE(Method):
+class CAKE(OncePerPrompt):
     """CAKE (Qin et al., 2025): each prompt divides the budget among layers by the entropy and the change of their attention,
     and tokens whose attention changes stay before those that are looked at evenly.
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from semkv.ir.program import Program
 from semkv.ir.site import AttentionSite
-from semkv.methods.base import Method
+from semkv.methods.base import OncePerPrompt
 from semkv.methods.keepers import WindowKeeper
 from semkv.methods.options import Count, Queries, Tokens, TokensOrNone
 from semkv.profiles.schema import Profile
@@ -42,7 +42,7 @@ class ChunkVotes(WindowKeeper):
 
 
 @dataclass(frozen=True)
-class ChunkKV(Method):
+class ChunkKV(OncePerPrompt):
     """ChunkKV (Liu et al., 2025): the unit of eviction is a chunk, which keeps phrases whole, and neighbouring layers share
     their choice.
 

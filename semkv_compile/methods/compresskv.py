@@ -12,12 +12,12 @@ from torch import Tensor
 from semkv.errors import ConfigError
 from semkv.ir.program import Program
 from semkv.ir.site import AttentionSite
-from semkv.methods.base import Method
+from semkv.methods.base import OncePerPrompt
 from semkv.methods.keepers import WindowKeeper
 from semkv.methods.kept_and_runs import KeptAndRuns
 from semkv.methods.options import Count, Queries, Tokens, TokensOrNone, Width
 from semkv.methods.routers import CoarseRouter
-from semkv.methods.window_scores import pooled
+from semkv.methods.window_scores import shared_votes
 from semkv.profiles.schema import Profile
 from semkv.profiles.schema.allocation import layer_budgets
 from semkv.runtime.components import Components, Plan, Summary
@@ -39,9 +39,8 @@ class HeadVotes(WindowKeeper):
     heads: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
     def scores(self, site: AttentionSite, record: RowRecord, tail: int) -> Tensor:
-        votes = pooled(self.weights(site, record, tail).sum(dim=2).flatten(0, 1), self.kernel, self.pool)
-        chosen = self.heads.get(site.store)
-        return votes.mean(dim=0, keepdim=True) if chosen is None else votes[list(chosen)].mean(dim=0, keepdim=True)
+        weights = self.weights(site, record, tail).flatten(0, 1)
+        return shared_votes(weights, self.heads.get(site.store), self.kernel, self.pool)[None]
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ class ErrorAllocation:
 
 
 @dataclass(frozen=True)
-class CompressKV(Method):
+class CompressKV(OncePerPrompt):
     """CompressKV (Lin et al., 2025): the semantic retrieval heads of a layer know which tokens matter, and layers that lose
     most under compression get most of the budget. Needs a profile with retrieval heads and layer errors.
 

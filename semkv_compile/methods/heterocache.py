@@ -9,7 +9,7 @@ from typing import ClassVar
 from semkv.errors import ConfigError
 from semkv.ir.program import Program
 from semkv.ir.site import AttentionSite
-from semkv.methods.base import Method
+from semkv.methods.base import OncePerPrompt
 from semkv.methods.keepers import ObservationWindow, Sinks
 from semkv.methods.kept_and_runs import KeptAndRuns
 from semkv.methods.options import Count, IndexBits, Overlap, Tokens, TokensOrNone, Width
@@ -26,7 +26,7 @@ WHOLE = ("pivot", "volatile")
 
 
 @dataclass(frozen=True)
-class HeteroCache(Method):
+class HeteroCache(OncePerPrompt):
     """HeteroCache (Shi et al., 2026): heads of stable attention keep a static choice of tokens, heads that resemble another
     head follow it, and only the others keep everything. Needs a profile with head roles.
 
@@ -119,7 +119,13 @@ class HeteroCache(Method):
             if site.treatment == "method"
         }
         attending = {site.index: router for site, _ in router.sites_of_pivots}
-        return Plan(parts, notes=router.notes(), after_prompt=router if pivots else None, at_site=attending)
+        return Plan(
+            parts,
+            notes=router.notes(),
+            after_prompt=router if pivots else None,
+            at_site=attending,
+            generated=self.generated,
+        )
 
     def _compositions(self, router: PivotRouter) -> dict[str, Components]:
         """By role."""

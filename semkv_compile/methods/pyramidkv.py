@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from semkv.ir.program import Program
-from semkv.methods.base import Method
+from semkv.methods.base import OncePerPrompt
 from semkv.methods.keepers import ObservationWindow
 from semkv.methods.options import FromOne, Queries, TokensOrNone, Width
 from semkv.methods.window_scores import Pool
@@ -15,13 +15,13 @@ from semkv.runtime.components import Components
 
 
 @dataclass(frozen=True)
-class PyramidKV(Method):
+class PyramidKV(OncePerPrompt):
     """PyramidKV (Cai et al., 2024): lower layers spread their attention and get more, higher ones focus it and get less.
 
     Budgets are an arithmetic sequence: with L layers of B tokens on average, the last gets B / beta and the first
     2 B - B / beta (Sec. 4.2). beta: steepness, at least 1; 1 is even. window: observing queries, 8 in the paper ("instruction
     tokens"). kernel, pool: 1-D pooling of the votes. recent: last tokens that stay exact (the paper keeps every generated
-    token; under a hard budget the oldest of these make room for them).
+    token, `generated="kept"`; under a hard budget the oldest of these make room for them).
     """
 
     beta: FromOne = 20.0

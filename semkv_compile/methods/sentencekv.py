@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from semkv.errors import ConfigError
 from semkv.ir.program import Program
 from semkv.ir.site import AttentionSite
-from semkv.methods.base import Method
+from semkv.methods.base import OncePerPrompt
 from semkv.methods.options import FromOne, IndexBits, Queries, Share, Tokens, TokensOrNone, Width
 from semkv.methods.page_routers import MeanKeyRouter, PageRouter
 from semkv.methods.pages import DEFAULT_FRAME, Frame, Framed, page_lengths
@@ -154,7 +154,7 @@ class SentenceRouter(MeanKeyRouter):
 
 
 @dataclass(frozen=True)
-class SentenceKV(Method):
+class SentenceKV(OncePerPrompt):
     """SentenceKV (Zhu et al., 2025): a prompt's sentences are buckets with a mean key each; while a sentence is generated its
     mean query ranks them, and the best are recalled until the budget tau is full. Needs a profile with sentences.
 
@@ -216,4 +216,4 @@ class SentenceKV(Method):
         plan = super().plan(program, profile)
         (components,) = plan.all_components()
         assert isinstance(components.router, SentenceRouter)
-        return Plan(plan.parts, notes=components.router.notes(program))
+        return replace(plan, notes=components.router.notes(program))

@@ -7,6 +7,7 @@ against each other differently, a bias that falls with distance makes far tokens
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -97,6 +98,13 @@ def pooled(scores: Tensor, kernel: int, pool: Pool) -> Tensor:
     flat = scores.flatten(0, -2)[:, None]
     apply = F.max_pool1d if pool == "max" else F.avg_pool1d
     return apply(flat, kernel, stride=1, padding=kernel // 2).view(scores.shape)
+
+
+def shared_votes(weights: Tensor, heads: Sequence[int] | None, kernel: int, pool: Pool = "mean") -> Tensor:
+    """One score [n] for all heads of a layer (CompressKV Sec. 4.2): weights [Hq, w, n] of the observing queries on the tokens that they
+    choose among, without those that stay anyway, are summed over the window, pooled, and averaged over `heads` (None: all)."""
+    chosen = weights if heads is None else weights[list(heads)]
+    return pooled(chosen.sum(dim=1), kernel, pool).mean(dim=0)
 
 
 def _of_site(site: AttentionSite, record: RowRecord) -> tuple[Tensor, Tensor]:

@@ -310,6 +310,11 @@ class AtSite(Protocol):
         """The site's new tokens are in its memories, and it is about to attend; what others need is left in `step.passing`."""
 
 
+Generated = Literal["budgeted", "kept"]
+"""What the tokens that follow a prompt are: `budgeted`, memory like all others, so that the budget caps the row in every step; or `kept`
+exact on the device, so that it caps what is left of the prompt alone, as in papers that evict once."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """A method for one program: for each store that it treats, the parts that its KV heads are divided into, in order.
@@ -319,6 +324,7 @@ class Plan:
     notes: what its components keep in `Step.notes`, by name; charge: what those of them that are charged take.
     features: sites whose entering hidden states the row keeps of the last step, as notes `features.SITE` [T, H], and
         records of the whole prompt.
+    generated: see `Generated`.
     """
 
     parts: Mapping[int, tuple[Part, ...]]
@@ -329,6 +335,7 @@ class Plan:
     at_site: Mapping[int, AtSite] = field(default_factory=dict)
     features: tuple[int, ...] = ()
     charge: Charge = Charge()
+    generated: Generated = "budgeted"
 
     def all_components(self) -> tuple[Components, ...]:
         """The distinct compositions, in order."""
@@ -357,6 +364,11 @@ class Plan:
     def keeps_whole_heads(self) -> bool:
         """Whether some parts hold every token, so that the others share what those leave."""
         return any(components.whole for components in self.all_components())
+
+    @property
+    def keeps_generated(self) -> bool:
+        """Whether tokens that follow a prompt stay exact beside the budget."""
+        return self.generated == "kept"
 
     @property
     def unfolds(self) -> bool:

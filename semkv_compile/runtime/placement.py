@@ -88,13 +88,18 @@ class Placement:
     def whole(self) -> Placement:
         """The same for rows that keep every token under the same cap, whatever the method."""
         every = Components(whole=True)
-        return replace(self, plan=Plan({store.store: (Part(0, store.kv_heads, every),) for store in self.budgeted}))
+        parts = {store.store: (Part(0, store.kv_heads, every),) for store in self.budgeted}
+        return replace(self, plan=Plan(parts, generated=self.plan.generated))
 
     @property
     def outgrown(self) -> bool:
-        """Whether rows that begin whole can grow beyond what the budget holds whole."""
+        """Whether rows that begin whole can grow beyond what the budget holds whole, and are compressed then."""
         longest = self.program.max_positions
-        return not self.budget.exact(UNBOUNDED if longest is None else longest)
+        return not self.plan.keeps_generated and not self.budget.exact(UNBOUNDED if longest is None else longest)
+
+    def uncapped(self, site: AttentionSite) -> bool:
+        """Whether nothing bounds the recent tokens of a site, so that they may be allocated ahead of need."""
+        return site.treatment != "method" or self.budget.uncapped or self.plan.keeps_generated
 
     def parts(self, store: AttentionSite) -> tuple[Part, ...]:
         """How the KV heads of a store are divided; stores that no method treats are whole."""

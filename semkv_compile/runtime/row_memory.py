@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import NoReturn
 
 import torch
@@ -17,13 +16,14 @@ from semkv.ir.site import AttentionSite
 from semkv.kernels.mixed_attention.dispatch import DTYPES
 from semkv.profiles.schema.memory import UNBOUNDED, offloaded_stores
 from semkv.runtime.budget import bounded_shares
-from semkv.runtime.components import Components, Continuing, Evictor, Part
+from semkv.runtime.components import Components, Evictor, Part
 from semkv.runtime.join import join_parts
 from semkv.runtime.lookahead import Lookahead
+from semkv.runtime.page_shares import exact_token_nbytes, shares_in_pages
 from semkv.runtime.part_shares import part_shares, whole_nbytes
 from semkv.runtime.past import Past
 from semkv.runtime.placement import Placement, in_pages
-from semkv.runtime.quantization import Quantized, quantize
+from semkv.runtime.prompt_part import PromptPart
 from semkv.runtime.record import RowRecord
 from semkv.runtime.segments import Folding, Segmentation
 from semkv.runtime.site_memory import SiteMemory
@@ -43,11 +43,11 @@ class RowMemory:
     """Stores of one row, built from its prefill record; with `release` the record lets go of each store that is built, where no
     other one is made of it.
 
-    ids: the tokens that it has read. stores: per KV store the memories of its parts, in the order of their heads. shares: per
-    budgeted store, its part of
-    the row's budget in bytes. notes: what components remember between steps. lookahead: what fetches ahead of the layers, made
-    by the first step. stepping: a step has begun and not ended, so that layers may differ in what they hold. exact: the row holds
-    every token, whatever the method; past: what the method will need when the row outgrows the budget's floor, None where it cannot.
+    ids: the tokens that it has read; prompt: how many it was built from. stores: per KV store the memories of its parts, in the order of
+    their heads. shares: per budgeted store, its part of the row's budget in bytes. notes: what components remember between steps.
+    lookahead: what fetches ahead of the layers, made by the first step. stepping: a step has begun and not ended, so that layers may
+    differ in what they hold. exact: the row holds every token, whatever the method; past: what the method will need when the row
+    outgrows the budget's floor, None where it cannot.
     """
 
     lookahead: Lookahead | None = None
@@ -67,7 +67,7 @@ class RowMemory:
     ) -> None:
         """Make the memories of a prompt but for those of `stores`, which there are."""
         self.placement = placement
-        self.tokens = record.tokens
+        self.tokens = self.prompt = record.tokens
         self.ids = array("i", record.ids.tolist())
         self.check_length(self.tokens)
         self.traffic = Traffic()
@@ -79,6 +79,7 @@ class RowMemory:
         self.shares = self._shares(record)
         self.part_shares = part_shares(placement, self.shares, self.tokens, self.cap_bytes(self.tokens))
         self._check_budget()
+        self.shares = shares_in_pages(placement, self.shares, self.cap_bytes(self.tokens))
         divided: dict[Division, Segmentation] = {}
         self.stores: dict[int, tuple[SiteMemory, ...]] = dict(stores)
         for number, store in placement.stores.items():
@@ -231,8 +232,19 @@ class RowMemory:
         """Device bytes that the row holds above the fraction of its length, because of the budget's floor."""
         if not self.is_short:
             return 0
-        held = self.device_nbytes() + self.charged_nbytes
+        held = self.device_nbytes() + self.charged_nbytes - self.excess_nbytes
         return max(0, held - self.placement.budget.strict_bytes(self.placement.budgeted, self.tokens))
+
+    @property
+    def excess_nbytes(self) -> int:
+        """Device bytes that its stores hold beyond their caps: tokens that follow a prompt, where those stay."""
+        own = [(store, self.stores[store.store]) for store in self.placement.budgeted]
+        held = [sum(memory.device_nbytes for memory in memories) for _, memories in own]
+        return sum(_beyond(x, self._store_cap(*each, self.tokens)) for x, each in zip(held, own))
+
+    def _counted(self, tokens: int) -> int:
+        """The tokens by which caps go when the row has `tokens`: those of the prompt where what follows it is beside them."""
+        return min(tokens, self.prompt) if self.placement.plan.keeps_generated else tokens
 
     def _part_cap(self, store: AttentionSite, part: Part, tokens: int) -> float:
         if part.components.whole:
@@ -261,20 +273,25 @@ class RowMemory:
             cap, max(components.fixed_share * cap, floor * self._token_nbytes(store.part(part.first, part.last, 1.0)))
         )
 
+    def _step_allowance(self, store: AttentionSite, part: Part, tokens: int) -> float:
+        """`fixed_allowance` for what a step adds to a row; no limit where it stays beside the budget."""
+        return float("inf") if self.placement.plan.keeps_generated else self.fixed_allowance(store, part, tokens)
+
     def workspace_allowance(self, store: AttentionSite, tokens: int) -> list[float]:
         """Device bytes for unfolded units of one store, per part of it."""
         parts, memories = self.placement.parts(store), self.stores[store.store]
         if store.treatment != "method" or self.placement.budget.value is None:
             return [float("inf")] * len(parts)
-        room = [self._part_cap(store, part, tokens) - memory.fixed_nbytes for part, memory in zip(parts, memories)]
-        return [max(0.0, free) for free in room]
+        keeps, counted = self.placement.plan.keeps_generated, self._counted(tokens)
+        held = [memory.fixed_nbytes - (memory.followed_nbytes if keeps else 0) for memory in memories]
+        return [max(0.0, self._part_cap(store, part, counted) - own) for part, own in zip(parts, held)]
 
     def chunk_limit(self) -> int:
         """Tokens that one step may add so that they fit beside what stays: whole pages, at least one token."""
         limit = 1 << 30
         for store in self.placement.budgeted:
             for part, memory in zip(self.placement.parts(store), self.stores[store.store]):
-                free = self.fixed_allowance(store, part, self.tokens) - memory.kept.nbytes
+                free = self._step_allowance(store, part, self.tokens) - memory.kept.nbytes
                 if free == float("inf"):
                     continue
                 pages = int(free // memory.page_nbytes)
@@ -293,7 +310,7 @@ class RowMemory:
         placement, n, components = self.placement, record.tokens, part.components
         site = store.part(part.first, part.last, part.share)
         heads = slice(part.first, part.last)
-        made = _Prompt(site, components, record, record.keys[store.store][heads], record.values[store.store][heads])
+        made = PromptPart(site, components, record, record.keys[store.store][heads], record.values[store.store][heads])
         if store.treatment == "window":
             return self._site(made, made.everything[:0], made.everything[-store.window :])
         allowance = self.fixed_allowance(store, part, n)
@@ -302,8 +319,7 @@ class RowMemory:
         if components.outside == "folded" and self._fits(site, components, n, allowance):
             sinks = min(getattr(components.segmenter, "sinks", 0), n)
             return self._site(made, made.everything[:sinks], made.everything[sinks:], self._spans(made))
-        token_bytes = exact_nbytes(site, components, placement.budget.dtype) + 4
-        token_bytes += 4 if components.evictor is not None else 0
+        token_bytes = exact_token_nbytes(site, components, placement.budget.dtype)
         room = allowance / site.kv_heads / token_bytes
         if components.outside == "dropped":
             pages = int(room // placement.page_size) * placement.page_size
@@ -340,7 +356,7 @@ class RowMemory:
             )
         return memory
 
-    def _scored(self, made: _Prompt, evictor: Evictor, room: int) -> SiteMemory:
+    def _scored(self, made: PromptPart, evictor: Evictor, room: int) -> SiteMemory:
         """`room` exact tokens per KV head: the highest-scored, and the newest."""
         n, scores = made.record.tokens, evictor.scores(made.site, made.record)
         places = evictor.places(room, self.placement.page_size)
@@ -353,14 +369,14 @@ class RowMemory:
         tokens = pages * self.placement.page_size
         return tokens * (site.kv_heads * exact_nbytes(site, components, self.placement.budget.dtype) + 4) <= allowance
 
-    def _spans(self, made: _Prompt) -> FoldedSpans:
+    def _spans(self, made: PromptPart) -> FoldedSpans:
         placement = self.placement
         device = placement.where(made.site, made.record.tokens)
         return FoldedSpans(made.site, made.components, placement.budget.dtype, tier=placement.tier, device=device)
 
     def _site(
         self,
-        made: _Prompt,
+        made: PromptPart,
         kept: Tensor,
         recent: Tensor,
         spans: FoldedSpans | None = None,
@@ -371,7 +387,6 @@ class RowMemory:
         kept = kept if kept.dim() == 2 else kept[None]
         per_head = kept.expand(site.kv_heads, -1)
         heads = torch.arange(site.kv_heads, dtype=torch.int64, device="cpu")[:, None]
-        uncapped = site.treatment != "method" or placement.budget.uncapped
         scored = [None, None] if scores is None else [scores[heads, per_head].to(device), scores[:, recent].to(device)]
         return SiteMemory(
             site,
@@ -388,13 +403,14 @@ class RowMemory:
                 made.held(v[:, recent], device),
                 recent[None].to(device),
                 page,
-                reserve=uncapped,
+                reserve=placement.uncapped(site),
                 scores=scored[1],
             ),
             spans,
             made.record.ids[recent].clone(),
             made.surprisal[recent].clone(),
             unit_state=made.unit_state(recent),
+            of_prompt=len(recent),
             device=device,
         )
 
@@ -445,7 +461,7 @@ class RowMemory:
                 if store.treatment == "window":
                     memory.slide(store.window)
                 limit = self.cap_bytes(tokens) / 4 / store.kv_heads
-                allowance = self.fixed_allowance(store, part, tokens)
+                allowance = self._step_allowance(store, part, tokens)
                 memory.append(k[heads], v[heads], positions, ids, surprisal, allowance, limit)
         if self.past is not None:
             self.past.asked(site, q)
@@ -466,7 +482,7 @@ class RowMemory:
         """The turn of `site` in a step over ids [T], with all of its queries [Hq, T, D]."""
         store, tokens = self.placement.stores[site.store], self.tokens + len(ids)
         parts = self.placement.parts(store) if store.treatment == "method" else ()
-        caps = tuple(self._part_cap(store, part, tokens) for part in parts)
+        caps = tuple(self._part_cap(store, part, self._counted(tokens)) for part in parts)
         kernels = self.placement.kernels and q.dtype in DTYPES
         return Step(ids, self.tokens, site, q, self.stores[site.store], caps, self.notes, self.passing, kernels)
 
@@ -477,16 +493,16 @@ class RowMemory:
         traffic.moved_bytes += sum(memory.moved_nbytes for memory in memories)
         traffic.held_bytes += sum(memory.held_nbytes for memory in memories)
         traffic.supply(memories)
-        held = sum(memory.device_nbytes for memory in memories)
+        held, cap = sum(memory.device_nbytes for memory in memories), float("inf")
         if store.treatment == "method":
             resident = self._device_nbytes(store, held) + self.charged_nbytes
             traffic.peak_bytes = max(traffic.peak_bytes, resident)
-            own = held / self._store_cap(store, memories, tokens)
-            traffic.peak_share = max(traffic.peak_share, resident / self.whole_cap(tokens), own)
+            cap = self._store_cap(store, memories, tokens)
+            traffic.peak_share = max(traffic.peak_share, resident / self.whole_cap(tokens), held / cap)
         if store.treatment == "method" or (not self.placement.budgeted and store.treatment != "window"):
             charged = self.charged_nbytes * self.shares.get(store.store, 0.0)
             attended = sum(memory.attended_nbytes for memory in memories)
-            traffic.turn(held + charged, attended, self.placement.budget.full_bytes(store, tokens))
+            traffic.turn(held + charged, attended, _beyond(held, cap), self.placement.budget.full_bytes(store, tokens))
         if any(memory.zoom is not None for memory in memories):
             zooms = traffic.zooms.setdefault(
                 site.index, torch.zeros(2, site.q_heads, dtype=torch.float32, device="cpu")
@@ -534,7 +550,7 @@ class RowMemory:
 
     def clone(self) -> RowMemory:
         copy = object.__new__(RowMemory)
-        copy.placement, copy.tokens, copy.shares = self.placement, self.tokens, self.shares
+        copy.placement, copy.tokens, copy.prompt, copy.shares = self.placement, self.tokens, self.prompt, self.shares
         copy.ids = self.ids[:]
         copy.part_shares = self.part_shares
         copy.exact = self.exact
@@ -544,35 +560,6 @@ class RowMemory:
         return copy
 
 
-@dataclass(frozen=True)
-class _Prompt:
-    """What one part of a store is built from: its heads' keys [Hkv, n, D] and values, and the record."""
-
-    site: AttentionSite
-    components: Components
-    record: RowRecord
-    k: Tensor
-    v: Tensor
-
-    def held(self, x: Tensor, device: torch.device) -> Tensor | Quantized:
-        """x [Hkv, t, D] as exact tokens are held on `device`."""
-        x = x.to(device)
-        return quantize(x, 8) if self.components.exact_form == "int8" else x
-
-    @property
-    def everything(self) -> Tensor:
-        return torch.arange(self.record.tokens, dtype=torch.int64, device="cpu")
-
-    @property
-    def surprisal(self) -> Tensor:
-        return (
-            torch.zeros(self.record.tokens, dtype=torch.float32, device="cpu")
-            if self.record.surprisal is None
-            else self.record.surprisal
-        )
-
-    def unit_state(self, recent: Tensor) -> int:
-        """Where units stand before the window of tokens `recent`, see `Continuing`."""
-        segmenter = self.components.segmenter
-        before = self.record.tokens - len(recent)
-        return segmenter.state_behind(self.record.ids[:before]) if isinstance(segmenter, Continuing) else 0
+def _beyond(held: int, cap: float) -> int:
+    """Of `held` bytes, those beyond `cap`."""
+    return math.ceil(max(0.0, held - cap))

@@ -68,7 +68,8 @@ class SiteMemory:
 
     kept: exact tokens that stay; recent: the newest ones; spans: what is folded, None where the method folds nothing;
     recent_ids int64, recent_surprisal float32 in nats: one for each recent token, none where nothing will be folded; unit_state: where
-    units stand before those, see `semkv.runtime.components.Continuing`.
+    units stand before those, see `semkv.runtime.components.Continuing`. of_prompt: the recent tokens that the prompt left, where those that
+    follow it stay (`semkv.runtime.components.Generated`).
 
     reads_codes: whether the last step attended to what is folded by the router's index, see `semkv.runtime.components.Coarse`.
     ahead: tokens that are fetched before the layer's turn at most, 0 where nothing is; guesses: whether the next turn's are guessed from
@@ -86,6 +87,7 @@ class SiteMemory:
         recent_surprisal: Tensor,
         *,
         unit_state: int = 0,
+        of_prompt: int = 0,
         device: torch.device,
     ) -> None:
         self.site, self.components, self.device = site, components, device
@@ -93,7 +95,7 @@ class SiteMemory:
         self.recent_ids, self.recent_surprisal = (
             x if spans is not None else x.new_empty(0) for x in (recent_ids, recent_surprisal)
         )
-        self.unit_state = unit_state
+        self.unit_state, self.of_prompt = unit_state, of_prompt
         self.workspace: Workspace | None = None
         self.moved_nbytes = self.held_nbytes = 0
         self.reads_codes = False
@@ -111,6 +113,11 @@ class SiteMemory:
         """Device bytes that stay between steps: exact tokens, window, summaries and indexes."""
         spans = self.spans.device_nbytes if self.spans is not None else 0
         return self.kept.nbytes + self.recent.nbytes + spans
+
+    @property
+    def followed_nbytes(self) -> int:
+        """Device bytes of the pages of recent tokens behind those that the prompt left."""
+        return self.recent.nbytes - -(-self.of_prompt // self.recent.page_size) * self.page_nbytes
 
     @property
     def device_nbytes(self) -> int:
@@ -220,16 +227,15 @@ class SiteMemory:
 
     def _make_room(self, tokens: int, allowance: float, span_limit: float) -> None:
         page = self.recent.page_size
-        grown = -(-(self.recent.length + tokens) // page) * self.page_nbytes
-        others = self.fixed_nbytes - self.recent.nbytes
         if self.components.evictor is not None:
             self._contend(tokens, allowance)
             return
         if self.spans is None:
-            over = others + grown - allowance
+            most = int((allowance - self.kept.nbytes) // self.page_nbytes) * page
+            over = self.recent.length + tokens - most
             if over > 0 and self.recent.length:
-                drop = min(self.recent.length, -(-int(over) // self.page_nbytes) * page)
-                self._pop(drop)
+                drop = over if most <= page else -(-over // page) * page  # the only page stays full
+                self._pop(min(self.recent.length, drop))
             return
         chunk = self.components.fold_chunk
         most = self.window_tokens(allowance) + chunk

@@ -26,7 +26,7 @@ TABLES = ("segment_unit", "segment_kind", "segment_length", "segment_position", 
 
 def row_to_tensors(row: RowMemory) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """(facts, tensors) from which `row_from_tensors` makes an equal row. Traffic is not kept."""
-    facts: dict[str, Any] = {"tokens": row.tokens, "stores": sorted(row.stores), "folded": []}
+    facts: dict[str, Any] = {"tokens": row.tokens, "prompt": row.prompt, "stores": sorted(row.stores), "folded": []}
     facts["shares"] = [[store, share] for store, share in sorted(row.shares.items())]
     facts["part_shares"] = [[store, first, share] for (store, first), share in sorted(row.part_shares.items())]
     facts["exact"] = row.exact
@@ -83,9 +83,13 @@ def row_from_tensors(placement: Placement, facts: dict[str, Any], tensors: dict[
     if not isinstance(row.tokens, int) or row.tokens < 1 or facts["stores"] != sorted(stores):
         raise ValueError(f"{row.tokens!r} tokens in stores {facts['stores']!r}, expected stores {sorted(stores)}")
     row.ids = _ids(tensors["ids"], row.tokens, placement.program.vocab_size)
+    row.prompt = facts.get("prompt", row.tokens)
+    if not isinstance(row.prompt, int) or not 1 <= row.prompt <= row.tokens:
+        raise ValueError(f"a prompt of {row.prompt!r} tokens in a row of {row.tokens}")
     if row.exact:
-        if not placement.budget.exact(row.tokens):
-            raise ValueError(f"it holds all of {row.tokens} tokens, which its budget does not")
+        counted = row.prompt if placement.plan.keeps_generated else row.tokens
+        if not placement.budget.exact(counted):
+            raise ValueError(f"it holds all of {counted} tokens, which its budget does not")
         row.past = Past.from_tensors(placement, _named(tensors, "past."), row.tokens) if placement.outgrown else None
         placement = placement.whole
     row.placement, row.traffic, row.passing, row._staying = placement, Traffic(), {}, {}
@@ -101,7 +105,8 @@ def row_from_tensors(placement: Placement, facts: dict[str, Any], tensors: dict[
         memories = []
         for place, part in enumerate(placement.parts(store)):
             own = _named(tensors, f"{number}.{place}.")
-            memories.append(_memory(placement, store, part, own, [number, place] in facts["folded"], row.tokens))
+            folded = [number, place] in facts["folded"]
+            memories.append(_memory(placement, store, part, own, folded, row.tokens, row.prompt))
         row.stores[number] = tuple(memories)
         if row.exact and store.treatment == "method" and memories[0].recent.length != row.tokens:
             raise ValueError(
@@ -140,11 +145,16 @@ def _part_shares(placement: Placement, listed: list[list[Any]]) -> dict[tuple[in
 
 
 def _memory(
-    placement: Placement, store: AttentionSite, part: Part, own: dict[str, Tensor], folded: bool, tokens: int
+    placement: Placement,
+    store: AttentionSite,
+    part: Part,
+    own: dict[str, Tensor],
+    folded: bool,
+    tokens: int,
+    prompt: int,
 ) -> SiteMemory:
-    """The memory of one part of a store."""
+    """The memory of one part of a store, of a row of `tokens` tokens, the first `prompt` of them a prompt."""
     site = store.part(part.first, part.last, part.share)
-    uncapped = site.treatment != "method" or placement.budget.uncapped
     heads, dtype, device = site.kv_heads, placement.budget.dtype, placement.device
     exact = {}
     for name in ("kept", "recent"):
@@ -163,13 +173,17 @@ def _memory(
             v,
             positions.to(device),
             placement.page_size,
-            reserve=uncapped and name == "recent",
+            reserve=placement.uncapped(site) and name == "recent",
             scores=None if scores is None else scores.to(device),
         )
     ids, surprisal = torch.zeros(0, dtype=torch.int64, device="cpu"), torch.zeros(0, dtype=torch.float32, device="cpu")
     state = _expect(
         own.get("unit_state", torch.zeros(1, dtype=torch.int64, device="cpu")), "unit_state", (1,), torch.int64
     )
+    of_prompt = max(0, exact["recent"].length - (tokens - prompt))
+    kept = placement.plan.keeps_generated and store.treatment == "method"
+    if kept and exact["recent"].length < tokens - prompt:
+        raise ValueError(f"{exact['recent'].length} recent tokens, of which {tokens - prompt} followed the prompt")
     spans = None
     if folded:
         count = (exact["recent"].length,)
@@ -186,6 +200,7 @@ def _memory(
         ids,
         surprisal,
         unit_state=int(state),
+        of_prompt=of_prompt,
         device=device,
     )
     if spans is not None and "workspace.tokens" in own:

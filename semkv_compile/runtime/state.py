@@ -34,6 +34,7 @@ class Stats:
     largest device residency of a row's budgeted stores in any step. peak_share: the largest share of its budget that a row, or one
     store of it, held in any step. device_share, attended_share: the largest part of a store's full KV that it had on the device, and
     that its attention read, in any step; device_share_mean, attended_share_mean: over stores and steps; 0 before the first step.
+    excess_share, excess_share_mean: likewise, of what a store held beyond its cap, where tokens that follow a prompt stay; else 0.
     zoom_rate:
     per site, float32 [Hq], the share of its spans that each query head unfolded; empty where nothing was folded.
     hit_rate: of the tokens that steps lacked, the share that had been fetched ahead. ahead_bytes_per_step: fetched ahead, lacked or
@@ -55,6 +56,8 @@ class Stats:
     attended_share: float = 0.0
     device_share_mean: float = 0.0
     attended_share_mean: float = 0.0
+    excess_share: float = 0.0
+    excess_share_mean: float = 0.0
 
 
 class Watch(Protocol):
@@ -136,9 +139,22 @@ class State:
         (`CompileConfig(offload="progressive")`), beside what the budget counts. reserved: device memory allocated ahead. prefetch: device
         buffers of what is fetched ahead, a constant beside the budget.
         host, disk: folded tokens that wait there, the tables of both in memory; of rows that are exact still, what their method
-        will need. floor: of `device`, what rows hold above the fraction of their length because of the budget's floor.
+        will need. floor: of `device`, what rows hold above the fraction of their length because of the budget's floor. excess: of
+        `device`, what stores hold beyond their caps, where tokens that follow a prompt stay.
         """
-        names = ("device", "peak", "workspace", "window", "resident", "reserved", "prefetch", "host", "disk", "floor")
+        names = (
+            "device",
+            "peak",
+            "workspace",
+            "window",
+            "resident",
+            "reserved",
+            "prefetch",
+            "host",
+            "disk",
+            "floor",
+            "excess",
+        )
         out = dict.fromkeys(names, 0)
         for row in self.rows:
             for memory in row.memories():
@@ -155,6 +171,7 @@ class State:
             out["peak"] += row.traffic.peak_bytes
             out["host"] += 0 if row.past is None else row.past.nbytes
             out["floor"] += row.above_fraction_nbytes
+            out["excess"] += row.excess_nbytes
         out["device"] += out["workspace"]
         out["peak"] = max(out["peak"], out["device"])
         return out
@@ -186,6 +203,8 @@ class State:
             attended_share=max((t.attended_share for t in traffic), default=0.0),
             device_share_mean=sum(t.device_bytes for t in traffic) / full,
             attended_share_mean=sum(t.attended_bytes for t in traffic) / full,
+            excess_share=max((t.excess_share for t in traffic), default=0.0),
+            excess_share_mean=sum(t.excess_bytes for t in traffic) / full,
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -19,8 +19,10 @@ SUMS = (
     "peak_share",
     "device_share",
     "attended_share",
+    "excess_share",
     "device_bytes",
     "attended_bytes",
+    "excess_bytes",
     "full_bytes",
     "offloaded_bytes",
     "ahead_tokens",
@@ -40,9 +42,9 @@ class Traffic:
     hit_tokens: lacked and fetched before; missed_tokens: lacked and fetched by the step itself; stalled_seconds: time that steps
     stood still for folded tokens, waiting for a fetch under way or fetching themselves; peak_bytes: largest device residency of budgeted
     stores; peak_share: largest residency as a share of the budget at that step, of a store or of all; device_share, attended_share: the
-    largest part of its full KV that a store held on the device, and that it read, in any step; device_bytes, attended_bytes, full_bytes:
-    summed over steps and stores, whose ratios are the means; offloaded_bytes: from the device to the host,
-    when layers left it; zooms: per site float32 [2, Hq], units unfolded and decisions taken.
+    largest part of its full KV that a store held on the device, and that it read, in any step; excess_share: that it held beyond its cap;
+    device_bytes, attended_bytes, excess_bytes, full_bytes: summed over steps and stores, whose ratios are the means; offloaded_bytes: from
+    the device to the host, when layers left it; zooms: per site float32 [2, Hq], units unfolded and decisions taken.
     """
 
     steps: int = 0
@@ -52,8 +54,10 @@ class Traffic:
     peak_share: float = 0.0
     device_share: float = 0.0
     attended_share: float = 0.0
+    excess_share: float = 0.0
     device_bytes: int = 0
     attended_bytes: int = 0
+    excess_bytes: int = 0
     full_bytes: int = 0
     offloaded_bytes: int = 0
     ahead_tokens: int = 0
@@ -73,12 +77,15 @@ class Traffic:
             self.missed_tokens += took.missed
             self.stalled_seconds += took.stalled_seconds
 
-    def turn(self, held: float, attended: int, full: int) -> None:
-        """Count the turn of one store, whose full KV takes `full` bytes: `held` on the device, `attended` read."""
+    def turn(self, held: float, attended: int, excess: int, full: int) -> None:
+        """Count the turn of one store, whose full KV takes `full` bytes: `held` on the device, `excess` of them beyond its cap, `attended`
+        read."""
         self.device_share = max(self.device_share, held / full)
         self.attended_share = max(self.attended_share, attended / full)
+        self.excess_share = max(self.excess_share, excess / full)
         self.device_bytes += round(held)
         self.attended_bytes += attended
+        self.excess_bytes += excess
         self.full_bytes += full
 
     def clone(self) -> Traffic:

@@ -64,6 +64,18 @@ def test_methods_beside_the_floor(run, tiny_model, tmp_path):
     assert "quest" in result.output
 
 
+def test_what_is_kept_beyond_the_budget_is_told(run, tiny_model, tmp_path):
+    out = tmp_path / "bench.json"
+    arguments = ("--budgets", "0.3", "--context", 128, "--steps", 12, "--warmup", 1, "--json", out)
+    result = run("bench", "--model", tiny_model, "--methods", "snapkv,h2o", "--generated", "budgeted,kept", *arguments)
+    assert result.exit_code == 0, result.output
+    rows = {row["method"]: row for row in json.loads(out.read_text())["timings"]}
+    assert list(rows) == ["snapkv", "snapkv, kept", "h2o"]
+    assert [rows[name]["excess_share"] > 0 for name in rows] == [False, True, False]
+    assert rows["snapkv, kept"]["nbytes"]["excess"] > 0
+    assert f"holds {100 * rows['snapkv, kept']['excess_share']:.2f} /" in " ".join(result.output.split())
+
+
 def test_percentiles_and_throughput():
     timing = Timing("m", None, 8, 2, 1.0, tuple(map(float, range(100, 0, -1))), {}, 1, 0.0, 0.0)
     assert [timing.percentile(p) for p in (50, 90, 99, 100)] == [50, 90, 99, 100]

@@ -118,6 +118,38 @@ def test_an_interrupt_says_how_to_go_on(evaluated, run, tiny_model, tmp_path, mo
     assert json.loads(out.read_text())["complete"] is False
 
 
+def test_generated_tokens_in_both_modes(run, tiny_model, tmp_path):
+    out = tmp_path / "out.json"
+    arguments = (
+        "eval",
+        "--model",
+        tiny_model,
+        "--budgets",
+        "0.4",
+        "--lengths",
+        "96",
+        "--samples",
+        "2",
+        "--families",
+        "dense",
+    )
+    result = run(*arguments, "--methods", "snapkv,h2o", "--generated", "budgeted,kept", "--json", out)
+    assert result.exit_code == 0, result.output
+    report = Report.model_validate_json(out.read_text())
+    usage = {cell.cell.variant.label: cell.usage for cell in report.cells}
+    assert list(usage) == ["snapkv", "snapkv, kept", "h2o"]
+    assert usage["snapkv"].excess_share == usage["h2o"].excess_share == 0
+    kept = usage["snapkv, kept"]
+    assert 0 < kept.excess_share_mean <= kept.excess_share < 1
+    assert kept.budget_used > 1
+    assert kept.device_share >= kept.excess_share + 0.35
+    assert "beyond" in result.output
+    refused = run(*arguments, "--methods", "h2o", "--generated", "kept")
+    assert refused.exit_code != 0
+    assert "'h2o' has no option 'generated'" in refused.output
+    assert "--generated 'all': expected budgeted, kept" in run(*arguments, "--generated", "all").output
+
+
 def test_seen_questions(run, tiny_model, tmp_path):
     result = run(
         "eval",

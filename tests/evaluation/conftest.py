@@ -47,6 +47,7 @@ class LookupState:
     def stats(self):
         rate = {1: torch.tensor([0.25, 0.0])} if self.zoom else {}
         shares = {"device_share": 0.5, "attended_share": 0.4, "device_share_mean": 0.3, "attended_share_mean": 0.2}
+        shares |= {"excess_share": 0.0, "excess_share_mean": 0.0}
         return SimpleNamespace(steps=self.steps, moved_bytes_per_step=10.0, peak_share=0.5, zoom_rate=rate, **shares)
 
 

@@ -88,6 +88,8 @@ def answering(tokenizer):
                 attended_share=0.0,
                 device_share_mean=0.0,
                 attended_share_mean=0.0,
+                excess_share=0.0,
+                excess_share_mean=0.0,
                 moved_bytes_per_step=0.0,
                 steps=0,
                 zoom_rate={},

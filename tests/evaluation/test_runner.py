@@ -174,7 +174,7 @@ def test_a_methods_defaults_are_part_of_a_cell(grid):
         variant = Variant(method="snapkv", budget=0.1, options=options)
         return cell_of(grid, "x", variant, "dense", 128, "unseen")
 
-    assert cell().parameters == {"window": 32, "kernel": 7, "pool": "max"}
+    assert cell().parameters == {"generated": "budgeted", "window": 32, "kernel": 7, "pool": "max"}
     assert cell(kernel=5).parameters["kernel"] == 5
     assert cell().key != cell().model_copy(update={"parameters": {"window": 16}}).key
 
@@ -238,6 +238,22 @@ def test_budgets_out_of_range_are_refused(budget):
 def test_full_runs_once_and_takes_no_budget():
     variants = build_variants(["full", "sekv", "full"], [0.1, 0.2, 0.1])
     assert [(v.method, v.budget) for v in variants] == [("full", None), ("sekv", 0.1), ("sekv", 0.2)]
+
+
+def test_both_modes_of_generated_tokens_where_a_method_has_them():
+    variants = build_variants(["full", "h2o", "snapkv"], [0.1, 64], ("budgeted", "kept"))
+    told = [(v.label, v.budget, v.options) for v in variants]
+    kept = {"generated": "kept"}
+    assert told[:3] == [("full", None, {}), ("h2o", 0.1, {}), ("h2o", 64, {})]
+    assert told[3:] == [
+        ("snapkv", 0.1, {}),
+        ("snapkv", 64, {}),
+        ("snapkv, kept", 0.1, kept),
+        ("snapkv, kept", 64, kept),
+    ]
+    for method, said in (("h2o", "method 'h2o' has no option 'generated'"), ("auto", "name the methods instead")):
+        with pytest.raises(ConfigError, match=said):
+            build_variants([method], [0.1], ("kept",))
 
 
 def test_whole_number_budgets_stay_whole_through_json():

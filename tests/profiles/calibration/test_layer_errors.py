@@ -5,16 +5,20 @@ import dataclasses
 import pytest
 import torch
 
+from semkv.ir.site import AttentionSite
+from semkv.methods.compresskv import HeadVotes
 from semkv.profiles.calibration.interpreter import full_attention
 from semkv.profiles.calibration.layer_errors import CompressionErrors, normalised, relative_errors, select_tokens
 from semkv.profiles.calibration.measure import Sums
 from semkv.profiles.schema import Profile, ProfileInfo, RetrievalHeads
+from semkv.runtime.record import RowRecord
 
 
 def naive_selection(layer, context, keep, window, pool, heads):
     """CompressKV's choice in loops: votes summed over the window's queries, pooled, averaged over heads; and the window itself."""
     votes = [
-        sum(float(layer[h, q, j]) for h in heads for q in range(context - window, context)) for j in range(context)
+        sum(float(layer[h, q, j]) for h in heads for q in range(context - window, context))
+        for j in range(context - window)
     ]
     half = pool // 2
     padded = [0.0] * half + votes + [0.0] * half
@@ -126,4 +130,25 @@ def test_the_window_stays_and_votes_do_not_reach_into_it():
     weights[0, :, 10:] = 0.25
     assert select_tokens(weights, 5, 1, [0]).tolist()[-2:] == [10, 11]
     assert 3 in select_tokens(weights, 5, 1, [0]).tolist()
+    near = torch.zeros(1, 2, 12)
+    near[0, :, 4], near[0, :, 10] = (
+        0.1,
+        0.4,
+    )  # pooled before it is cut, the window's own weight would lift its neighbours
+    assert select_tokens(near, 5, 3, [0]).tolist() == [3, 4, 5, 10, 11]
+
+
+@pytest.mark.parametrize(("n", "keep", "window", "pool"), [(63, 32, 8, 5), (40, 13, 5, 7), (111, 17, 1, 3)])
+def test_the_method_keeps_what_calibration_measured(n, keep, window, pool):
+    """One choice, by the run time's keeper and by calibration's, from the same queries and keys."""
+    site = AttentionSite(index=0, name="", store=0, q_heads=6, kv_heads=2, key_dim=8, value_dim=8, scale=0.35)
+    generator = torch.Generator().manual_seed(n)
+    q, k = torch.randn(6, window, 8, generator=generator), torch.randn(2, n, 8, generator=generator)
+    record = RowRecord(ids=torch.zeros(n, dtype=torch.int64), keys={0: k}, queries={0: q})
+    kept, recent = HeadVotes(window, pool, "mean", 0, {0: (1, 4)}).keep(site, record, keep, 1)
+    logits = torch.einsum("hwd,hnd->hwn", q, k.repeat_interleave(3, 0)) * 0.35
+    later = torch.arange(n) > torch.arange(n - window, n)[:, None]
+    weights = logits.masked_fill(later, float("-inf")).softmax(-1)
+    assert recent == n - window
+    assert select_tokens(weights, keep, pool, [1, 4]).tolist() == [*kept[0].tolist(), *range(recent, n)]
     assert relative_errors(torch.tensor([4.0]), torch.tensor([0.0]), 1e-6).item() == pytest.approx(2e6)
