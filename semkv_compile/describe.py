@@ -38,7 +38,8 @@ def describe(compiled: CompiledModel, state: State | None = None, *, verbose: bo
         f"rows {'run together' if program.batched else 'run one at a time'}; context {program.max_positions or 'not declared'}; "
         f"vocabulary {program.vocab_size}",
     ]
-    facts += [] if state is None else [_measured(state)]
+    facts += compiled.method.notes(compiled.profile)
+    facts += [] if state is None else [_measured(state), *_cut(state)]
     out = Console(record=True, width=140, file=io.StringIO())
     out.print(table)
     for fact in facts:
@@ -61,6 +62,14 @@ def _measured(state: State) -> str:
         f"in {stats.steps} steps a layer held at most {held} of its full KV on the device ({stats.device_share_mean:.1%} on the mean) "
         f"and read at most {read} ({stats.attended_share_mean:.1%})"
     )
+
+
+def _cut(state: State) -> list[str]:
+    """From where on surprisal bounds spans, where it does."""
+    alpha = state.stats.alpha
+    if alpha is None:
+        return []
+    return [f"tokens bound spans from {alpha:.2f} standard deviations above the mean surprisal on, as far as the budget reaches"]
 
 
 def _floor(compiled: CompiledModel) -> str:

@@ -32,7 +32,7 @@ class DeviceIndex:
     def __init__(self, spans: FoldedSpans, device: torch.device, constants: dict[str, Tensor]) -> None:
         self.device, self.constants = device, constants
         self._units, self._positions = spans.lengths, spans.positions
-        self._mean_k, self._mean_v, self._index = spans.mean_k, spans.mean_v, dict(spans.index)
+        self._mean_k, self._mean_v, self._bias, self._index = spans.mean_k, spans.mean_v, spans.bias, dict(spans.index)
         self._copies: dict[str, Tensor] = {}
 
     def serves(self, spans: FoldedSpans, device: torch.device) -> bool:
@@ -49,17 +49,22 @@ class DeviceIndex:
         """int32 [Hkv|1, M], mean position of each unit."""
         return self._tensor("positions", lambda: self._positions)
 
-    def log_sizes(self, site: AttentionSite) -> Tensor:
-        """See `log_sizes`."""
+    def biases(self, site: AttentionSite) -> Tensor:
+        """float32 [Hq|1, 1, M]: what is added to the logits of the units' mean keys, `log_sizes` where they have no bias of their own."""
+        bias = self._bias
+        if bias is not None:
+            return self._tensor(
+                f"bias.{site.group_size}", lambda: bias.float().repeat_interleave(site.group_size, 0)[:, None]
+            )
         return self._tensor(f"log_sizes.{site.group_size}", lambda: log_sizes(self._units, site))
 
     @property
-    def mean_k(self) -> Quantized:
-        return self._quantized("mean_k", self._mean_k)
+    def mean_k(self) -> Quantized | Tensor:
+        return self._numbers("mean_k", self._mean_k)
 
     @property
-    def mean_v(self) -> Quantized:
-        return self._quantized("mean_v", self._mean_v)
+    def mean_v(self) -> Quantized | Tensor:
+        return self._numbers("mean_v", self._mean_v)
 
     def costs(self, spans: FoldedSpans) -> Tensor:
         """int32 [Hkv, M]: bytes of each unit when it is unfolded, per KV head."""
@@ -83,8 +88,10 @@ class DeviceIndex:
             self._copies[name] = make().to(self.device)
         return self._copies[name]
 
-    def _quantized(self, name: str, held: Quantized | None) -> Quantized:
+    def _numbers(self, name: str, held: Quantized | Tensor | None) -> Quantized | Tensor:
         if held is None:
             raise ValueError("the method keeps no summaries of its units")
+        if isinstance(held, Tensor):
+            return self._tensor(name, lambda: held)
         codes = self._tensor(f"{name}.codes", lambda: held.codes)
         return Quantized(codes, self._tensor(f"{name}.scale", lambda: held.scale), held.bits, held.dim)

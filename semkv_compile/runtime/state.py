@@ -33,7 +33,9 @@ class Stats:
     store of it, held in any step. device_share, attended_share: the largest part of a store's full KV that it had on the device, and
     that its attention read, in any step; device_share_mean, attended_share_mean: over stores and steps; 0 before the first step.
     zoom_rate:
-    per site, float32 [Hq], the share of its spans that each query head unfolded; empty where nothing was folded.
+    per site, float32 [Hq], the share of its spans that each query head unfolded; empty where nothing was folded. alpha: standard
+    deviations of surprisal above its mean from which a token bounds a span, in the layer that can afford the fewest; infinite where none
+    does, None where surprisal does not decide.
     hit_rate: of the tokens that steps lacked, the share that had been fetched ahead. ahead_bytes_per_step: fetched ahead, lacked or
     not, per row. stall_ms_per_step: milliseconds that a step stood still for folded tokens, all rows together; on CUDA without what
     its stream waits for.
@@ -53,6 +55,7 @@ class Stats:
     attended_share: float = 0.0
     device_share_mean: float = 0.0
     attended_share_mean: float = 0.0
+    alpha: float | None = None
 
 
 class State:
@@ -172,6 +175,7 @@ class State:
             attended_share=max((t.attended_share for t in traffic), default=0.0),
             device_share_mean=sum(t.device_bytes for t in traffic) / full,
             attended_share_mean=sum(t.attended_bytes for t in traffic) / full,
+            alpha=max((b.alpha for row in self.rows for b in row.boundaries()), default=None),
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:

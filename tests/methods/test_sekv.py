@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,9 +12,12 @@ import torch
 from semkv.errors import ConfigError
 from semkv.ir.site import AttentionSite
 from semkv.kernels.mixed_attention import mixed_attention_reference
-from semkv.methods import SeKV
+from semkv.methods import SeKV, find_method
+from semkv.methods.paper_spans import PaperSpans
 from semkv.methods.routers import CoarseRouter, GateRouter, OracleRouter
-from semkv.methods.segmenters import LiteralSpans
+
+from semkv.profiles.calibration.parameters import SekvParameters
+from semkv.profiles.calibration.settings import CalibrationSettings
 from semkv.runtime.components import Components, Summary
 from semkv.runtime.join import stack_rows
 from semkv.runtime.quantization import dequantize
@@ -105,17 +109,26 @@ def test_gate_logits_are_those_of_equations_3_to_5(routing):
 
 
 def test_spans_above_the_threshold_are_unfolded():
-    """Eq. 9 without the fill: each query head by its own threshold; a shared one replaces them all by their mean."""
+    """Eq. 9 without the fill: each query head by its own offset and threshold; a shared one replaces both by their mean over all layers."""
+    seen = []
     for shared in (False, True):
         router = gate(shared=shared)
+        router.weights[1], router.offsets[1], router.thresholds[1] = router.weights[0], torch.ones(4), torch.zeros(4)
         store, made = memory(router, fill=False)
         scores = router.score(SITE, made["q"], store.spans, Step.alone(SITE, made["q"]))
         zoom = store._select(SITE, scores, ALL).heads
-        raw = scores + router.thresholds[0][:, None, None]
-        limit = router.thresholds[0].mean().expand(4) if shared else router.thresholds[0]
+        means = coarse_means(made, "k")
+        both = [float(router.offsets[site][head] + router.thresholds[site][head]) for site in (0, 1) for head in range(4)]
         for head in range(4):
-            assert zoom[head, 0].tolist() == [float(raw[head, 0, unit]) > float(limit[head]) for unit in range(4)]
+            w, limit = router.weights[0][head], sum(both) / 8 if shared else both[head]
+            for unit, length in enumerate(LENGTHS):
+                summary = w @ means[head // 2, unit]
+                raw = float((w @ made["q"][head, 0]) @ (summary / summary.norm())) / math.sqrt(3) + math.log(length)
+                assert abs(raw - limit) > 0.05, "a case that rounding decides"
+                assert bool(zoom[head, 0, unit]) == (raw > limit)
         assert 0 < int(zoom.sum()) < zoom.numel()
+        seen.append(zoom)
+    assert not torch.equal(*seen)
 
 
 @pytest.mark.parametrize("fill", [True, False])
@@ -238,7 +251,6 @@ SWITCHES = {
     "fixed chunks": ({"entropy": False}, {"segmenter"}),
     "no anchors": ({"anchors": False}, {"segmenter"}),
     "no surprisal weights": ({"weights": "uniform"}, {"summary"}),
-    "mean-pooled routing": ({"routing": "mean"}, {"summary"}),
     "no coarse entries": ({"coarse": False}, {"summary"}),
     "no SVD": ({"unfold": False}, {"unfold"}),
     "raw spans": ({"forms": "raw"}, {"forms", "host_form"}),
@@ -260,21 +272,67 @@ def test_a_switch_changes_what_it_says_and_only_that(name):
     assert differing == changed
 
 
-def test_what_the_switches_of_segmentation_do():
-    surprisal = torch.rand(400, generator=torch.Generator().manual_seed(1)) ** 4 * 9
-    plain = SeKV(min_span=4).segmenter().divide(surprisal, 90.0, 0.4, 1)
-    chunks = SeKV(min_span=4, entropy=False).segmenter().divide(surprisal, 90.0, 0.4, 1)
-    bare = SeKV(min_span=4, anchors=False).segmenter().divide(surprisal, 90.0, 0.4, 1)
-    assert len(plain.kept) > 4
-    assert bare.kept.tolist() == [0, 1, 2, 3]
-    sizes = set((chunks.lengths + 0).tolist())
-    assert max(sizes) - min(sizes) <= 2  # equal chunks, less one token where an anchor was taken out
+@pytest.mark.parametrize("options", [{"min_span": 4}, {"preset": "paper"}, {"preset": "paper", "alpha": 2.0}])
+def test_what_the_switches_of_segmentation_do(options):
+    surprisal = torch.rand(1200, generator=torch.Generator().manual_seed(1)) ** 9 * 9
+
+    def divided(**changes):
+        return SeKV().with_options(options | changes).segmenter().divide(surprisal, 190.0, 0.9, 1)
+
+    plain, chunks, bare = divided(), divided(entropy=False), divided(anchors=False)
+    sinks = SeKV().with_options(options).sinks
+    assert len(plain.kept) > sinks + 10
+    assert len(bare.kept) < len(plain.kept)
+    assert len(chunks.kept) == len(plain.kept)
+    assert float(chunks.lengths.float().mean()) == float(plain.lengths.float().mean()), "matched in mean size"
+    assert int(chunks.lengths.max() - chunks.lengths.min()) <= 2
     assert len(set(plain.lengths.tolist())) > 5
 
 
-def test_the_literal_mode_has_the_papers_constants():
-    segmenter = SeKV(literal=True).segmenter()
-    assert segmenter == LiteralSpans(alpha=1.0, min_span=16, window=512)
+def test_the_papers_preset():
+    """Its constants; options beside it have the last word, and an unknown one is named."""
+    paper = SeKV().with_options({"preset": "paper"})
+    segmenter = paper.segmenter()
+    assert isinstance(segmenter, PaperSpans)
+    assert (segmenter.alpha, segmenter.min_span, segmenter.window, segmenter.fold_chunk) == (1.0, 16, 512, 16)
+    assert (paper.forms, paper.max_rank, paper.fill, paper.bits) == ("factored", 32, False, 16)
+    assert SeKV().with_options({"preset": "paper", "max_rank": 8}) == replace(paper, max_rank=8)
+    with pytest.raises(ConfigError, match="option 'preset' of method 'sekv' is 'papers'; expected one of 'paper'"):
+        find_method("sekv", {"preset": "papers"})
+    with pytest.raises(ConfigError, match="'preset' of method 'quest' is 'paper'; expected no preset: this method has none"):
+        find_method("quest", {"preset": "paper"})
+    with pytest.raises(ConfigError, match="option 'min_span' of method 'sekv' is 99; expected 1 to max_span"):
+        find_method("sekv", {"preset": "paper", "min_span": 99})
+
+
+@pytest.mark.parametrize("options", [{"shared_threshold": True}, {"routing": "mean"}])
+@pytest.mark.parametrize("router", ["auto", "coarse", "oracle"])
+def test_switches_of_the_gate_need_one(router, options):
+    (name,) = options
+    with pytest.raises(ConfigError, match=f"option '{name}' of method 'sekv' is .*; expected .* has no gate"):
+        SeKV(router=router, **options).check(None)
+    parts = SeKV(router="initial", **options).components(PROGRAM, None)
+    assert parts.router.shared_threshold or parts.summary.routing == "uniform"
+
+
+def test_the_initial_gate_is_where_training_begins():
+    """Of the bundled profile, whose W began as the identity; without a profile, of the calibration's defaults."""
+    settings = CalibrationSettings()
+    program = SimpleNamespace(sites=(replace(SITE, treatment="method"),))
+    parameters = SekvParameters(program, settings)
+    router = SeKV(router="initial").components(program, None).router
+    for own, began in (
+        (router.weights, parameters.router),
+        (router.offsets, parameters.offset),
+        (router.thresholds, parameters.threshold),
+    ):
+        torch.testing.assert_close(own[0], began["0"].detach())
+    store, made = memory(router)
+    scores = router.score(SITE, made["q"], store.spans, Step.alone(SITE, made["q"]))
+    means = coarse_means(made, "k")
+    direction = means[1, 2] / means[1, 2].norm()
+    logit = float(made["q"][3, 0] @ direction) / math.sqrt(8) + math.log(LENGTHS[2]) - math.log(0.05 / 0.95)
+    assert float(scores[3, 0, 2]) == pytest.approx(logit, abs=0.05)
 
 
 def test_an_untrained_router_is_random_and_the_same_every_time():
@@ -287,6 +345,9 @@ def test_trained_routing_needs_a_profile():
     with pytest.raises(
         ConfigError, match="needs a profile with a trained router: make one with `semkv-profile MODEL -o OUT`"
     ):
-        SeKV().components(PROGRAM, None)
+        SeKV(router="trained").components(PROGRAM, None)
+    assert isinstance(SeKV().components(PROGRAM, None).router, CoarseRouter)
+    assert "router coarse, untrained" in SeKV().notes(None)[0]
+    assert SeKV(router="coarse").notes(None) == ()
     with pytest.raises(ConfigError, match="option 'min_span' of method 'sekv' is 99; expected 1 to max_span"):
         SeKV().with_options({"min_span": 99})
