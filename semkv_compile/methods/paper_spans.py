@@ -24,8 +24,8 @@ class PaperSpans(BySurprisal):
     Attributes
     ----------
     min_span: L_min, the shortest folded span, tokens.
-    max_span: longer spans are split, into pieces of about as many tokens, where they surprise most; the token there is no anchor. Doubled
-        until the summaries of such spans take half of the room at most.
+    max_span: longer spans are split, into pieces of about as many tokens, where they surprise most; the token there is no anchor. More
+        where the summaries of such spans would take more than half of the room.
     anchors: False folds a boundary token with the span that it begins; boundaries are the same (ablation).
     """
 
@@ -40,9 +40,8 @@ class PaperSpans(BySurprisal):
     ) -> Segmentation:
         region = surprisal[first:recent]
         n, room = recent - first, left - (page_size - 1)  # exact tokens are charged in whole pages
-        longest = max(self.max_span, self.min_span)
-        while -(-n // longest) * span_cost > room / 2 and longest < n:
-            longest *= 2
+        affordable = max(1, int(room / 2 / span_cost)) if span_cost > 0 else n
+        longest = max(self.max_span, -(-n // affordable))
         at, boundary = self._boundaries(surprisal, region, room, span_cost, longest)
         return self._assemble(region.tolist(), first, at, longest, boundary)
 

@@ -88,7 +88,7 @@ class GateRouter:
             raw = spans.products(query, "vectors") / length[:, None]
         else:
             back = (query @ w).unflatten(0, (site.kv_heads, site.group_size)).flatten(1, 2)  # W^T W q
-            raw = products(back, spans.mean_k).view(site.q_heads, q.shape[1], -1)
+            raw = products(back, spans.mean_k).reshape(site.q_heads, q.shape[1], -1)
             raw = raw / spans.indexed("norms").transpose(1, 2)
         # Heads of a group compete for the same room: what they compare is how far above its own limit each is.
         return raw / w.shape[1] ** 0.5 + size - self._limit(site)[:, None, None]
@@ -135,7 +135,7 @@ class CoarseRouter(MeansSuffice):
 
     def score(self, site: AttentionSite, q: Tensor, spans: FoldedSpans, step: Step) -> Tensor:
         grouped = q.float().cpu().unflatten(0, (site.kv_heads, site.group_size)).flatten(1, 2)
-        return products(grouped, spans.mean_directions).view(site.q_heads, q.shape[1], -1)
+        return products(grouped, spans.mean_directions).reshape(site.q_heads, q.shape[1], -1)
 
     def threshold(self, site: AttentionSite) -> Tensor:
         return torch.zeros(site.q_heads, dtype=torch.float32, device="cpu")

@@ -38,7 +38,6 @@ PAPER: Mapping[str, Any] = MappingProxyType(
         "min_span": 16,
         "max_span": 64,
         "sinks": 1,
-        "window_share": 1 / 3,
         "forms": "factored",
         "fill": False,
         "bits": 16,
