@@ -69,7 +69,9 @@ def _cut(state: State) -> list[str]:
     alpha = state.stats.alpha
     if alpha is None:
         return []
-    return [f"tokens bound spans from {alpha:.2f} standard deviations above the mean surprisal on, as far as the budget reaches"]
+    return [
+        f"tokens bound spans from {alpha:.2f} standard deviations above the mean surprisal on, as far as the budget reaches"
+    ]
 
 
 def _floor(compiled: CompiledModel) -> str:

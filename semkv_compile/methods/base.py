@@ -24,7 +24,9 @@ class Method(ABC):
 
     name: under which `semkv.compile(method=...)` finds it. compresses: whether it needs a budget. minimum_tokens: the
     smallest budget that it can live in, in tokens per KV head and layer. presets: values of several options under one name, which
-    `with_options({"preset": NAME})` sets; options given beside it have the last word. Fields have types of `semkv.methods.options`, which say
+    `with_options({"preset": NAME})` sets; options given beside it have the last word.
+
+    Fields have types of `semkv.methods.options`, which say
     what they may be; what follows from several fields, a subclass checks in its `__post_init__`, after this one's.
     """
 
@@ -95,7 +97,9 @@ class Method(ABC):
             return given
         name = given.pop("preset")
         if name not in self.presets:
-            there = f"one of {', '.join(map(repr, self.presets))}" if self.presets else "no preset: this method has none"
+            there = (
+                f"one of {', '.join(map(repr, self.presets))}" if self.presets else "no preset: this method has none"
+            )
             raise ConfigError(f"option 'preset' of method {self.name!r} is {name!r}; expected {there}")
         return {**self.presets[name], **given}
 

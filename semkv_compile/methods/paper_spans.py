@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from semkv.methods.segmenters import BySurprisal, _indices, _Pieces
+from semkv.methods.segmenters import BySurprisal, Pieces, division_of
 from semkv.runtime.segments import Boundary, Segmentation
 
 
@@ -55,7 +56,9 @@ class PaperSpans(BySurprisal):
         def cost(length: int) -> float:
             return length if length < self.min_span else -(-length // longest) * span_cost
 
-        order = [at for at in torch.argsort(region, descending=True, stable=True).tolist() if values[at] >= natural.nats]
+        order = [
+            at for at in torch.argsort(region, descending=True, stable=True).tolist() if values[at] >= natural.nats
+        ]
         placed, total, best = [-1, n], cost(n), 0
         for count, at in enumerate(order, 1):
             place = bisect_left(placed, at)
@@ -74,7 +77,7 @@ class PaperSpans(BySurprisal):
     ) -> Segmentation:
         kept, starts, lengths = list(range(first)), [], []
         edges = [-1, *boundaries, len(values)]
-        for before, end in zip(edges, edges[1:]):
+        for before, end in pairwise(edges):
             anchored = before >= 0 and self.anchors
             begin = before + 1 if anchored or before < 0 else before
             if anchored:
@@ -85,7 +88,7 @@ class PaperSpans(BySurprisal):
             for start, stop in self._split(values, begin, end, longest):
                 starts.append(first + start)
                 lengths.append(stop - start)
-        return Segmentation(*_indices(kept, starts, lengths), first + len(values), boundary=boundary)
+        return division_of(kept, starts, lengths, first + len(values), boundary)
 
     @staticmethod
     def _split(values: list[float], begin: int, end: int, longest: int) -> list[tuple[int, int]]:
@@ -107,7 +110,7 @@ class PaperSpans(BySurprisal):
     def cut(self, surprisal: Tensor, boundary: Boundary, open_tokens: int, places: int) -> tuple[Segmentation, bool]:
         """Spans between anchors as in a prompt. What follows the last anchor and may yet be short is not taken; where there are no places
         for exact tokens, they are folded."""
-        pieces, n = _Pieces(places), len(surprisal)
+        pieces, n = Pieces(places), len(surprisal)
         begin, goes_on = 0, open_tokens > 0
         bounds = torch.nonzero(surprisal >= boundary.nats)[:, 0].tolist()
         for at in bounds:

@@ -134,7 +134,7 @@ class SurprisalSpans(BySurprisal):
 
     def cut(self, surprisal: Tensor, boundary: Boundary, open_tokens: int, places: int) -> tuple[Segmentation, bool]:
         """A span ends before a token that surprises, where it has `min_span` tokens, and where it has `max_span`."""
-        pieces = _Pieces(places)
+        pieces = Pieces(places)
         begin, size = 0, open_tokens  # of the span under way, whose first tokens may be folded already
         goes_on = open_tokens > 0
         for at, value in enumerate(surprisal.tolist()):
@@ -187,7 +187,7 @@ class SurprisalSpans(BySurprisal):
         return sorted(cuts), boundary
 
 
-class _Pieces:
+class Pieces:
     """Tokens of a chunk as they are divided, in order: kept exact, as far as there are `places`, or folded."""
 
     def __init__(self, places: int) -> None:
@@ -210,7 +210,7 @@ class _Pieces:
             self.lengths.append(end - begin)
 
     def division(self, taken: int) -> Segmentation:
-        return Segmentation(*_indices(self.kept, self.starts, self.lengths), taken)
+        return division_of(self.kept, self.starts, self.lengths, taken)
 
 
 def evenly(made: Segmentation, first: int) -> Segmentation:
@@ -227,11 +227,14 @@ def evenly(made: Segmentation, first: int) -> Segmentation:
         exact += range(begin, begin + own)
         starts.append(begin + own)
         lengths.append(end - begin - own)
-    return Segmentation(*_indices(exact, starts, lengths), made.recent, boundary=Boundary(math.inf, math.inf))
+    return division_of(exact, starts, lengths, made.recent, Boundary(math.inf, math.inf))
 
 
-def _indices(*lists: list[int]) -> tuple[Tensor, ...]:
-    return tuple(torch.tensor(x, dtype=torch.int64, device="cpu") for x in lists)
+def division_of(
+    kept: list[int], starts: list[int], lengths: list[int], recent: int, boundary: Boundary | None = None
+) -> Segmentation:
+    at, begin, size = (torch.tensor(x, dtype=torch.int64, device="cpu") for x in (kept, starts, lengths))
+    return Segmentation(at, begin, size, recent, boundary=boundary)
 
 
 def _assemble(first: int, recent: int, cuts: list[int], anchors: set[int], boundary: Boundary) -> Segmentation:
@@ -244,4 +247,4 @@ def _assemble(first: int, recent: int, cuts: list[int], anchors: set[int], bound
         if end > begin:
             starts.append(first + begin)
             lengths.append(end - begin)
-    return Segmentation(*_indices(kept, starts, lengths), recent, boundary=boundary)
+    return division_of(kept, starts, lengths, recent, boundary)

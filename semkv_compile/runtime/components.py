@@ -195,20 +195,14 @@ class FormChooser(Protocol):
 class Summary:
     """What stands for a folded unit in the softmax: its weighted mean key and value with log size.
 
-    weights: `surprisal` (SeKV Eq. 2), `uniform`, or `attention`: what the newest queries of the prompt give each token, and a bias that
-    makes the mean key weigh on the mean as much as the tokens do, in place of log size. bits: of keys and values on the device, 4 or 8; 16: as they are, in the KV dtype. attend: False keeps the means
-    for routing only. routing: `derived` (routing vectors follow from the mean key) or `uniform` (own mean-pooled vectors).
+    weights: `surprisal` (SeKV Eq. 2) or `uniform`. bits: of keys and values on the device, 4 or 8; 16: in the KV dtype. attend: False keeps
+    the means for routing only. routing: `derived` (routing vectors follow from the mean key) or `uniform` (own mean-pooled vectors).
     """
 
-    weights: Literal["surprisal", "uniform", "attention"] = "surprisal"
+    weights: Literal["surprisal", "uniform"] = "surprisal"
     bits: int = 4
     attend: bool = True
     routing: Literal["derived", "uniform"] = "derived"
-
-    @property
-    def calibrated(self) -> bool:
-        """Whether units have a bias of their own."""
-        return self.attend and self.weights == "attention"
 
 
 @dataclass(frozen=True)
@@ -366,6 +360,11 @@ class Plan:
             for part in parts:
                 seen.setdefault(id(part.components), part.components)
         return tuple(seen.values())
+
+    def sees(self, components: Components) -> bool:
+        """Whether units that are divided as those of `components` are attended to while they stay folded, in some layer at least."""
+        alike = (part for part in self.all_components() if part.segmenter is components.segmenter)
+        return any(part.summary is not None and part.summary.attend for part in alike)
 
     @property
     def reads_surprisal(self) -> bool:

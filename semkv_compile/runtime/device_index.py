@@ -32,7 +32,7 @@ class DeviceIndex:
     def __init__(self, spans: FoldedSpans, device: torch.device, constants: dict[str, Tensor]) -> None:
         self.device, self.constants = device, constants
         self._units, self._positions = spans.lengths, spans.positions
-        self._mean_k, self._mean_v, self._bias, self._index = spans.mean_k, spans.mean_v, spans.bias, dict(spans.index)
+        self._mean_k, self._mean_v, self._index = spans.mean_k, spans.mean_v, dict(spans.index)
         self._copies: dict[str, Tensor] = {}
 
     def serves(self, spans: FoldedSpans, device: torch.device) -> bool:
@@ -49,13 +49,8 @@ class DeviceIndex:
         """int32 [Hkv|1, M], mean position of each unit."""
         return self._tensor("positions", lambda: self._positions)
 
-    def biases(self, site: AttentionSite) -> Tensor:
-        """float32 [Hq|1, 1, M]: what is added to the logits of the units' mean keys, `log_sizes` where they have no bias of their own."""
-        bias = self._bias
-        if bias is not None:
-            return self._tensor(
-                f"bias.{site.group_size}", lambda: bias.float().repeat_interleave(site.group_size, 0)[:, None]
-            )
+    def log_sizes(self, site: AttentionSite) -> Tensor:
+        """See `log_sizes`."""
         return self._tensor(f"log_sizes.{site.group_size}", lambda: log_sizes(self._units, site))
 
     @property

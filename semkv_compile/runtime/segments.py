@@ -135,10 +135,6 @@ class Folding:
             weights = self._uniform()
         return self._reduce(x.float() * self._rows(weights, x.shape[0])[..., None], "sum")
 
-    def sums(self, x: Tensor) -> Tensor:
-        """Sums over units: x [H, n, d] of the tokens -> [H, m, d]."""
-        return self._reduce(x, "sum")
-
     def smallest(self, x: Tensor) -> Tensor:
         """Minimum over units, [H, n, d] -> [H, m, d]."""
         return self._reduce(x, "amin")

@@ -132,7 +132,6 @@ class SiteMemory:
             read += 0 if workspace.factors is None else workspace.factors.nbytes
         if self.components.summary is not None and self.components.summary.attend:
             read += sum(x.nbytes for mean in (spans.mean_k, spans.mean_v) for x in tensors_of(mean))
-            read += 0 if spans.bias is None else spans.bias.nbytes
         return read + (spans.device_nbytes if self.reads_codes else 0)
 
     @property
@@ -374,7 +373,7 @@ class SiteMemory:
             entries = self._with_factors(entries, site, workspace.factors)
         if components.summary is not None and components.summary.attend:
             there = spans.on(self.device)
-            bias = there.biases(site).masked_fill(self.zoom.seen(self.device), NEG_INF)
+            bias = there.log_sizes(site).masked_fill(self.zoom.seen(self.device), NEG_INF)
             entries = _with_block(entries, there.mean_k, there.mean_v, there.positions, bias)
         elif score is not None and isinstance(components.router, Coarse):
             rest = components.router.attend(site, q, score, self.zoom.seen(score.device), spans)

@@ -15,8 +15,8 @@ from semkv.runtime.past import Past
 from semkv.runtime.placement import Placement
 from semkv.runtime.quantization import Quantized
 from semkv.runtime.row_memory import RowMemory
-from semkv.runtime.site_memory import SiteMemory
 from semkv.runtime.segments import Boundary
+from semkv.runtime.site_memory import SiteMemory
 from semkv.runtime.spans import FACTORS, TOKENS, FoldedSpans
 from semkv.runtime.token_store import TokenStore
 from semkv.runtime.traffic import Traffic
@@ -61,7 +61,6 @@ def _span_tensors(spans: FoldedSpans) -> dict[str, Tensor]:
     out = {name: getattr(spans, name) for name in (*TABLES, "lengths", "positions")}
     out |= {"retired": spans.retired.data[0]} if spans.retired.length else {}
     out |= {"mass": spans.mass} if spans.mass.numel() else {}
-    out |= {"bias": spans.bias} if spans.bias is not None else {}
     held = {"mean_k": spans.mean_k, "mean_v": spans.mean_v, **{f"index.{name}": x for name, x in spans.index.items()}}
     for name, part in held.items():
         if isinstance(part, Quantized):
@@ -304,11 +303,8 @@ def _fill_index(spans: FoldedSpans, own: dict[str, Tensor], units: int) -> None:
         spans.mean_k = _mean(spans, own, "mean_k", units, site.key_dim)
         if summary.attend:
             spans.mean_v = _mean(spans, own, "mean_v", units, site.value_dim)
-        if summary.calibrated:
-            spans.bias = _expect(own["bias"], "bias", (site.kv_heads, units), torch.float16).clone()
-        if summary.weights != "uniform":
-            rows = spans.site.kv_heads if summary.weights == "attention" else spans.lengths.shape[0]
-            mass = _expect(own["mass"], "mass", (rows, units), torch.float32)
+        if summary.weights == "surprisal":
+            mass = _expect(own["mass"], "mass", tuple(spans.lengths.shape), torch.float32)
             if not bool(torch.isfinite(mass).all()) or bool((mass < 0).any()):
                 raise ValueError("mass is no sum of surprisals: some are negative or not finite")
             spans.mass = mass.clone()

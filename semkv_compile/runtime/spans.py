@@ -12,7 +12,6 @@ from semkv.ir.site import AttentionSite
 from semkv.kernels.slots import Segments
 from semkv.runtime.components import Components, IndexPart
 from semkv.runtime.device_index import DeviceIndex
-from semkv.runtime.expected_attention import ExpectedAttention
 from semkv.runtime.host_pool import GrowingTensor, HostFactors, HostTokens, RoomKinds, room_kinds
 from semkv.runtime.host_tier import HostTier
 from semkv.runtime.prefetch import Source
@@ -42,7 +41,6 @@ def unit_cost_bytes(site: AttentionSite, components: Components, dtype: torch.dt
     if summary is not None:
         cost += bytes_per_vector(site.key_dim, summary.bits, dtype) + 8 / site.kv_heads
         cost += bytes_per_vector(site.value_dim, summary.bits, dtype) if summary.attend else 0
-        cost += 2 if summary.calibrated else 0
     if router is not None and components.unfold:
         parts = router.index(site, summary)
         cost += sum(part.unit_nbytes for part in parts.values()) / site.kv_heads
@@ -71,7 +69,7 @@ class FoldedSpans:
     share their units or have their own (`segment_unit` [1, S] or [Hkv, S], -1 where nothing routes to a segment any more).
 
     Device: where the method has a summary, mean keys and values [Hkv, M], quantised or in the KV dtype, lengths and mean positions
-    int32 [Hkv|1, M], and where the summary is calibrated a bias float16 [Hkv, M]; the router's index, by name, [rows, M, ...]. Host: tokens, factors and tables; mass float32 [Hkv|1, M], of units whose
+    int32 [Hkv|1, M]; the router's index, by name, [rows, M, ...]. Host: tokens, factors and tables; mass float32 [Hkv|1, M], of units whose
     means are weighted, what their tokens weigh together. Segments that nothing routes to any
     more, before all others, are in no table but `retired`: position, length and place int64 [1, R, 3] of those that are tokens.
     """
@@ -105,7 +103,6 @@ class FoldedSpans:
         self.mass = torch.zeros(1, 0, dtype=torch.float32, device="cpu")
         self.mean_k: Quantized | Tensor | None = None
         self.mean_v: Quantized | Tensor | None = None
-        self.bias: Tensor | None = None
         self.index: dict[str, Quantized | Tensor] = {}
         self._costs: tuple[Tensor, Tensor] | None = None
         self._range: tuple[Tensor, tuple[int, int]] | None = None
@@ -175,7 +172,7 @@ class FoldedSpans:
         return self._run[1]
 
     def device_tensors(self) -> list[Tensor]:
-        parts: list[Quantized | Tensor | None] = [self.mean_k, self.mean_v, self.bias, *self.index.values()]
+        parts: list[Quantized | Tensor | None] = [self.mean_k, self.mean_v, *self.index.values()]
         if self.components.summary is not None:
             parts += [self.lengths, self.positions]
         return [x for part in parts if part is not None for x in tensors_of(part)]
@@ -265,19 +262,14 @@ class FoldedSpans:
         summary, router, heads = self.components.summary, self.components.router, self.site.kv_heads
         mean_k = None
         if summary is not None:
-            weights, mass, expected = self._weights(folding)
+            weights = folding.surprisal_weights() if summary.weights == "surprisal" else None
             mean_k = folding.mean(folding.k, weights)
-            own = held(mean_k, summary.bits, self.dtype)
-            self.mean_k = _joined(self.mean_k, own)
+            self.mean_k = _joined(self.mean_k, held(mean_k, summary.bits, self.dtype))
             if summary.attend:
                 mean_v = folding.mean(folding.v, weights)
                 self.mean_v = _joined(self.mean_v, held(mean_v, summary.bits, self.dtype))
-            if mass is not None:
-                self.mass = _same_rows(self.mass, mass, heads)
-            if summary.calibrated:
-                bias = folding.sizes.float().log().expand(heads, -1)
-                bias = bias if expected is None else expected.bias(dequantize(own))
-                self.bias = bias.half() if self.bias is None else torch.cat([self.bias, bias.half()], 1)
+            if weights is not None:
+                self.mass = _same_rows(self.mass, folding.surprisal_mass(), heads)
         parts = self.index_parts
         if parts and router is not None:
             built = router.build(self.site, folding, mean_k)
@@ -289,19 +281,6 @@ class FoldedSpans:
         where = folding.positions.float()[None, :, None].expand(rows, -1, -1)
         self.lengths = _same_rows(self.lengths, folding.sizes.to(torch.int32), heads)
         self.positions = _same_rows(self.positions, folding.mean(where)[..., 0].to(torch.int32), heads)
-
-    def _weights(self, folding: Folding) -> tuple[Tensor | None, Tensor | None, ExpectedAttention | None]:
-        """Of the tokens [Hkv|1, n] in their units' means, None where they are uniform; what each unit weighs [Hkv|1, m]; and what follows
-        from the prompt's queries."""
-        summary = self.components.summary
-        if summary is None or summary.weights == "uniform":
-            return None, None, None
-        if summary.weights == "surprisal":
-            return folding.surprisal_weights(), folding.surprisal_mass(), None
-        expected = ExpectedAttention.of(self.site, folding)
-        if expected is None:  # nobody has asked for them yet: as likely as any other token
-            return None, folding.sizes / (1.0 + folding.positions.max()), None
-        return expected.weights, expected.mass, expected
 
     def _append_index(self, name: str, part: IndexPart, x: Tensor) -> None:
         new = x.to(part.dtype) if part.bits is None else quantize(x, part.bits)
@@ -424,8 +403,6 @@ class FoldedSpans:
             self.mean_k = _replaced(self.mean_k, keep, at, mean_k)
         if mass is not None:
             self.mass = _replaced(self.mass, keep, at, mass)
-        if self.bias is not None:
-            self.bias = _replaced(self.bias, keep, at, torch.logaddexp(*pairs(self.bias)))
         self.positions = _replaced(self.positions, keep, at, mean(self.positions[..., None], by_size)[..., 0])
         self.lengths = _replaced(self.lengths, keep, at, total)
         number = keep.cumsum(0) - 1
@@ -445,7 +422,6 @@ class FoldedSpans:
             packed = getattr(self, name)
             if packed is not None:
                 setattr(self, name, packed[:, keep].clone())
-        self.bias = None if self.bias is None else self.bias[:, keep].clone()
         self.index = {name: part[:, keep].clone() for name, part in self.index.items()}
         self.segment_unit = torch.where(self.segment_unit >= units, self.segment_unit - units, -1)
         return self._retire()

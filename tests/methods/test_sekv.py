@@ -15,7 +15,6 @@ from semkv.kernels.mixed_attention import mixed_attention_reference
 from semkv.methods import SeKV, find_method
 from semkv.methods.paper_spans import PaperSpans
 from semkv.methods.routers import CoarseRouter, GateRouter, OracleRouter
-
 from semkv.profiles.calibration.parameters import SekvParameters
 from semkv.profiles.calibration.settings import CalibrationSettings
 from semkv.runtime.components import Components, Summary
@@ -118,7 +117,9 @@ def test_spans_above_the_threshold_are_unfolded():
         scores = router.score(SITE, made["q"], store.spans, Step.alone(SITE, made["q"]))
         zoom = store._select(SITE, scores, ALL).heads
         means = coarse_means(made, "k")
-        both = [float(router.offsets[site][head] + router.thresholds[site][head]) for site in (0, 1) for head in range(4)]
+        both = [
+            float(router.offsets[site][head] + router.thresholds[site][head]) for site in (0, 1) for head in range(4)
+        ]
         for head in range(4):
             w, limit = router.weights[0][head], sum(both) / 8 if shared else both[head]
             for unit, length in enumerate(LENGTHS):
@@ -299,7 +300,9 @@ def test_the_papers_preset():
     assert SeKV().with_options({"preset": "paper", "max_rank": 8}) == replace(paper, max_rank=8)
     with pytest.raises(ConfigError, match="option 'preset' of method 'sekv' is 'papers'; expected one of 'paper'"):
         find_method("sekv", {"preset": "papers"})
-    with pytest.raises(ConfigError, match="'preset' of method 'quest' is 'paper'; expected no preset: this method has none"):
+    with pytest.raises(
+        ConfigError, match="'preset' of method 'quest' is 'paper'; expected no preset: this method has none"
+    ):
         find_method("quest", {"preset": "paper"})
     with pytest.raises(ConfigError, match="option 'min_span' of method 'sekv' is 99; expected 1 to max_span"):
         find_method("sekv", {"preset": "paper", "min_span": 99})
