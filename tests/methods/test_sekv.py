@@ -9,11 +9,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import semkv
 from semkv.errors import ConfigError
+from semkv.evaluation.samples import make_sample
 from semkv.ir.site import AttentionSite
 from semkv.kernels.mixed_attention import mixed_attention_reference
 from semkv.methods import SeKV, find_method
+from semkv.methods.forms import LowRankForms
 from semkv.methods.paper_spans import PaperSpans
+from semkv.methods.rank_gates import ProfileRankGates
 from semkv.methods.routers import CoarseRouter, GateRouter, OracleRouter
 from semkv.profiles.calibration.parameters import SekvParameters
 from semkv.profiles.calibration.settings import CalibrationSettings
@@ -354,3 +358,126 @@ def test_trained_routing_needs_a_profile():
     assert SeKV(router="coarse").notes(None) == ()
     with pytest.raises(ConfigError, match="option 'min_span' of method 'sekv' is 99; expected 1 to max_span"):
         SeKV().with_options({"min_span": 99})
+
+
+# -- on a whole model --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """The bundled model with its profile."""
+    return semkv.compile(semkv.bundled.load()[0], semkv.bundled.profile(), method="full")
+
+
+@pytest.fixture(scope="module")
+def haystack():
+    tokenizer = semkv.bundled.load()[1]
+    return torch.tensor([make_sample(tokenizer, "dense", 1100, 0, seed=0, questions=1).ids])
+
+
+def sekv(whole, budget: float, **options):
+    return whole.with_method("sekv", budget, config=semkv.CompileConfig(floor=0), **options)
+
+
+def test_without_a_profile_it_runs_untrained_and_says_so(haystack):
+    model = semkv.bundled.load()[0]
+    compiled = semkv.compile(model, method="sekv", budget=0.1, config=semkv.CompileConfig(floor=0))
+    assert "router coarse, untrained" in semkv.explain(compiled)
+    state = compiled.prefill(haystack)
+    compiled.extend(state, haystack[:, :1])
+    assert "standard deviations above the mean surprisal" in semkv.explain(compiled, state)
+
+
+def test_the_first_layer_has_no_coarse_entries(whole, haystack):
+    compiled = sekv(whole, 0.1)
+    parts = [part.components for (part,) in compiled.placement.plan.parts.values()]
+    assert [part.summary.attend for part in parts] == [False, True, True, True]
+    assert len({id(part.segmenter) for part in parts}) == 1
+    state = compiled.prefill(haystack)
+    assert [state.rows[0].stores[site][0].spans.mean_v is None for site in range(4)] == [True, False, False, False]
+    everywhere = sekv(whole, 0.1, coarse_first=True).placement.plan
+    assert everywhere.parts[0][0].components.summary.attend
+    with pytest.raises(
+        ConfigError, match="option 'coarse_first' of method 'sekv' is True; expected False with coarse=False"
+    ):
+        find_method("sekv", {"coarse": False, "coarse_first": True})
+
+
+@pytest.mark.parametrize("options", [{"max_rank": 64}, {"max_rank": 24}, {"shared_threshold": True}])
+def test_the_papers_preset_runs_on_the_bundled_profile(whole, haystack, options):
+    """Ranks beyond those that the gates were trained for are kept by their energy; the budget holds."""
+    compiled = sekv(whole, 0.25, preset="paper", **options)
+    if "max_rank" in options:
+        (note,) = compiled.method.notes(whole.profile)
+        assert note.startswith(
+            f"rank gates know the first 20 components of a span; further ones, up to max_rank {options['max_rank']},"
+        )
+    state = compiled.prefill(haystack)
+    compiled.extend(state, haystack[:, :6])
+    assert state.stats.peak_share <= 1
+    spans = state.rows[0].stores[1][0].spans
+    assert spans.has_factors
+    assert isinstance(spans.mean_k, torch.Tensor)
+    if options.get("max_rank") == 64:
+        assert int(spans.host_factors.key_rank.max()) > 20
+
+
+def test_gates_beyond_the_trained_ones_are_energies(whole):
+    gates = ProfileRankGates(whole.profile)
+    assert gates.trained == 20
+    site = whole.program.stores[0]
+    torch.manual_seed(0)
+    k, v = torch.randn(2, site.kv_heads, 40, site.key_dim)
+    k[:, :] = k[..., :1] * torch.linspace(1, 2, site.key_dim) + 1e-3 * k  # one strong component
+    forms = LowRankForms(64, gates, 0.01, only_if_smaller=False)
+    starts, lengths = torch.tensor([0]), torch.tensor([40])
+    (heads,) = forms.factorize_spans(site, k, v, starts, lengths, k.mean(1, keepdim=True)).values()
+    assert {len(head["key_s"]) for head in heads} <= set(range(1, 21)), "what adds nothing is dropped beyond the 20th"
+    assert {len(head["value_s"]) for head in heads} == {40}, "noise needs all of them"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_factors_are_sized_in_the_kv_dtype(dtype):
+    """48 tokens of rank r, D = 64, in float32 or float16 against 8-bit tokens of 66 bytes."""
+    site = AttentionSite(index=0, name="x", store=0, q_heads=2, kv_heads=2, key_dim=64, value_dim=64, scale=1.0)
+    torch.manual_seed(0)
+    for rank in (4, 10, 13, 16, 20):
+        x = (torch.randn(2, 48, rank) @ torch.randn(2, rank, 64)).to(dtype)
+        factors = rank * (48 + 64 + 1) * dtype.itemsize
+        found = LowRankForms(32).factorize_spans(
+            site, x, x, torch.tensor([0]), torch.tensor([48]), x.mean(1, keepdim=True)
+        )
+        assert bool(found) == (factors < 48 * 66), rank
+
+
+@pytest.mark.parametrize("options", [{}, {"preset": "paper"}])
+def test_generated_tokens_are_cut_where_they_surprise(whole, haystack, options, tmp_path):
+    """Against the prompt's boundary, token by token; every token stays in one place; a saved state goes on alike."""
+    compiled = sekv(whole, 0.25, router="coarse", **options)
+    state = compiled.prefill(haystack[:, :700])
+    memory = state.rows[0].stores[1][0]
+    before, kept, level = memory.recent.positions[0, 0], set(memory.kept.positions[0].tolist()), memory.boundary.nats
+    surprisal, tokens = {}, haystack[0, 700:820]
+    for at, token in enumerate(tokens):
+        surprisal[700 + at] = float(torch.nn.functional.cross_entropy(state.logits, token[None]))
+        compiled.extend(state, token[None, None])
+        if at == 90:
+            state.save(tmp_path / "state")
+            state = compiled.load_state(tmp_path / "state")
+            memory = state.rows[0].stores[1][0]
+            assert memory.boundary.nats == level
+    spans = memory.spans
+    runs = [(int(p), int(p + n)) for p, n in zip(spans.segment_position, spans.segment_length)]
+    folded = [place for start, end in runs for place in range(start, end)]
+    exact = memory.kept.positions[0].tolist()
+    assert sorted([*folded, *exact, *memory.recent.positions[0].tolist()]) == list(range(820))
+    units = {}
+    for unit, (start, end) in zip(spans.segment_unit[0].tolist(), runs):
+        low, high = units.get(unit, (start, end))
+        units[unit] = (min(low, start), max(high, end))
+    begins = [low for low, _ in units.values() if low > int(before) and low in surprisal]
+    assert begins
+    told = [low for low in begins if surprisal[low] >= level or low - 1 in set(exact)]
+    assert told, "spans that begin where the text surprises"
+    for place in set(exact) - kept:
+        assert place not in surprisal or surprisal[place] >= level or options, "anchors surprise"
