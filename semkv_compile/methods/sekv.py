@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
@@ -23,7 +23,7 @@ from semkv.methods.routers import CoarseRouter, GateRouter, OracleRouter
 from semkv.methods.segmenters import BySurprisal, SurprisalSpans
 from semkv.profiles.schema import Profile
 from semkv.profiles.schema.sections import SekvSection
-from semkv.runtime.components import Components, Plan, Router, Summary
+from semkv.runtime.components import Components, Router, Summary
 
 NO_ROUTER = (
     "method 'sekv' with router='trained' needs a profile with a trained router: make one with `semkv-profile MODEL -o OUT`, "
@@ -41,7 +41,7 @@ PAPER: Mapping[str, Any] = MappingProxyType(
         "forms": "factored",
         "fill": False,
         "bits": 16,
-        "coarse_first": True,
+        "coarse": True,
     }
 )
 """SeKV as its paper has it, as far as the budget reaches."""
@@ -67,8 +67,8 @@ class SeKV(Method):
         the fixed parts) and the number of spans.
     anchors: keep boundary tokens exact. entropy: False divides into chunks of the spans' mean size.
     weights: `surprisal` (Eq. 2) or `uniform` in means and summaries. routing: `weighted` or `mean` (Eq. 3 mean-pooled).
-    coarse: False leaves folded spans out of the softmax. coarse_first: in the first layer as well, where they cost the most and say the
-        least (docs/methods.md). unfold: False never unfolds ("no SVD", coarse only).
+    coarse: folded spans have an entry in the softmax, their means, which costs more than it says (docs/methods.md). unfold: False never
+        unfolds ("no SVD", coarse only).
     shared_threshold: one threshold, the offset of the gate included, for all heads.
     bits: of means on the device, 4 or 8; 16: in the KV dtype. fixed_share: of the budget, for what is not unfolded spans.
     """
@@ -88,8 +88,7 @@ class SeKV(Method):
     entropy: bool = True
     weights: Literal["surprisal", "uniform"] = "surprisal"
     routing: Literal["weighted", "mean"] = "weighted"
-    coarse: bool = True
-    coarse_first: bool = False
+    coarse: bool = False
     unfold: bool = True
     shared_threshold: bool = False
     bits: MeanBits = 4
@@ -108,9 +107,7 @@ class SeKV(Method):
                 "forms", "'auto', 'raw' or 'int8' with the router 'oracle', which reads the tokens of folded spans"
             )
         if not self.unfold and not self.coarse:
-            raise self.wrong("coarse", "True with unfold=False: else folded spans would never be seen")
-        if self.coarse_first and not self.coarse:
-            raise self.wrong("coarse_first", "False with coarse=False, which leaves coarse entries out of every layer")
+            raise self.wrong("coarse", "True with unfold=False: else folded spans are never seen")
 
     def check(self, profile: Profile | None) -> None:
         router = self._chosen(profile)
@@ -141,17 +138,6 @@ class SeKV(Method):
             )
         return tuple(said)
 
-    def plan(self, program: Program, profile: Profile | None) -> Plan:
-        """The same for all layers, but for the first one's coarse entries."""
-        plan = super().plan(program, profile)
-        if not self.coarse or self.coarse_first or not self.unfold or len(plan.parts) < 2:
-            return plan
-        first, *others = plan.parts
-        (part,) = plan.parts[first]
-        assert part.components.summary is not None
-        bare = replace(part.components, summary=replace(part.components.summary, attend=False))
-        return replace(plan, parts={first: (replace(part, components=bare),), **{o: plan.parts[o] for o in others}})
-
     def components(self, program: Program, profile: Profile | None) -> Components:
         self.check(profile)
         segmenter = self.segmenter()
@@ -170,6 +156,7 @@ class SeKV(Method):
             fixed_share=self.fixed_share,
             floor_tokens=32,
             fill=self.fill,
+            unit=self.max_span,
             unfold=self.unfold,
             window=self.window,
             window_share=self.window_share,

@@ -361,11 +361,6 @@ class Plan:
                 seen.setdefault(id(part.components), part.components)
         return tuple(seen.values())
 
-    def sees(self, components: Components) -> bool:
-        """Whether units that are divided as those of `components` are attended to while they stay folded, in some layer at least."""
-        alike = (part for part in self.all_components() if part.segmenter is components.segmenter)
-        return any(part.summary is not None and part.summary.attend for part in alike)
-
     @property
     def reads_surprisal(self) -> bool:
         """Whether prefill has to compute the surprisal of every token."""

@@ -19,13 +19,11 @@ MARGIN = 1.01
 
 @dataclass(frozen=True)
 class SharingPart:
-    """KV heads of a store that share the budget. share: of an even share per head, what they have where that is enough for the method.
-    seen: folded tokens are attended to while they stay folded."""
+    """KV heads of a store that share the budget. share: of an even share per head, what they have where that is enough for the method."""
 
     site: AttentionSite
     components: Components
     share: float
-    seen: bool
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,7 @@ class Demand:
                     whole += budget.held_bytes(site, 1) - budget.held_bytes(site, 0)
                 else:
                     share = _smallest_share(store, part, stores, plan)
-                    sharing.append(SharingPart(site, part.components, share, plan.sees(part.components)))
+                    sharing.append(SharingPart(site, part.components, share))
         least = MARGIN * minimum
         if whole:
             least *= sum(budget.full_bytes(part.site, 1) for part in sharing) / full
@@ -136,7 +134,8 @@ def _reaches(part: SharingPart, budget: Budget, floor: int, demand: Demand) -> b
     """Whether folded units of the longest row that the floor serves fit into what it leaves to unfold them: where the index of many units
     does not fit, units grow."""
     components, site, own = part.components, part.site, max(part.share * floor, demand.minimum)
-    if part.seen or components.segmenter is None or components.router is None or not components.unfold:
+    seen = components.summary is not None and components.summary.attend
+    if seen or components.segmenter is None or components.router is None or not components.unfold:
         return True
     if getattr(components.segmenter, "fixed", False):  # units do not grow: the oldest tokens are left out
         return True

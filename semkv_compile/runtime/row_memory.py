@@ -148,12 +148,13 @@ class RowMemory:
                     self._refuse(store, cap)
 
     def _check_reach(self) -> None:
-        """Raise `BudgetError` where no layer sees the prompt's folded tokens but when they unfold, and most of them cannot: their units do
+        """Raise `BudgetError` where the prompt's folded tokens are seen only when they unfold, and most of them cannot: their units do
         not fit."""
         folded, fitting, failing = 0, 0, []
         for store in self.placement.budgeted:
             for memory, room in zip(self.stores[store.store], self.workspace_allowance(store, self.tokens)):
-                if not memory.unfolds or self.placement.plan.sees(memory.components) or memory.spans is None:
+                seen = memory.components.summary is not None and memory.components.summary.attend
+                if not memory.unfolds or seen or memory.spans is None:
                     continue
                 lengths, free = memory.spans.lengths, memory.unfolded_tokens(room) / memory.site.kv_heads
                 fits = lengths <= free

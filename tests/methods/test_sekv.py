@@ -256,8 +256,8 @@ SWITCHES = {
     "fixed chunks": ({"entropy": False}, {"segmenter"}),
     "no anchors": ({"anchors": False}, {"segmenter"}),
     "no surprisal weights": ({"weights": "uniform"}, {"summary"}),
-    "no coarse entries": ({"coarse": False}, {"summary"}),
-    "no SVD": ({"unfold": False}, {"unfold"}),
+    "coarse entries": ({"coarse": True}, {"summary"}),
+    "no SVD": ({"unfold": False, "coarse": True}, {"unfold", "summary"}),
     "raw spans": ({"forms": "raw"}, {"forms", "host_form"}),
     "thresholds only": ({"fill": False}, {"fill"}),
     "fixed share": ({"fixed_share": 0.9}, {"fixed_share"}),
@@ -386,21 +386,6 @@ def test_without_a_profile_it_runs_untrained_and_says_so(haystack):
     state = compiled.prefill(haystack)
     compiled.extend(state, haystack[:, :1])
     assert "standard deviations above the mean surprisal" in semkv.explain(compiled, state)
-
-
-def test_the_first_layer_has_no_coarse_entries(whole, haystack):
-    compiled = sekv(whole, 0.1)
-    parts = [part.components for (part,) in compiled.placement.plan.parts.values()]
-    assert [part.summary.attend for part in parts] == [False, True, True, True]
-    assert len({id(part.segmenter) for part in parts}) == 1
-    state = compiled.prefill(haystack)
-    assert [state.rows[0].stores[site][0].spans.mean_v is None for site in range(4)] == [True, False, False, False]
-    everywhere = sekv(whole, 0.1, coarse_first=True).placement.plan
-    assert everywhere.parts[0][0].components.summary.attend
-    with pytest.raises(
-        ConfigError, match="option 'coarse_first' of method 'sekv' is True; expected False with coarse=False"
-    ):
-        find_method("sekv", {"coarse": False, "coarse_first": True})
 
 
 @pytest.mark.parametrize("options", [{"max_rank": 64}, {"max_rank": 24}, {"shared_threshold": True}])

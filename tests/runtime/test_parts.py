@@ -54,7 +54,7 @@ class Divided(Method):
         )
 
 
-@pytest.mark.parametrize("kind", [StreamingLLM(), SeKV(router="coarse", min_span=4, coarse_first=True)])
+@pytest.mark.parametrize("kind", [StreamingLLM(), SeKV(router="coarse", min_span=4)])
 def test_heads_apart_are_heads_together(wide_program, prompt, kind):
     """The same composition for every head with an even share: the same tokens (heads apart pay for their own positions,
     which whole pages hide)."""
