@@ -236,7 +236,7 @@ def pictures_of(methods: Report, leaders: Report, sites: int) -> list[Path]:
             "summaries": [s for s in methods.summaries if s.variant.label in SHOWN],
         }
     )
-    zooms = tuple(f"zoom_{label}_" for label in (*OURS, "sekv"))
+    zooms = tuple(f"zoom_{label}_" for label in OURS)  # of sekv, thresholds decide in reports_sekv.py
     others = []
     for picture in draw_all(leaders, DOCS / "grid", sites):
         if picture.stem.startswith(("needles", *zooms)):

@@ -3,7 +3,7 @@
     python benchmarks/reports_sekv.py                  # minutes; an interrupted run goes on
     python benchmarks/reports_sekv.py --page           # the page alone, from the results that are there
 
-Switches and grids are in ablations.py, answers and zoom rates in grid.py. Writes benchmarks/results/reports_sekv.json and
+Switches and grids are in ablations.py, answers in grid.py. Writes benchmarks/results/reports_sekv.json and
 docs/results/reports_sekv.md.
 """
 
@@ -15,13 +15,15 @@ from typing import Any
 
 import torch
 from costs import ABOUT, LENGTHS, Contender, Costs, Direction, by_length, costs_table, directions_table, times_full
-from grids import Bench, measured_on, parser, read_parts, table, write_document
+from grids import DOCS, FAMILIES, LENGTH, Bench, measured_on, parser, read_parts, table, write_document
 from reports import Figures, write_parts
 
 from semkv.config import CompileConfig
+from semkv.evaluation import Grid, Report, Variant
 from semkv.evaluation.environment import describe, now
+from semkv.evaluation.plots import zoom_heatmap
 from semkv.evaluation.samples import make_sample
-from semkv.evaluation.subject import as_ids
+from semkv.evaluation.subject import add_zooms, as_ids
 from semkv.evaluation.tables import size
 from semkv.runtime.site_memory import SiteMemory
 from semkv.runtime.spans import FACTORS
@@ -72,6 +74,51 @@ SAID = (
 )
 
 
+# -- zooms -------------------------------------------------------------------------------------------------------------
+
+ZOOMS = (
+    Variant(method="sekv", budget=BUDGET, label="thresholds", options={"fill": False}),
+    Variant(method="sekv", budget=BUDGET, label="paper", options={"preset": "paper"}),
+)
+"""Runs in which thresholds decide: where the budget is filled, every head unfolds what there is room for."""
+ZOOM_SAMPLES = 4
+
+
+def zoom_grid(samples: int) -> Grid:
+    """What Fig. 5 and 6 are drawn from."""
+    return Grid(variants=(Variant(method="full"), *ZOOMS), families=FAMILIES, lengths=(LENGTH,), samples=samples)
+
+
+def draw_zooms(report: Report, sites: int) -> list[Path]:
+    """A heat map of each variant."""
+    folder = DOCS / NAME
+    drawn = (
+        zoom_heatmap(report, "unseen", LENGTH, folder / f"zoom_{variant.label}.png", variant.label, sites)
+        for variant in ZOOMS
+    )
+    return [path for path in drawn if path is not None]
+
+
+def zooms_table(report: Report) -> str:
+    """Of each variant, how much heads unfold, and how much of that the busiest quarter of them does."""
+    lines = []
+    for variant in ZOOMS:
+        total = None
+        for cell in report.cells:
+            if cell.zoom and cell.cell.variant.label == variant.label:
+                total = add_zooms(total, cell.zoom)
+        if total is None:
+            continue
+        rates = sorted((rate for site in total.rates for rate in site), reverse=True)
+        busiest = sum(rates[: -(-len(rates) // 4)]) / max(sum(rates), 1e-12)
+        lines.append(
+            [variant.label, f"{100 * sum(rates) / len(rates):.1f}", f"{100 * rates[0]:.1f}", f"{100 * busiest:.0f}"]
+        )
+    return table(
+        ["sekv", "unfolded, mean, %", "by the head that unfolds most, %", "of all, by a quarter of the heads, %"], lines
+    )
+
+
 # -- formulas ----------------------------------------------------------------------------------------------------------
 
 
@@ -89,7 +136,7 @@ def segment_nbytes(memory: SiteMemory) -> torch.Tensor:
 def formulas(bench: Bench, length: int) -> dict[str, float]:
     """Eq. 16-20 for a state whose spans are all factored, and the bytes that it has: after a context, and in one step of a question."""
     config = CompileConfig(kv_dtype="float16", floor=0)
-    compiled = bench.compiled.with_method("sekv", BUDGET, config=config, forms="factored")
+    compiled = bench.compiled.with_method("sekv", BUDGET, config=config, preset="paper", fill=True)
     sample = make_sample(bench.tokenizer, "dense", length, 0, seed=0, questions=1)
     state = compiled.prefill(as_ids(sample.ids))
     memories = [memory for memory in state.rows[0].budgeted() if memory.spans is not None]
@@ -143,6 +190,21 @@ def formulas_table(found: Mapping[int, Mapping[str, float]]) -> str:
     return table(["tokens", "", "by the formula", "measured", "measured over formula"], lines)
 
 
+def zooms_of(content: Mapping[str, Any]) -> list[str]:
+    """The part of the page on zooms; nothing but how to measure it where that was not done."""
+    held = content["reports"].get("zooms")
+    if held is None:
+        return [f"Not measured yet: `python benchmarks/{NAME}.py`."]
+    report = Report.model_validate(held)
+    pictures = sorted((DOCS / NAME).glob("zoom_*.png"))
+    return [
+        "Share of its spans that each query head unfolds in a step, above its own threshold: where the budget is filled instead "
+        "(`fill=True`, the default), every head unfolds what there is room for. `thresholds` is `fill=False`, `paper` the preset.",
+        zooms_table(report),
+        *(f"![What heads unfold, {picture.stem.removeprefix('zoom_')}]({NAME}/{picture.name})" for picture in pictures),
+    ]
+
+
 def write_page(content: Mapping[str, Any]) -> Path:
     """The page, from the results."""
     costs, bytes_by_length = ({int(n): at for n, at in content[part].items()} for part in ("costs", "formulas"))
@@ -150,8 +212,7 @@ def write_page(content: Mapping[str, Any]) -> Path:
         NAME,
         "# SeKV's time and memory on the bundled model",
         f"Made by `benchmarks/{NAME}.py`; do not edit. {100 * BUDGET:g} % of the KV. Its switches and grids are in "
-        "[ablations.md](ablations.md), its answers and the rates at which layers and heads zoom (Fig. 5, 6) in "
-        "[grid.md](grid.md).",
+        "[ablations.md](ablations.md), its answers in [grid.md](grid.md).",
         "## Time and memory by length (Table 3, Fig. 4)",
         ABOUT,
         costs_table(costs),
@@ -159,12 +220,14 @@ def write_page(content: Mapping[str, Any]) -> Path:
         directions_table(costs, SAID),
         "The full cache of four layers is small, and steps are bound by the number of calls: at 64K to 128K tokens in larger layers see "
         "[decode_cpu.md](decode_cpu.md).",
+        "## What heads unfold (Fig. 5, 6)",
+        *zooms_of(content),
         "## The paper's formulas (Eq. 16 to 20)",
-        "With every span factored (`forms='factored'`), as the formulas have it; each span and head with its own rank, which Eq. 18 has as "
-        "one r. Eq. 17 counts routing keys for every query head, at full precision, twice, and leaves out the coarse means and short "
-        "spans: here routing summaries are made from coarse means of few bits. Eq. 20 has every head of every layer fetch what any of "
-        "them zooms into; the last line counts the heads that zoom. Measured bytes on the host include tables. A budget is filled up, "
-        "so that what is moved is what it has room for.",
+        "By the preset `paper`, with every span factored as the formulas have it, and the budget filled in order of gate (Sec. 4.1); each "
+        "span and head with its own rank, which Eq. 18 has as one r. Eq. 17 counts routing keys for every query head, at full precision, "
+        "twice, and leaves out the coarse means and short spans: here routing summaries are made from the coarse means. Eq. 20 has every "
+        "head of every layer fetch what any of them zooms into; the last line counts the heads that zoom. Measured bytes on the host "
+        "include tables. A budget is filled up, so that what is moved is what it has room for.",
         formulas_table(bytes_by_length),
         "## Provenance",
         measured_on(content["environment"]),
@@ -182,8 +245,10 @@ def main() -> None:
             length: figures.get("formulas", {"length": length}, lambda n=length: formulas(bench, n))
             for length in LENGTHS
         }
+        zooms = bench.run(zoom_grid(arguments.samples or ZOOM_SAMPLES), "Zooms")
+        draw_zooms(zooms, len(bench.compiled.program.stores))
         environment = describe(started).model_dump(mode="json")
-        write_parts(NAME, {}, {"costs": costs, "formulas": found, "environment": environment})
+        write_parts(NAME, {"zooms": zooms}, {"costs": costs, "formulas": found, "environment": environment})
     print(f"wrote {write_page(read_parts(NAME))}")
 
 

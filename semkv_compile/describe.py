@@ -43,7 +43,8 @@ def describe(compiled: CompiledModel, state: State | None = None, *, verbose: bo
             2,
             "the budget is the prompt's: tokens that follow it stay exact beside it, and so do prompts that the floor holds whole",
         )
-    facts += [] if state is None else [_measured(state)]
+    facts += compiled.method.notes(compiled.profile)
+    facts += [] if state is None else [_measured(state), *_cut(state)]
     out = Console(record=True, width=140, file=io.StringIO())
     out.print(table)
     for fact in facts:
@@ -72,6 +73,16 @@ def _measured(state: State) -> str:
         f"in {stats.steps} steps a layer held at most {held} of its full KV on the device ({stats.device_share_mean:.1%} on the mean) "
         f"and read at most {read} ({stats.attended_share_mean:.1%}){beyond}"
     )
+
+
+def _cut(state: State) -> list[str]:
+    """From where on surprisal bounds spans, where it does."""
+    alpha = state.stats.alpha
+    if alpha is None:
+        return []
+    return [
+        f"tokens bound spans from {alpha:.2f} standard deviations above the mean surprisal on, as far as the budget reaches"
+    ]
 
 
 def _floor(compiled: CompiledModel) -> str:

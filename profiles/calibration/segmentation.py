@@ -24,7 +24,8 @@ class Divider:
         components = method.components(program, None)
         stores = [site for site in program.stores if site.treatment == "method"]
         costs = [
-            unit_cost_bytes(site, components) / ((site.key_dim + site.value_dim) * program.dtype.itemsize)
+            unit_cost_bytes(site, components, program.dtype)
+            / ((site.key_dim + site.value_dim) * program.dtype.itemsize)
             for site in stores
         ]
         self.segmenter = method.segmenter()

@@ -345,8 +345,9 @@ def zoom_heatmap(
 ) -> Path | None:
     """Share of folded units (spans, pages, tokens) unfolded per decode step, by layer (rows) and query head (columns); a panel per budget.
 
-    Families are averaged, as in SeKV's Figures 5 and 6. None where no cell counted zooms. sites: attention sites of the model, each of
-    which has a row; without it, up to the last that any method of the report zooms into.
+    Families are averaged, as in SeKV's Figures 5 and 6. Of a method that fills its budget (`sekv` with `fill=True`) the map is even by
+    construction, as every head has what there is room for: draw runs with `fill=False`. None where no cell counted zooms. sites:
+    attention sites of the model, each of which has a row; without it, up to the last that any method of the report zooms into.
     """
     found = [
         c

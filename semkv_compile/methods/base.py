@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
@@ -22,13 +23,17 @@ class Method(ABC):
     """A way to hold a long context in a small memory; subclasses are frozen dataclasses of its parameters.
 
     name: under which `semkv.compile(method=...)` finds it. compresses: whether it needs a budget. minimum_tokens: the
-    smallest budget that it can live in, in tokens per KV head and layer. Fields have types of `semkv.methods.options`, which say
+    smallest budget that it can live in, in tokens per KV head and layer. presets: values of several options under one name, which
+    `with_options({"preset": NAME})` sets; options given beside it have the last word.
+
+    Fields have types of `semkv.methods.options`, which say
     what they may be; what follows from several fields, a subclass checks in its `__post_init__`, after this one's.
     """
 
     name: ClassVar[str]
     compresses: ClassVar[bool] = True
     minimum_tokens: ClassVar[int] = 0
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
 
     def __post_init__(self) -> None:
         for name, allowed in _bounds(type(self)).items():
@@ -68,9 +73,14 @@ class Method(ABC):
     def check(self, profile: Profile | None) -> None:  # noqa: B027 - most methods need nothing
         """Raise `ConfigError` where `profile` lacks what the method needs: called before any work."""
 
+    def notes(self, profile: Profile | None) -> tuple[str, ...]:
+        """What `semkv.explain` says of the method beside its name: choices that it made itself."""
+        return ()
+
     def with_options(self, options: dict[str, Any]) -> Method:
-        """A copy with `options` set; `ConfigError` names an unknown one and lists those there are."""
+        """A copy with `options` set, `preset` among them; `ConfigError` names an unknown one and lists those there are."""
         known = {field.name: field for field in fields(self)}
+        options = self._preset(options)
         for name, value in options.items():
             if name not in known and name == "generated":
                 raise ConfigError(
@@ -84,6 +94,19 @@ class Method(ABC):
             if problem:
                 raise ConfigError(f"option {name!r} of method {self.name!r} is {value!r}; expected {problem}")
         return type(self)(**{**{name: getattr(self, name) for name in known}, **options})
+
+    def _preset(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """`options` with those that their `preset` stands for in its place."""
+        given = dict(options)
+        if "preset" not in given:
+            return given
+        name = given.pop("preset")
+        if name not in self.presets:
+            there = (
+                f"one of {', '.join(map(repr, self.presets))}" if self.presets else "no preset: this method has none"
+            )
+            raise ConfigError(f"option 'preset' of method {self.name!r} is {name!r}; expected {there}")
+        return {**self.presets[name], **given}
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from semkv.kernels.low_rank import randomized_svd
 from semkv.runtime.quantization import bytes_per_vector
 
 RankGates = Callable[[AttentionSite, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(site, key spectrum [H, m, R], value spectrum, mean key [Hkv, m, D], lengths [m]) -> gates of keys and of values [H, m, R]."""
+"""(site, key spectrum [H, m, R], value spectrum, mean key [Hkv, m, D], lengths [m]) -> gates of keys and of values [H, m, r], r <= R, of
+the first components."""
 
 
 @dataclass(frozen=True)
@@ -21,9 +22,10 @@ class LowRankForms:
     """Truncated SVD of each span's keys and values, per KV head (SeKV Eq. 6-8).
 
     max_rank: R, the most components. gates: learned rank gates; components with a gate below `gate_floor` are dropped and
-    the others scaled by it. Without gates, the fewest components within `tolerance` (relative Frobenius error) are kept.
+    the others scaled by it. Without gates, and among components beyond those that the gates know, the fewest within `tolerance`
+    (relative Frobenius error) are kept.
     only_if_smaller: a span is factored where its factors are within `tolerance` and take fewer bytes than its tokens in
-    `host_form`; False factors every span, as the paper does.
+    `host_form`; False factors every span, as the paper does. Bytes are those of the dtype that keys and values have.
     """
 
     max_rank: int = 32
@@ -32,7 +34,6 @@ class LowRankForms:
     tolerance: float = 0.02
     only_if_smaller: bool = True
     host_form: str = "int8"
-    itemsize: int = 2
 
     def factorize_spans(
         self, site: AttentionSite, k: Tensor, v: Tensor, starts: Tensor, lengths: Tensor, mean_k: Tensor
@@ -45,7 +46,7 @@ class LowRankForms:
         keys, values = (torch.where(inside, x.float().cpu()[:, index], 0.0) for x in (k, v))  # [Hkv, m, L, D]
         candidates = torch.arange(len(lengths), dtype=torch.int64, device="cpu")
         if self.only_if_smaller:
-            candidates = self._worth_trying(site, keys, values, lengths)
+            candidates = self._worth_trying(site, keys, values, lengths, k.dtype.itemsize)
             if not len(candidates):
                 return {}
         keys, values, lengths = keys[:, candidates], values[:, candidates], lengths[candidates]
@@ -71,13 +72,17 @@ class LowRankForms:
     def _gates(
         self, site: AttentionSite, parts, keys: Tensor, values: Tensor, mean_k: Tensor, lengths: Tensor
     ) -> list[Tensor]:
-        if self.gates is not None:
-            return list(self.gates(site, parts[0][1], parts[1][1], mean_k, lengths))
         energies = [x.square().sum((-1, -2)) for x in (keys, values)]
-        return [_kept_components(s, energy, self.tolerance) for (_, s, _), energy in zip(parts, energies)]
+        kept = [_kept_components(s, energy, self.tolerance) for (_, s, _), energy in zip(parts, energies)]
+        if self.gates is None:
+            return kept
+        learned = self.gates(site, parts[0][1], parts[1][1], mean_k, lengths)
+        return [torch.cat([own, rest[..., own.shape[-1] :]], -1) for own, rest in zip(learned, kept)]
 
-    def _worth_trying(self, site: AttentionSite, keys: Tensor, values: Tensor, lengths: Tensor) -> Tensor:
-        """Spans whose factors at the tolerated error are smaller than their tokens, over all heads."""
+    def _worth_trying(
+        self, site: AttentionSite, keys: Tensor, values: Tensor, lengths: Tensor, itemsize: int
+    ) -> Tensor:
+        """Spans whose factors at the tolerated error are smaller than their tokens, over all heads; `itemsize`: bytes of a number."""
         numbers = torch.zeros(len(lengths), dtype=torch.float32, device="cpu")
         tokens = torch.zeros(len(lengths), dtype=torch.float32, device="cpu")
         for x, dim in ((keys, site.key_dim), (values, site.value_dim)):
@@ -90,8 +95,8 @@ class LowRankForms:
             )
             error = 1 - caught / energy.clamp(min=1e-30)
             rank = torch.where(error <= self.tolerance**2 + 1e-6, rank.float(), float("inf"))
-            numbers += (rank * (lengths + dim + 1) * self.itemsize).sum(0)
-            each = bytes_per_vector(dim, 8) if self.host_form == "int8" else dim * self.itemsize
+            numbers += (rank * (lengths + dim + 1) * itemsize).sum(0)
+            each = bytes_per_vector(dim, 8) if self.host_form == "int8" else dim * itemsize
             tokens += each * lengths * site.kv_heads
         return torch.nonzero(numbers < tokens)[:, 0]
 

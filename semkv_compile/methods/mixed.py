@@ -203,7 +203,7 @@ class Mixed(Sketch):
             return Components(keeper=Sinks(self.sinks), outside="dropped")
         if role == "votes":
             return Components(keeper=ObservationWindow(8, 5, "mean", self.window))
-        return SeKV().components(program, profile)
+        return SeKV(coarse=True).components(program, profile)
 
     def head_roles(self, program: Program, profile: Profile | None) -> tuple[tuple[str, ...], ...] | None:
         """So that whole heads of a store stand side by side."""

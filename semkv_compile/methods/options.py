@@ -39,4 +39,4 @@ CountOrProfile = Annotated[int, Allowed(lambda x: x >= 0, "at least 1, or 0 for 
 Queries = Annotated[int, Allowed(lambda x: 1 <= x <= OBSERVED_QUERIES, f"1 to {OBSERVED_QUERIES} queries")]
 Width = Annotated[int, Allowed(lambda x: x >= 1 and x % 2 == 1, "an odd width")]
 IndexBits = Annotated[int, Allowed(lambda x: x in (4, 8, 16), "4, 8 or 16")]
-MeanBits = Annotated[int, Allowed(lambda x: x in (4, 8), "4 or 8")]
+MeanBits = Annotated[int, Allowed(lambda x: x in (4, 8, 16), "4, 8 or 16")]

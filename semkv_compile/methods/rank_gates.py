@@ -65,7 +65,11 @@ class RankGates(nn.Module):
 
 
 class ProfileRankGates:
-    """The rank gates of a profile, as `semkv.methods.forms.LowRankForms` calls them."""
+    """The rank gates of a profile, as `semkv.methods.forms.LowRankForms` calls them.
+
+    trained: leading components that training has met. Those beyond are as they began, which says nothing: an output that no loss
+    reached has weights of exactly zero.
+    """
 
     def __init__(self, profile: Profile) -> None:
         section = profile.info.sekv
@@ -75,13 +79,17 @@ class ProfileRankGates:
         prefix = "sekv.gates."
         own = {name.removeprefix(prefix): x.float() for name, x in profile.tensors.items() if name.startswith(prefix)}
         self.network.load_state_dict(own)
+        met = [layer.weight.detach().abs().sum(1) > 0 for layer in (self.network.key, self.network.value)]
+        self.trained = min(int(own.int().cumprod(0).sum()) for own in met)
         self.routers = {name: x.float() for name, x in profile.tensors.items() if name.startswith("sekv.router.")}
 
     @torch.no_grad()
     def __call__(
         self, site: AttentionSite, key_sigma: Tensor, value_sigma: Tensor, mean_k: Tensor, lengths: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Spectra [Hkv, m, r], mean keys [Hkv, m, D], lengths [m] -> gates of keys and of values [Hkv, m, r]."""
+        """Spectra [Hkv, m, r], mean keys [Hkv, m, D], lengths [m] -> gates of keys and of values, of the first min(r, trained)
+        components, [Hkv, m, min(r, trained)]."""
+        key_sigma, value_sigma = (sigma[..., : self.trained] for sigma in (key_sigma, value_sigma))
         router = self.routers[f"sekv.router.{site.index}"].unflatten(0, (site.kv_heads, site.group_size))
         projected = torch.einsum("hgrd,hsd->hgsr", router, mean_k.float())
         summary = nn.functional.normalize(projected, dim=-1).mean(1)

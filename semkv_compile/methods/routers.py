@@ -10,7 +10,7 @@ from torch import Tensor
 from semkv.ir.site import AttentionSite
 from semkv.runtime.components import IndexPart, Summary
 from semkv.runtime.device_index import log_sizes
-from semkv.runtime.quantization import products
+from semkv.runtime.quantization import Quantized, norms, products
 from semkv.runtime.segments import Folding
 from semkv.runtime.spans import FACTORS, FoldedSpans
 from semkv.runtime.step import Step
@@ -34,9 +34,10 @@ class GateRouter:
     """SeKV's trained gate (Eq. 3-5 and 9).
 
     With per-head projections W [Hq, d', D], a span's summary is normalise(W mean key); its logit for a query q is
-    (W q).summary / sqrt(d') + log size - offset, and it is unfolded above the head's threshold.
+    (W q).summary / sqrt(d') + log size - offset, and it is unfolded above the head's threshold. What it is compared with is the sum of
+    offset and threshold: the head's limit.
 
-    weights, offsets, thresholds: per site index, [Hq, d', D], [Hq] and [Hq]. shared_threshold: one threshold for all heads
+    weights, offsets, thresholds: per site index, [Hq, d', D], [Hq] and [Hq]. shared_threshold: one limit for all heads of all layers
     (ablation): the mean of the learned ones.
     """
 
@@ -48,7 +49,8 @@ class GateRouter:
     def index(self, site: AttentionSite, summary: Summary | None) -> dict[str, IndexPart]:
         """Norms of the projected mean keys, from which summaries follow; own vectors where they are mean-pooled."""
         if summary is not None and summary.routing == "uniform":
-            return {"vectors": IndexPart(site.q_heads, self.weights[site.index].shape[1], bits=summary.bits)}
+            bits = None if summary.bits == 16 else summary.bits
+            return {"vectors": IndexPart(site.q_heads, self.weights[site.index].shape[1], bits=bits)}
         return {"norms": IndexPart(site.q_heads, 1, merge="rebuild")}
 
     def build(self, site: AttentionSite, folding: Folding, mean_k: Tensor | None) -> dict[str, Tensor]:
@@ -57,7 +59,7 @@ class GateRouter:
         pooled = self._project(site, folding.mean(folding.k))
         return {
             "norms": self._norms(self._project(site, mean_k)),
-            "vectors": torch.nn.functional.normalize(pooled, dim=-1),
+            "vectors": pooled,  # normalised where they are read: so they merge to the mean of all of their tokens
         }
 
     def rebuild(self, site: AttentionSite, name: str, mean_k: Tensor) -> Tensor:
@@ -76,50 +78,51 @@ class GateRouter:
         return vectors.norm(dim=-1, keepdim=True).clamp(1e-4, 6e4)
 
     def score(self, site: AttentionSite, q: Tensor, spans: FoldedSpans, step: Step) -> Tensor:
-        if step.kernels and "norms" in spans.index:
+        if step.kernels and "norms" in spans.index and isinstance(spans.mean_k, Quantized):
             return self._score_there(site, q, spans)
         w = self._weight(site)
         query = q.float().cpu() @ w.transpose(1, 2)  # [Hq, T, d']
         size = log_sizes(spans.lengths, site)
         if "vectors" in spans.index:
-            raw = spans.products(query, "vectors")
+            length = norms(spans.index["vectors"]).clamp(min=1e-12)
+            raw = spans.products(query, "vectors") / length[:, None]
         else:
             back = (query @ w).unflatten(0, (site.kv_heads, site.group_size)).flatten(1, 2)  # W^T W q
-            raw = products(back, spans.mean_k).view(site.q_heads, q.shape[1], -1)
+            raw = products(back, spans.mean_k).reshape(site.q_heads, q.shape[1], -1)
             raw = raw / spans.indexed("norms").transpose(1, 2)
-        scores = raw / w.shape[1] ** 0.5 + size - self.offsets[site.index][site.query_heads, None, None]
-        # Heads of a group compete for the same room: what they compare is how far above its own threshold each is.
-        return scores - self.thresholds[site.index][site.query_heads, None, None]
+        # Heads of a group compete for the same room: what they compare is how far above its own limit each is.
+        return raw / w.shape[1] ** 0.5 + size - self._limit(site)[:, None, None]
+
+    def _limit(self, site: AttentionSite) -> Tensor:
+        """[Hq]: above which score before the offset each head unfolds."""
+        if self.shared_threshold:
+            limits = [self.offsets[index] + self.thresholds[index] for index in self.weights]
+            return torch.cat(limits).mean().expand(site.q_heads)
+        return (self.offsets[site.index] + self.thresholds[site.index])[site.query_heads]
 
     def _score_there(self, site: AttentionSite, q: Tensor, spans: FoldedSpans) -> Tensor:
         """The same by the kernel, on the device of the queries."""
         from semkv.kernels.gate_scores.triton import gate_scores_triton
 
         there = spans.on(q.device)
-
-        def of_heads(name: str, held: dict[int, Tensor]) -> Tensor:
-            own = held[site.index][site.query_heads]
-            return there.constant(f"gate.{name}.{site.index}.{site.first_head}", own.float)
-
+        place = f"{site.index}.{site.first_head}"
         mean = there.mean_k
+        assert isinstance(mean, Quantized)
         return gate_scores_triton(
             q,
-            of_heads("weight", self.weights),
+            there.constant(f"gate.weight.{place}", self._weight(site).float),
             mean.codes,
             mean.scale,
             there.indexed("norms"),
             there.lengths,
-            of_heads("offset", self.offsets),
-            of_heads("threshold", self.thresholds),
+            there.constant(f"gate.limit.{place}", lambda: self._limit(site).float().contiguous()),
+            there.constant(f"gate.zero.{place}", lambda: torch.zeros_like(self._limit(site).float()).contiguous()),
             bits=mean.bits,
         )
 
     def threshold(self, site: AttentionSite) -> Tensor:
-        """Zero: `score` is measured from the learned threshold."""
-        own = self.thresholds[site.index][site.query_heads]
-        if not self.shared_threshold:
-            return torch.zeros_like(own)
-        return torch.cat(list(self.thresholds.values())).mean() - own
+        """Zero: `score` is measured from the limit."""
+        return torch.zeros(site.q_heads, dtype=torch.float32, device="cpu")
 
 
 @dataclass(frozen=True)
@@ -132,7 +135,7 @@ class CoarseRouter(MeansSuffice):
 
     def score(self, site: AttentionSite, q: Tensor, spans: FoldedSpans, step: Step) -> Tensor:
         grouped = q.float().cpu().unflatten(0, (site.kv_heads, site.group_size)).flatten(1, 2)
-        return products(grouped, spans.mean_directions).view(site.q_heads, q.shape[1], -1)
+        return products(grouped, spans.mean_directions).reshape(site.q_heads, q.shape[1], -1)
 
     def threshold(self, site: AttentionSite) -> Tensor:
         return torch.zeros(site.q_heads, dtype=torch.float32, device="cpu")

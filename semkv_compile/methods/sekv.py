@@ -1,27 +1,50 @@
-"""Resolution-adaptive spans with a trained zoom."""
+"""Resolution-adaptive spans with a zoom."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal
 
 import torch
+from torch import Tensor
 
 from semkv.errors import ConfigError
 from semkv.ir.program import Program
+from semkv.ir.site import AttentionSite
 from semkv.methods.base import Method
 from semkv.methods.forms import LowRankForms
 from semkv.methods.options import Count, FromZero, MeanBits, Share, Tokens, TokensOrNone
+from semkv.methods.paper_spans import PaperSpans
 from semkv.methods.rank_gates import ProfileRankGates
 from semkv.methods.routers import CoarseRouter, GateRouter, OracleRouter
-from semkv.methods.segmenters import LiteralSpans, SurprisalSpans
+from semkv.methods.segmenters import BySurprisal, SurprisalSpans
 from semkv.profiles.schema import Profile
+from semkv.profiles.schema.sections import SekvSection
 from semkv.runtime.components import Components, Router, Summary
 
-UNTRAINED = (
-    "method 'sekv' needs a profile with a trained router: make one with `semkv-profile MODEL -o OUT`, "
-    "or pass config with method_options={'router': 'coarse'} to route without training"
+NO_ROUTER = (
+    "method 'sekv' with router='trained' needs a profile with a trained router: make one with `semkv-profile MODEL -o OUT`, "
+    "or leave the router to the method (router='auto'), which does without one"
 )
+START = 0.05
+"""Where thresholds begin to be trained, a probability."""
+
+PAPER: Mapping[str, Any] = MappingProxyType(
+    {
+        "spans": "paper",
+        "min_span": 16,
+        "max_span": 64,
+        "sinks": 1,
+        "forms": "factored",
+        "fill": False,
+        "bits": 16,
+        "coarse": True,
+    }
+)
+"""SeKV as its paper has it, as far as the budget reaches."""
 
 
 @dataclass(frozen=True)
@@ -31,26 +54,30 @@ class SeKV(Method):
 
     Parameters
     ----------
-    router: `trained` (needs a profile), `coarse` (the coarse entry's own score, no training), `untrained` (random W: the
-        ablation "no trained zoom"), `oracle` (true attention; an upper bound, not a method).
-    fill: unfold in order of gate up to the cap (Sec. 4.1); False: only above the learned thresholds (Sec. 3.3).
+    router: `auto` (trained where the profile has a router, else coarse), `trained` (needs a profile), `coarse` (the mean key's
+        direction, no training), `initial` (the gate as training begins: ablation), `untrained` (random W: the ablation "no trained
+        zoom"), `oracle` (true attention; an upper bound, not a method).
+    fill: unfold in order of gate up to the cap (Sec. 4.1); False: only above the thresholds (Sec. 3.3).
     forms: `auto` (the smallest faithful of 8-bit tokens and factors), `raw`, `int8`, `factored` (every span, Eq. 6-8; not with the
         router `oracle`, which reads the tokens).
     max_rank: R_max, components of a factored span.
+    spans: `budget` (as many as the budget affords, of even size, the strongest boundaries being anchors) or `paper` (Sec. 3.1: every
+        boundary an anchor, short spans exact, alpha raised until it fits).
     alpha, min_span, max_span, window, sinks: of the segmentation; tokens. The budget shrinks the window (to window_share of
         the fixed parts) and the number of spans.
-    anchors: keep boundary tokens exact. entropy: False divides into equal chunks.
+    anchors: keep boundary tokens exact. entropy: False divides into chunks of the spans' mean size.
     weights: `surprisal` (Eq. 2) or `uniform` in means and summaries. routing: `weighted` or `mean` (Eq. 3 mean-pooled).
-    coarse: False leaves folded spans out of the softmax. unfold: False never unfolds ("no SVD", coarse only).
-    shared_threshold: one threshold for all heads (shows with fill=False).
-    bits: of means on the device, 4 or 8. fixed_share: of the budget, for what is not unfolded spans.
-    literal: the paper's constants to the letter (alpha 1, L_min 16, window 512), which small budgets refuse.
+    coarse: folded spans have an entry in the softmax, their means, which costs more than it says (docs/methods.md). unfold: False never
+        unfolds ("no SVD", coarse only).
+    shared_threshold: one threshold, the offset of the gate included, for all heads.
+    bits: of means on the device, 4 or 8; 16: in the KV dtype. fixed_share: of the budget, for what is not unfolded spans.
     """
 
-    router: Literal["trained", "coarse", "untrained", "oracle"] = "trained"
+    router: Literal["auto", "trained", "coarse", "initial", "untrained", "oracle"] = "auto"
     fill: bool = True
     forms: Literal["auto", "raw", "int8", "factored"] = "auto"
     max_rank: Count = 32
+    spans: Literal["budget", "paper"] = "budget"
     alpha: FromZero = 1.0
     min_span: Tokens = 4
     max_span: Tokens = 16
@@ -61,15 +88,15 @@ class SeKV(Method):
     entropy: bool = True
     weights: Literal["surprisal", "uniform"] = "surprisal"
     routing: Literal["weighted", "mean"] = "weighted"
-    coarse: bool = True
+    coarse: bool = False
     unfold: bool = True
     shared_threshold: bool = False
     bits: MeanBits = 4
     fixed_share: Share = 1 / 2
-    literal: bool = False
 
     name: ClassVar[str] = "sekv"
     minimum_tokens: ClassVar[int] = 40
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"paper": PAPER}
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -79,14 +106,43 @@ class SeKV(Method):
             raise self.wrong(
                 "forms", "'auto', 'raw' or 'int8' with the router 'oracle', which reads the tokens of folded spans"
             )
+        if not self.unfold and not self.coarse:
+            raise self.wrong("coarse", "True with unfold=False: else folded spans are never seen")
 
     def check(self, profile: Profile | None) -> None:
-        if self.router == "trained" and (profile is None or profile.info.sekv is None):
-            raise ConfigError(UNTRAINED)
+        router = self._chosen(profile)
+        if router == "trained" and _section(profile) is None:
+            raise ConfigError(NO_ROUTER)
+        if router == "initial" and (section := _section(profile)) is not None and section.router_init == "covariance":
+            raise self.wrong(
+                "router", "'untrained' to compare with: a profile does not hold where a router of covariances began"
+            )
+        if router in ("coarse", "oracle"):
+            for option, usual in (("shared_threshold", False), ("routing", "weighted")):
+                if getattr(self, option) != usual:
+                    raise self.wrong(
+                        option,
+                        f"{usual!r} with the router {router!r}, which has no gate: use a trained or 'initial' one",
+                    )
+
+    def notes(self, profile: Profile | None) -> tuple[str, ...]:
+        said = []
+        if self.router == "auto" and self._chosen(profile) == "coarse":
+            said.append(
+                "router coarse, untrained: spans are chosen by the direction of their mean key, no profile having a trained router"
+            )
+        if self.forms == "factored" and (gates := _gates(profile)) is not None and gates.trained < self.max_rank:
+            said.append(
+                f"rank gates know the first {gates.trained} components of a span; further ones, up to max_rank {self.max_rank}, are "
+                "kept by what they add"
+            )
+        return tuple(said)
 
     def components(self, program: Program, profile: Profile | None) -> Components:
+        self.check(profile)
+        segmenter = self.segmenter()
         return Components(
-            segmenter=self.segmenter(),
+            segmenter=segmenter,
             summary=Summary(
                 weights=self.weights,
                 bits=self.bits,
@@ -94,50 +150,47 @@ class SeKV(Method):
                 routing="uniform" if self.routing == "mean" and self.weights == "surprisal" else "derived",
             ),
             router=self._router(program, profile),
-            forms=self._forms(program, profile),
+            forms=self._forms(profile),
             host_form="raw" if self.forms == "raw" else "int8",
             outside="folded",
             fixed_share=self.fixed_share,
             floor_tokens=32,
             fill=self.fill,
+            unit=self.max_span,
             unfold=self.unfold,
             window=self.window,
             window_share=self.window_share,
+            fold_chunk=segmenter.fold_chunk,
         )
 
-    def segmenter(self) -> SurprisalSpans | LiteralSpans:
+    def segmenter(self) -> BySurprisal:
         """How prompts are divided; calibration divides in the same way."""
-        if self.literal:
-            return LiteralSpans(self.alpha, 16, self.window)
-        return SurprisalSpans(
-            self.alpha,
-            self.min_span,
-            self.max_span,
-            0.1 if self.anchors else 0.0,
-            self.window,
-            self.window_share,
-            self.sinks,
-            entropy=self.entropy,
-        )
+        own = {
+            name: getattr(self, name)
+            for name in ("alpha", "min_span", "max_span", "window", "window_share", "sinks", "entropy")
+        }
+        if self.spans == "paper":
+            return PaperSpans(**own, anchors=self.anchors, fold_chunk=max(8, self.min_span))
+        return SurprisalSpans(**own, anchor_share=0.1 if self.anchors else 0.0)
+
+    def _chosen(self, profile: Profile | None) -> str:
+        """The router that `auto` stands for."""
+        if self.router != "auto":
+            return self.router
+        return "coarse" if _section(profile) is None else "trained"
 
     def _router(self, program: Program, profile: Profile | None) -> Router:
-        if self.router == "oracle":
+        router = self._chosen(profile)
+        if router == "oracle":
             return OracleRouter()
-        if self.router == "coarse":
+        if router == "coarse":
             return CoarseRouter()
         stores = [site for site in program.sites if site.treatment == "method"]
-        if self.router == "untrained":
-            generator = torch.Generator(device="cpu").manual_seed(0)
-            weights = {}
-            for site in stores:
-                dim = max(1, min(32, site.key_dim // 4))
-                weights[site.index] = (
-                    torch.randn(site.q_heads, dim, site.key_dim, generator=generator, dtype=torch.float32, device="cpu")
-                    / site.key_dim**0.5
-                )
-            zeros = {site.index: torch.zeros(site.q_heads, dtype=torch.float32, device="cpu") for site in stores}
-            return GateRouter(weights, zeros, zeros, self.shared_threshold)
-        self.check(profile)
+        if router == "untrained":
+            return self._gate(_random_weights(stores, 0, 32), 0.0, stores)
+        if router == "initial":
+            return self._initial(stores, profile)
+        assert profile is not None
         tensors = profile.tensors
         pick = {
             part: {s.index: tensors[f"sekv.{part}.{s.index}"].float() for s in stores}
@@ -145,11 +198,49 @@ class SeKV(Method):
         }
         return GateRouter(pick["router"], pick["offset"], pick["threshold"], self.shared_threshold)
 
-    def _forms(self, program: Program, profile: Profile | None) -> LowRankForms | None:
-        if self.forms in ("raw", "int8") or self.router == "oracle":
+    def _initial(self, stores: list[AttentionSite], profile: Profile | None) -> GateRouter:
+        """The gate before the first step of the profile's training; without one, of the calibration's defaults."""
+        section = _section(profile)
+        settings = {} if profile is None or section is None else profile.info.provenance.settings
+        start = float(settings.get("threshold_start", START))
+        if section is not None and section.router_init == "random":
+            weights = _random_weights(stores, int(settings.get("seed", 0)), int(settings.get("routing_dim", 32)))
+        else:
+            weights = {
+                site.index: torch.eye(site.key_dim, dtype=torch.float32, device="cpu").repeat(site.q_heads, 1, 1)
+                for site in stores
+            }
+        return self._gate(weights, math.log(start / (1 - start)), stores)
+
+    def _gate(self, weights: dict[int, Tensor], threshold: float, stores: list[AttentionSite]) -> GateRouter:
+        offsets = {site.index: torch.zeros(site.q_heads, dtype=torch.float32, device="cpu") for site in stores}
+        thresholds = {index: zeros + threshold for index, zeros in offsets.items()}
+        return GateRouter(weights, offsets, thresholds, self.shared_threshold)
+
+    def _forms(self, profile: Profile | None) -> LowRankForms | None:
+        if self.forms in ("raw", "int8") or self._chosen(profile) == "oracle":
             return None
-        gates = ProfileRankGates(profile) if profile is not None and profile.info.sekv is not None else None
-        floor = profile.info.sekv.gate_floor if gates is not None else 0.1
         if self.forms == "auto":
             return LowRankForms(self.max_rank, only_if_smaller=True)
-        return LowRankForms(self.max_rank, gates, floor, only_if_smaller=False)
+        section = _section(profile)
+        floor = 0.1 if section is None else section.gate_floor
+        return LowRankForms(self.max_rank, _gates(profile), floor, only_if_smaller=False)
+
+
+def _section(profile: Profile | None) -> SekvSection | None:
+    return None if profile is None else profile.info.sekv
+
+
+def _gates(profile: Profile | None) -> ProfileRankGates | None:
+    return None if profile is None or profile.info.sekv is None else ProfileRankGates(profile)
+
+
+def _random_weights(stores: list[AttentionSite], seed: int, routing_dim: int) -> dict[int, Tensor]:
+    """W [Hq, d', D] of normal entries, d' at most a quarter of the head dim."""
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+    weights = {}
+    for site in stores:
+        dim = max(1, min(routing_dim, site.key_dim // 4))
+        noise = torch.randn(site.q_heads, dim, site.key_dim, generator=generator, dtype=torch.float32, device="cpu")
+        weights[site.index] = noise / site.key_dim**0.5
+    return weights

@@ -21,7 +21,7 @@ class SemantiCache(Method):
     delimiters: ids of the tokens that end a chunk, see `delimiter_ids`; none of them, `()`: chunks have `chunk` tokens. None: the
     tokens that may end a sentence by the profile, see `sentence_delimiters`; none where it has no sentences. chunk: longest
     chunk, tokens. window: recent tokens that stay exact, at most a third of the room. sinks: first tokens that stay exact.
-    bits: of the merged keys and values, 4 or 8.
+    bits: of the merged keys and values, 4 or 8; 16: in the KV dtype.
     """
 
     delimiters: tuple[int, ...] | None = None

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from semkv.ir.site import AttentionSite
 from semkv.runtime.quantization import bytes_per_vector
-from semkv.runtime.segments import Folding, Segmentation
+from semkv.runtime.segments import Boundary, Folding, Segmentation
 
 if TYPE_CHECKING:
     from semkv.runtime.record import RowRecord
@@ -55,6 +55,29 @@ class Continuing(Protocol):
     def segment_on(self, state: int, ids: Tensor) -> tuple[Segmentation, bool, int]:
         """Divide ids [t] behind which tokens left units at `state`: how, whether the first unit goes on with the last one, and where
         units stand then."""
+
+
+@runtime_checkable
+class Cutting(Protocol):
+    """What a segmenter has that divides tokens which leave the window as it divided the prompt: by their surprisal.
+
+    max_span: tokens of a unit that goes on.
+    """
+
+    @property
+    def max_span(self) -> int: ...
+
+    def natural(self, surprisal: Tensor) -> Boundary:
+        """The boundary of a text that was not divided yet, surprisal float32 [n] in nats."""
+
+    def places(self, room: float, kept: int, summaries: float, page_size: int) -> int:
+        """How many more tokens may stay exact: all fixed parts have `room` tokens per KV head, of which `kept` exact ones behind the
+        window and the `summaries` of units take their part."""
+
+    def cut(self, surprisal: Tensor, boundary: Boundary, open_tokens: int, places: int) -> tuple[Segmentation, bool]:
+        """Divide tokens of surprisal float32 [t] by `boundary`, the last unit before which has `open_tokens` tokens, 0 where they do not
+        follow on one; at most `places` stay exact. How, of the tokens before its `recent`, at least one, and whether the first segment
+        goes on with that unit."""
 
 
 class Keeper(Protocol):
@@ -172,8 +195,8 @@ class FormChooser(Protocol):
 class Summary:
     """What stands for a folded unit in the softmax: its weighted mean key and value with log size.
 
-    weights: `surprisal` (SeKV Eq. 2) or `uniform`. bits: of keys and values on the device. attend: False keeps the means
-    for routing only. routing: `derived` (routing vectors follow from the mean key) or `uniform` (own mean-pooled vectors).
+    weights: `surprisal` (SeKV Eq. 2) or `uniform`. bits: of keys and values on the device, 4 or 8; 16: in the KV dtype. attend: False keeps
+    the means for routing only. routing: `derived` (routing vectors follow from the mean key) or `uniform` (own mean-pooled vectors).
     """
 
     weights: Literal["surprisal", "uniform"] = "surprisal"

@@ -54,12 +54,12 @@ class DeviceIndex:
         return self._tensor(f"log_sizes.{site.group_size}", lambda: log_sizes(self._units, site))
 
     @property
-    def mean_k(self) -> Quantized:
-        return self._quantized("mean_k", self._mean_k)
+    def mean_k(self) -> Quantized | Tensor:
+        return self._numbers("mean_k", self._mean_k)
 
     @property
-    def mean_v(self) -> Quantized:
-        return self._quantized("mean_v", self._mean_v)
+    def mean_v(self) -> Quantized | Tensor:
+        return self._numbers("mean_v", self._mean_v)
 
     def costs(self, spans: FoldedSpans) -> Tensor:
         """int32 [Hkv, M]: bytes of each unit when it is unfolded, per KV head."""
@@ -83,8 +83,10 @@ class DeviceIndex:
             self._copies[name] = make().to(self.device)
         return self._copies[name]
 
-    def _quantized(self, name: str, held: Quantized | None) -> Quantized:
+    def _numbers(self, name: str, held: Quantized | Tensor | None) -> Quantized | Tensor:
         if held is None:
             raise ValueError("the method keeps no summaries of its units")
+        if isinstance(held, Tensor):
+            return self._tensor(name, lambda: held)
         codes = self._tensor(f"{name}.codes", lambda: held.codes)
         return Quantized(codes, self._tensor(f"{name}.scale", lambda: held.scale), held.bits, held.dim)

@@ -63,7 +63,8 @@ class Demand:
                 if part.components.whole:
                     whole += budget.held_bytes(site, 1) - budget.held_bytes(site, 0)
                 else:
-                    sharing.append(SharingPart(site, part.components, _smallest_share(store, part, stores, plan)))
+                    share = _smallest_share(store, part, stores, plan)
+                    sharing.append(SharingPart(site, part.components, share))
         least = MARGIN * minimum
         if whole:
             least *= sum(budget.full_bytes(part.site, 1) for part in sharing) / full
@@ -143,7 +144,7 @@ def _reaches(part: SharingPart, budget: Budget, floor: int, demand: Demand) -> b
     window = max(page, min(components.window, components.window_share * room))
     sinks = _whole_pages(getattr(components.segmenter, "sinks", 0), budget)
     token = exact_nbytes(site, components, budget.dtype) + 4
-    left, cost = room - window - components.fold_chunk - sinks, unit_cost_bytes(site, components) / token
+    left, cost = room - window - components.fold_chunk - sinks, unit_cost_bytes(site, components, budget.dtype) / token
     if left <= 0:
         return False
     tokens, unit = min(floor / budget.value, demand.longest), components.unit

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from semkv.errors import ConfigError
 from semkv.kernels.codes import code_norms, code_products, rebuilt
+from semkv.kernels.mixed_attention.streaming import scores
 
 
 @dataclass(frozen=True)
@@ -54,18 +55,34 @@ def quantize(x: Tensor, bits: int) -> Quantized:
     return Quantized(codes, scale, bits, x.shape[-1])
 
 
-def dequantize(x: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The tensor [..., D] that `x` stands for."""
+def held(x: Tensor, bits: int, dtype: torch.dtype) -> Quantized | Tensor:
+    """`x` [..., D] as it is held at `bits`: quantised, at 16 as numbers of `dtype`."""
+    return x.to(dtype) if bits == 16 else quantize(x, bits)
+
+
+def tensors_of(x: Quantized | Tensor) -> tuple[Tensor, ...]:
+    """What holds it: codes and scales, or the numbers."""
+    return (x.codes, x.scale) if isinstance(x, Quantized) else (x,)
+
+
+def dequantize(x: Quantized | Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The tensor [..., D] that `x` stands for, or is."""
+    if isinstance(x, Tensor):
+        return x.to(dtype)
     return rebuilt(x.codes, x.scale, x.bits, x.dim, dtype)
 
 
-def products(q: Tensor, x: Quantized) -> Tensor:
-    """q [H, R, D] in float32 times the vectors that x [H, M, D] stands for: float32 [H, R, M]."""
+def products(q: Tensor, x: Quantized | Tensor) -> Tensor:
+    """q [H, R, D] in float32 times the vectors that x [H, M, D] stands for, or is: float32 [H, R, M]."""
+    if isinstance(x, Tensor):
+        return scores(q, x)
     return code_products(q, x.codes, x.bits, x.scale)
 
 
-def norms(x: Quantized) -> Tensor:
-    """Lengths of the vectors that x [H, M, D] stands for, float32 [H, M]."""
+def norms(x: Quantized | Tensor) -> Tensor:
+    """Lengths of the vectors that x [H, M, D] stands for, or is, float32 [H, M]."""
+    if isinstance(x, Tensor):
+        return x.float().norm(dim=-1)
     return code_norms(x.codes, x.bits, x.scale)
 
 
@@ -79,6 +96,8 @@ def concatenate(parts: list[Quantized], dim: int) -> Quantized:
     )
 
 
-def bytes_per_vector(dim: int, bits: int) -> int:
-    """Bytes of one quantised vector with its scale."""
+def bytes_per_vector(dim: int, bits: int, dtype: torch.dtype = torch.float16) -> int:
+    """Bytes of one quantised vector with its scale; at 16 bits, of numbers of `dtype`."""
+    if bits == 16:
+        return dim * dtype.itemsize
     return (dim * bits + 7) // 8 + 2

@@ -16,7 +16,7 @@ from semkv.ir.site import AttentionSite
 from semkv.kernels.mixed_attention.dispatch import DTYPES
 from semkv.profiles.schema.memory import UNBOUNDED, offloaded_stores
 from semkv.runtime.budget import bounded_shares
-from semkv.runtime.components import Components, Evictor, Part
+from semkv.runtime.components import Components, Cutting, Evictor, Part
 from semkv.runtime.join import join_parts
 from semkv.runtime.lookahead import Lookahead
 from semkv.runtime.page_shares import exact_token_nbytes, shares_in_pages
@@ -25,7 +25,7 @@ from semkv.runtime.past import Past
 from semkv.runtime.placement import Placement, in_pages
 from semkv.runtime.prompt_part import PromptPart
 from semkv.runtime.record import RowRecord
-from semkv.runtime.segments import Folding, Segmentation
+from semkv.runtime.segments import Boundary, Folding, Segmentation
 from semkv.runtime.site_memory import SiteMemory
 from semkv.runtime.spans import FoldedSpans, exact_nbytes, unit_cost_bytes
 from semkv.runtime.step import Step
@@ -317,8 +317,11 @@ class RowMemory:
         if allowance == float("inf"):
             return self._site(made, made.everything[:0], made.everything)
         if components.outside == "folded" and self._fits(site, components, n, allowance):
-            sinks = min(getattr(components.segmenter, "sinks", 0), n)
-            return self._site(made, made.everything[:sinks], made.everything[sinks:], self._spans(made))
+            sinks, cutting = min(getattr(components.segmenter, "sinks", 0), n), components.segmenter
+            boundary = cutting.natural(made.surprisal) if isinstance(cutting, Cutting) else None
+            return self._site(
+                made, made.everything[:sinks], made.everything[sinks:], self._spans(made), boundary=boundary
+            )
         token_bytes = exact_token_nbytes(site, components, placement.budget.dtype)
         room = allowance / site.kv_heads / token_bytes
         if components.outside == "dropped":
@@ -331,14 +334,14 @@ class RowMemory:
             return self._site(made, kept, made.everything[recent:])
         if components.segmenter is None:
             raise BudgetError(f"method {placement.method!r} has no rule for what to fold")
-        cost = unit_cost_bytes(site, components) / token_bytes
+        cost = unit_cost_bytes(site, components, placement.budget.dtype) / token_bytes
         place = (store.store, part.first) if components.segmenter.per_store else (-1, -1)
         key = (id(components.segmenter), *place, round(room, 3), round(cost, 6))
         if key not in divided:
             divided[key] = components.segmenter.segment(record, site, room, cost, placement.page_size)
         parts = divided[key]
         spans = self._spans(made)
-        memory = self._site(made, parts.kept, made.everything[parts.recent :], spans)
+        memory = self._site(made, parts.kept, made.everything[parts.recent :], spans, boundary=parts.boundary)
         spans.host_tokens.expect(int(parts.lengths.sum()))
         for block in parts.blocks(max(FOLD_BLOCK, -(-n // FOLD_BLOCKS))):
             at = block.folded
@@ -381,6 +384,7 @@ class RowMemory:
         recent: Tensor,
         spans: FoldedSpans | None = None,
         scores: Tensor | None = None,
+        boundary: Boundary | None = None,
     ) -> SiteMemory:
         placement, site, k, v = self.placement, made.site, made.k, made.v
         device, page = placement.device, placement.page_size
@@ -411,6 +415,7 @@ class RowMemory:
             made.surprisal[recent].clone(),
             unit_state=made.unit_state(recent),
             of_prompt=len(recent),
+            boundary=boundary,
             device=device,
         )
 
@@ -536,6 +541,10 @@ class RowMemory:
         """The memories that the budget counts."""
         for store in self.placement.budgeted:
             yield from self.stores[store.store]
+
+    def boundaries(self) -> Iterator[Boundary]:
+        """From which surprisal on tokens bound units, of the memories in which it does."""
+        yield from (memory.boundary for memory in self.memories() if memory.boundary is not None)
 
     def patch_surprisal(self, surprisal: Tensor) -> None:
         """Set the surprisal of the newest tokens, known only after their step: float32 [t]."""

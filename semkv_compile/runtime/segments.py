@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,6 +16,26 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class Boundary:
+    """From which surprisal on a token bounds a span: `nats`, and the same as `alpha` standard deviations above the text's mean."""
+
+    nats: float
+    alpha: float
+
+    @classmethod
+    def at(cls, surprisal: Tensor, alpha: float) -> Boundary:
+        """Above mean + alpha * std of surprisal float32 [n] (SeKV Sec. 3.1)."""
+        level = surprisal.mean() + alpha * surprisal.std(unbiased=False)
+        return cls(float(torch.nextafter(level, torch.full_like(level, math.inf))), alpha)
+
+    @classmethod
+    def of(cls, surprisal: Tensor, nats: float) -> Boundary:
+        """From `nats` on, in a text of surprisal float32 [n]."""
+        spread = float(surprisal.std(unbiased=False))
+        return cls(nats, (nats - float(surprisal.mean())) / spread if spread > 0 else math.inf)
+
+
+@dataclass(frozen=True)
 class Segmentation:
     """A division of tokens 0..n-1 of one row: what stays exact, what is folded, and in which units.
 
@@ -25,6 +46,7 @@ class Segmentation:
     recent: the first token of the recent window; tokens from there on stay exact.
     units: int64 [Hkv|1, s], the unit of each segment, numbered 0, 1, ... without gaps in every head; None: each segment is
         its own unit. Units are summarised, routed to and unfolded whole.
+    boundary: where surprisal decided, from where on.
 
     A token that is in none of the three is dropped.
     """
@@ -34,6 +56,7 @@ class Segmentation:
     lengths: Tensor
     recent: int
     units: Tensor | None = None
+    boundary: Boundary | None = None
 
     @classmethod
     def of_lengths(cls, lengths: Tensor, units: Tensor | None = None) -> Segmentation:
@@ -120,11 +143,18 @@ class Folding:
         """Maximum over units, [H, n, d] -> [H, m, d]."""
         return self._reduce(x, "amax")
 
+    def surprisal_mass(self) -> Tensor:
+        """float32 [Hkv|1, m]: the surprisal of each unit's tokens together."""
+        unit = self.token_unit
+        return self.surprisal.new_zeros(unit.shape[0], self.count).scatter_add_(
+            1, unit, self.surprisal.expand(unit.shape[0], -1)
+        )
+
     def surprisal_weights(self) -> Tensor:
         """SeKV Eq. 2: each token's share of its unit's surprisal, uniform where a unit's surprisal is zero, [Hkv|1, n]."""
         unit = self.token_unit
         surprisal = self.surprisal.expand(unit.shape[0], -1)
-        total = surprisal.new_zeros(unit.shape[0], self.count).scatter_add_(1, unit, surprisal).gather(1, unit)
+        total = self.surprisal_mass().gather(1, unit)
         return torch.where(total > 0, surprisal / total.clamp(min=1e-20), self._uniform())
 
     def _uniform(self) -> Tensor:

@@ -10,12 +10,12 @@ from torch import Tensor
 from semkv.ir.memory import Entries
 from semkv.ir.site import AttentionSite
 from semkv.runtime.choosing import Zoom, choose_there, choose_units, threshold_of
-from semkv.runtime.components import Coarse, Components, Continuing, Foresight
+from semkv.runtime.components import Coarse, Components, Continuing, Cutting, Foresight
 from semkv.runtime.prediction import Certain, Likely, Whereabouts
 from semkv.runtime.prefetch import Wanted
-from semkv.runtime.quantization import Quantized, quantize
-from semkv.runtime.segments import Folding
-from semkv.runtime.spans import FoldedSpans
+from semkv.runtime.quantization import Quantized, quantize, tensors_of
+from semkv.runtime.segments import Boundary, Folding
+from semkv.runtime.spans import FoldedSpans, exact_nbytes
 from semkv.runtime.step import Step
 from semkv.runtime.supply import Supplied, Supply
 from semkv.runtime.token_store import TokenStore, plain
@@ -68,7 +68,8 @@ class SiteMemory:
 
     kept: exact tokens that stay; recent: the newest ones; spans: what is folded, None where the method folds nothing;
     recent_ids int64, recent_surprisal float32 in nats: one for each recent token, none where nothing will be folded; unit_state: where
-    units stand before those, see `semkv.runtime.components.Continuing`. of_prompt: the recent tokens that the prompt left, where those that
+    units stand before those, see `semkv.runtime.components.Continuing`; boundary: from which surprisal on a token bounds a unit, where
+    surprisal decides, see `semkv.runtime.components.Cutting`. of_prompt: the recent tokens that the prompt left, where those that
     follow it stay (`semkv.runtime.components.Generated`).
 
     reads_codes: whether the last step attended to what is folded by the router's index, see `semkv.runtime.components.Coarse`.
@@ -88,6 +89,7 @@ class SiteMemory:
         *,
         unit_state: int = 0,
         of_prompt: int = 0,
+        boundary: Boundary | None = None,
         device: torch.device,
     ) -> None:
         self.site, self.components, self.device = site, components, device
@@ -95,7 +97,7 @@ class SiteMemory:
         self.recent_ids, self.recent_surprisal = (
             x if spans is not None else x.new_empty(0) for x in (recent_ids, recent_surprisal)
         )
-        self.unit_state, self.of_prompt = unit_state, of_prompt
+        self.unit_state, self.of_prompt, self.boundary = unit_state, of_prompt, boundary
         self.workspace: Workspace | None = None
         self.moved_nbytes = self.held_nbytes = 0
         self.reads_codes = False
@@ -136,7 +138,7 @@ class SiteMemory:
             read += workspace.filled * size // site.kv_heads
             read += 0 if workspace.factors is None else workspace.factors.nbytes
         if self.components.summary is not None and self.components.summary.attend:
-            read += sum(x.nbytes for mean in (spans.mean_k, spans.mean_v) for x in (mean.codes, mean.scale))
+            read += sum(x.nbytes for mean in (spans.mean_k, spans.mean_v) for x in tensors_of(mean))
         return read + (spans.device_nbytes if self.reads_codes else 0)
 
     @property
@@ -243,7 +245,7 @@ class SiteMemory:
             after = self.recent.length + tokens
             if after <= most and self.kept.nbytes + -(-after // page) * self.page_nbytes <= allowance:
                 break
-            self._fold_oldest(chunk)
+            self._fold_oldest(chunk, allowance)
         self._shrink(allowance - (-(-(self.recent.length + tokens) // page) * self.page_nbytes), span_limit)
 
     def room(self, allowance: float) -> tuple[int, int]:
@@ -293,7 +295,10 @@ class SiteMemory:
         self.recent_ids, self.recent_surprisal = self.recent_ids[count:].clone(), self.recent_surprisal[count:].clone()
         return self.recent.pop_front(count)
 
-    def _fold_oldest(self, count: int) -> None:
+    def _fold_oldest(self, count: int, allowance: float) -> None:
+        if isinstance(self.components.segmenter, Cutting):
+            self._cut_oldest(self.components.segmenter, count, allowance)
+            return
         ids, surprisal = self.recent_ids[:count].clone(), self.recent_surprisal[:count].clone()
         k, v, positions = (x.cpu() for x in self._pop(count))  # they leave the device: units are made on the host
         segmenter, longest = self.components.segmenter, 0
@@ -306,6 +311,28 @@ class SiteMemory:
         self.spans.fold(Folding(k, v, positions[0].long(), surprisal, parts.lengths, parts.units, ids))
         if longest:
             self.spans.go_on(at, longest)
+
+    def _cut_oldest(self, segmenter: Cutting, count: int, allowance: float) -> None:
+        """Of the oldest `count` tokens of the window, keep exact and fold those that their surprisal says, the first unit perhaps going on
+        with the last one."""
+        spans, boundary = self.spans, self.boundary
+        assert boundary is not None, "set when the prompt was read"
+        token = self.site.kv_heads * exact_nbytes(self.site, self.components, spans.dtype) + 4
+        room, summaries = (x / token for x in (allowance, spans.device_nbytes))
+        places = segmenter.places(room, self.kept.length, summaries, self.kept.page_size)
+        before = spans.open_tokens(int(self.recent.positions[0, 0]))
+        parts, goes_on = segmenter.cut(self.recent_surprisal[:count], boundary, before, places)
+        ids, surprisal = self.recent_ids[: parts.recent].clone(), self.recent_surprisal[: parts.recent].clone()
+        k, v, positions = self._pop(parts.recent)
+        if len(parts.kept):
+            at = parts.kept.to(k.device)
+            self.kept.append(k[:, at], v[:, at], positions[:, at])
+        at, first = parts.folded, spans.count
+        k, v, positions = (x.cpu() for x in (k, v, positions))  # they leave the device: units are made on the host
+        where = positions[0, at].long()
+        spans.fold(Folding(k[:, at], v[:, at], where, surprisal[at], parts.lengths, None, ids[at]))
+        if goes_on:
+            spans.go_on(first, segmenter.max_span)
 
     def _shrink(self, room: float, span_limit: float) -> None:
         """Merge spans, then archive the oldest, until kept tokens and spans take at most `room` bytes."""

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from semkv.ir.site import AttentionSite
-from semkv.runtime.components import Part
+from semkv.runtime.components import Cutting, Part
 from semkv.runtime.part_shares import sharing_parts
 from semkv.runtime.past import Past
 from semkv.runtime.placement import Placement
 from semkv.runtime.quantization import Quantized
 from semkv.runtime.row_memory import RowMemory
+from semkv.runtime.segments import Boundary
 from semkv.runtime.site_memory import SiteMemory
 from semkv.runtime.spans import FACTORS, TOKENS, FoldedSpans
 from semkv.runtime.token_store import TokenStore
@@ -46,6 +47,9 @@ def row_to_tensors(row: RowMemory) -> tuple[dict[str, Any], dict[str, Tensor]]:
             if memory.spans is not None:
                 facts["folded"].append([store, number])
                 own |= {"recent_ids": memory.recent_ids, "recent_surprisal": memory.recent_surprisal}
+                if memory.boundary is not None:
+                    level = [memory.boundary.nats, memory.boundary.alpha]
+                    own["boundary"] = torch.tensor(level, dtype=torch.float64, device="cpu")
                 own |= _span_tensors(memory.spans)
                 if memory.workspace is not None:  # sums go on in the same order
                     own |= {"workspace.tokens": memory.workspace.tokens, "workspace.segment": memory.workspace.segment}
@@ -56,6 +60,7 @@ def row_to_tensors(row: RowMemory) -> tuple[dict[str, Any], dict[str, Tensor]]:
 def _span_tensors(spans: FoldedSpans) -> dict[str, Tensor]:
     out = {name: getattr(spans, name) for name in (*TABLES, "lengths", "positions")}
     out |= {"retired": spans.retired.data[0]} if spans.retired.length else {}
+    out |= {"mass": spans.mass} if spans.mass.numel() else {}
     held = {"mean_k": spans.mean_k, "mean_v": spans.mean_v, **{f"index.{name}": x for name, x in spans.index.items()}}
     for name, part in held.items():
         if isinstance(part, Quantized):
@@ -184,7 +189,12 @@ def _memory(
     kept = placement.plan.keeps_generated and store.treatment == "method"
     if kept and exact["recent"].length < tokens - prompt:
         raise ValueError(f"{exact['recent'].length} recent tokens, of which {tokens - prompt} followed the prompt")
-    spans = None
+    spans = boundary = None
+    if folded and isinstance(part.components.segmenter, Cutting):
+        level = _expect(own["boundary"], "boundary", (2,), torch.float64)
+        if bool(level.isnan().any()):
+            raise ValueError("boundary is not a number, expected a surprisal")
+        boundary = Boundary(*level.tolist())
     if folded:
         count = (exact["recent"].length,)
         ids = _expect(own["recent_ids"], "recent_ids", count, torch.int64).clone()
@@ -201,6 +211,7 @@ def _memory(
         surprisal,
         unit_state=int(state),
         of_prompt=of_prompt,
+        boundary=boundary,
         device=device,
     )
     if spans is not None and "workspace.tokens" in own:
@@ -304,9 +315,14 @@ def _fill_index(spans: FoldedSpans, own: dict[str, Tensor], units: int) -> None:
     """Summaries and the router's index of `units` units."""
     site, summary = spans.site, spans.components.summary
     if summary is not None:
-        spans.mean_k = _quantized(own, "mean_k", site.kv_heads, units, site.key_dim, summary.bits)
+        spans.mean_k = _mean(spans, own, "mean_k", units, site.key_dim)
         if summary.attend:
-            spans.mean_v = _quantized(own, "mean_v", site.kv_heads, units, site.value_dim, summary.bits)
+            spans.mean_v = _mean(spans, own, "mean_v", units, site.value_dim)
+        if summary.weights == "surprisal":
+            mass = _expect(own["mass"], "mass", tuple(spans.lengths.shape), torch.float32)
+            if not bool(torch.isfinite(mass).all()) or bool((mass < 0).any()):
+                raise ValueError("mass is no sum of surprisals: some are negative or not finite")
+            spans.mass = mass.clone()
     for name, part in spans.index_parts.items():
         if part.bits is not None:
             spans.index[name] = _quantized(own, f"index.{name}", part.rows, units, part.dim, part.bits)
@@ -338,6 +354,13 @@ def _fill_factors(spans: FoldedSpans, own: dict[str, Tensor], count: int) -> Non
             raise ValueError(f"its {kind} factors point outside of what is stored")
         factors.packed[kind].append(flat)
         factors.offsets[kind] = offsets
+
+
+def _mean(spans: FoldedSpans, own: dict[str, Tensor], name: str, units: int, dim: int) -> Quantized | Tensor:
+    heads, bits = spans.site.kv_heads, spans.components.summary.bits
+    if bits == 16:
+        return _expect(own[name], name, (heads, units, dim), spans.dtype).clone()
+    return _quantized(own, name, heads, units, dim, bits)
 
 
 def _quantized(own: dict[str, Tensor], name: str, rows: int, units: int, dim: int, bits: int) -> Quantized:

@@ -9,14 +9,23 @@ import torch
 from torch import Tensor
 
 from semkv.ir.site import AttentionSite
-from semkv.kernels.mixed_attention.streaming import scores
 from semkv.kernels.slots import Segments
 from semkv.runtime.components import Components, IndexPart
 from semkv.runtime.device_index import DeviceIndex
 from semkv.runtime.host_pool import GrowingTensor, HostFactors, HostTokens, RoomKinds, room_kinds
 from semkv.runtime.host_tier import HostTier
 from semkv.runtime.prefetch import Source
-from semkv.runtime.quantization import Quantized, bytes_per_vector, concatenate, dequantize, norms, products, quantize
+from semkv.runtime.quantization import (
+    Quantized,
+    bytes_per_vector,
+    concatenate,
+    dequantize,
+    held,
+    norms,
+    products,
+    quantize,
+    tensors_of,
+)
 from semkv.runtime.segments import Folding
 from semkv.runtime.workspace import UnfoldedFactors, Workspace, ranges
 
@@ -25,13 +34,13 @@ Held = TypeVar("Held", Quantized, Tensor, Quantized | Tensor)
 TOKENS, FACTORS = 0, 1
 
 
-def unit_cost_bytes(site: AttentionSite, components: Components) -> float:
-    """Device bytes that stay for one folded unit, per KV head."""
+def unit_cost_bytes(site: AttentionSite, components: Components, dtype: torch.dtype) -> float:
+    """Device bytes that stay for one folded unit, per KV head, with keys and values in `dtype`."""
     summary, router = components.summary, components.router
     cost = 0.0
     if summary is not None:
-        cost += bytes_per_vector(site.key_dim, summary.bits) + 8 / site.kv_heads
-        cost += bytes_per_vector(site.value_dim, summary.bits) if summary.attend else 0
+        cost += bytes_per_vector(site.key_dim, summary.bits, dtype) + 8 / site.kv_heads
+        cost += bytes_per_vector(site.value_dim, summary.bits, dtype) if summary.attend else 0
     if router is not None and components.unfold:
         parts = router.index(site, summary)
         cost += sum(part.unit_nbytes for part in parts.values()) / site.kv_heads
@@ -59,8 +68,9 @@ class FoldedSpans:
     segments, each raw tokens or factors: spans merge as the sequence grows, and some units are not runs of tokens. Heads
     share their units or have their own (`segment_unit` [1, S] or [Hkv, S], -1 where nothing routes to a segment any more).
 
-    Device: where the method has a summary, mean keys and values quantised [Hkv, M], lengths and mean positions int32
-    [Hkv|1, M]; the router's index, by name, [rows, M, ...]. Host: tokens, factors and tables. Segments that nothing routes to any
+    Device: where the method has a summary, mean keys and values [Hkv, M], quantised or in the KV dtype, lengths and mean positions
+    int32 [Hkv|1, M]; the router's index, by name, [rows, M, ...]. Host: tokens, factors and tables; mass float32 [Hkv|1, M], of units whose
+    means are weighted, what their tokens weigh together. Segments that nothing routes to any
     more, before all others, are in no table but `retired`: position, length and place int64 [1, R, 3] of those that are tokens.
     """
 
@@ -90,13 +100,14 @@ class FoldedSpans:
         self.retired = GrowingTensor(1, (3,), torch.int64)
         self.lengths = torch.zeros(1, 0, dtype=torch.int32, device="cpu")
         self.positions = torch.zeros(1, 0, dtype=torch.int32, device="cpu")
-        self.mean_k: Quantized | None = None
-        self.mean_v: Quantized | None = None
+        self.mass = torch.zeros(1, 0, dtype=torch.float32, device="cpu")
+        self.mean_k: Quantized | Tensor | None = None
+        self.mean_v: Quantized | Tensor | None = None
         self.index: dict[str, Quantized | Tensor] = {}
         self._costs: tuple[Tensor, Tensor] | None = None
         self._range: tuple[Tensor, tuple[int, int]] | None = None
         self._held: tuple[Tensor, int] | None = None
-        self._directions: Quantized | None = None
+        self._directions: tuple[Tensor, Quantized | Tensor] | None = None
         self._plain: tuple[Tensor, bool] | None = None
         self._segments: Segments | None = None
         self._run: tuple[Tensor, int | None] | None = None
@@ -112,8 +123,7 @@ class FoldedSpans:
 
     def indexed(self, name: str) -> Tensor:
         """One tensor of the index in float32, [rows, M, dim]."""
-        held = self.index[name]
-        return dequantize(held) if isinstance(held, Quantized) else held.float()
+        return dequantize(self.index[name])
 
     def on(self, device: torch.device) -> DeviceIndex:
         """What the device keeps of the units, on `device`; copied at most once for each change of the units."""
@@ -123,20 +133,24 @@ class FoldedSpans:
         return self._there
 
     @property
-    def mean_directions(self) -> Quantized:
-        """The quantised mean keys at length 1, zeros as they are, on the host: their codes, with scales float32 [Hkv, M, 1] that are
-        made once for each change of the units."""
-        held = self.mean_k
-        assert held is not None
-        if self._directions is None or self._directions.codes is not held.codes:  # replaced whenever units change
-            scale = held.scale.float() / norms(held).clamp(min=1e-12)[..., None]
-            self._directions = Quantized(held.codes, scale, held.bits, held.dim)
-        return self._directions
+    def mean_directions(self) -> Quantized | Tensor:
+        """The mean keys at length 1, zeros as they are, on the host, made once for each change of the units: of quantised ones their
+        codes, with scales float32 [Hkv, M, 1], else float32 [Hkv, M, D]."""
+        mean = self.mean_k
+        assert mean is not None
+        if self._directions is None or self._directions[0] is not self.lengths:  # replaced whenever units change
+            length = norms(mean).clamp(min=1e-12)[..., None]
+            made: Quantized | Tensor
+            if isinstance(mean, Quantized):
+                made = Quantized(mean.codes, mean.scale.float() / length, mean.bits, mean.dim)
+            else:
+                made = mean.float() / length
+            self._directions = (self.lengths, made)
+        return self._directions[1]
 
     def products(self, q: Tensor, name: str) -> Tensor:
         """float32 q [H, R, dim] times one tensor of the index: [H, R, M]."""
-        held = self.index[name]
-        return products(q, held) if isinstance(held, Quantized) else scores(q, held)
+        return products(q, self.index[name])
 
     # -- sizes -------------------------------------------------------------------------------------------------------
 
@@ -158,16 +172,10 @@ class FoldedSpans:
         return self._run[1]
 
     def device_tensors(self) -> list[Tensor]:
-        held: list[Quantized | Tensor | None] = [self.mean_k, self.mean_v, *self.index.values()]
+        parts: list[Quantized | Tensor | None] = [self.mean_k, self.mean_v, *self.index.values()]
         if self.components.summary is not None:
-            held += [self.lengths, self.positions]
-        tensors = []
-        for part in held:
-            if isinstance(part, Quantized):
-                tensors += [part.codes, part.scale]
-            elif part is not None:
-                tensors.append(part)
-        return tensors
+            parts += [self.lengths, self.positions]
+        return [x for part in parts if part is not None for x in tensors_of(part)]
 
     @property
     def device_nbytes(self) -> int:
@@ -198,7 +206,7 @@ class FoldedSpans:
     def host_nbytes(self) -> int:
         tables = (self.segment_unit, self.segment_kind, self.segment_length, self.segment_position, self.segment_start)
         held = self.host_tokens.nbytes + self.host_factors.nbytes + sum(table.nbytes for table in tables)
-        held += self.retired.nbytes
+        held += self.retired.nbytes + self.mass.nbytes
         held -= self.waiting_nbytes if self.device is not None else 0
         return held if self.components.summary is not None else held + self.lengths.nbytes + self.positions.nbytes
 
@@ -256,9 +264,12 @@ class FoldedSpans:
         if summary is not None:
             weights = folding.surprisal_weights() if summary.weights == "surprisal" else None
             mean_k = folding.mean(folding.k, weights)
-            self.mean_k = _joined(self.mean_k, quantize(mean_k, summary.bits))
+            self.mean_k = _joined(self.mean_k, held(mean_k, summary.bits, self.dtype))
             if summary.attend:
-                self.mean_v = _joined(self.mean_v, quantize(folding.mean(folding.v, weights), summary.bits))
+                mean_v = folding.mean(folding.v, weights)
+                self.mean_v = _joined(self.mean_v, held(mean_v, summary.bits, self.dtype))
+            if weights is not None:
+                self.mass = _same_rows(self.mass, folding.surprisal_mass(), heads)
         parts = self.index_parts
         if parts and router is not None:
             built = router.build(self.site, folding, mean_k)
@@ -272,12 +283,8 @@ class FoldedSpans:
         self.positions = _same_rows(self.positions, folding.mean(where)[..., 0].to(torch.int32), heads)
 
     def _append_index(self, name: str, part: IndexPart, x: Tensor) -> None:
-        old = self.index.get(name)
-        if part.bits is not None:
-            self.index[name] = _joined(old if isinstance(old, Quantized) else None, quantize(x, part.bits))
-            return
-        new = x.to(part.dtype)
-        self.index[name] = torch.cat([old, new], 1) if isinstance(old, Tensor) else new
+        new = x.to(part.dtype) if part.bits is None else quantize(x, part.bits)
+        self.index[name] = _joined(self.index.get(name), new)
 
     def _store(self, folding: Folding, mean_k: Tensor | None) -> None:
         k, v, positions, lengths = folding.k, folding.v, folding.positions, folding.lengths
@@ -313,7 +320,7 @@ class FoldedSpans:
     def merge(self, pairs: int, longest: int) -> int:
         """Merge up to `pairs` pairs of neighbours, the shortest together first, none longer than `longest` tokens.
 
-        Means are combined by size. Returns how many pairs were merged.
+        Means are combined by what their tokens weigh: they stay those of Eq. 2. Returns how many pairs were merged.
         """
         if self.count < 2 or pairs < 1 or not self._mergeable:
             return 0
@@ -330,6 +337,13 @@ class FoldedSpans:
         if lefts:
             self._join(torch.tensor(sorted(lefts), dtype=torch.int64, device="cpu"))
         return len(lefts)
+
+    def open_tokens(self, position: int) -> int:
+        """Tokens of the last unit, where the token at `position` is the one behind its last; else 0."""
+        if not self.count or self.segment_unit.shape[0] > 1 or int(self.segment_unit[0, -1]) != self.count - 1:
+            return 0
+        follows = int(self.segment_position[-1] + self.segment_length[-1]) == position
+        return int(self.lengths[0, -1]) if follows else 0
 
     def go_on(self, unit: int, longest: int) -> bool:
         """Make one of `unit` and the one before it, if its first token follows on the last of that and both have at most `longest`
@@ -358,33 +372,38 @@ class FoldedSpans:
         total = size[:, left] + size[:, right]
 
         def pairs(x: Quantized | Tensor) -> list[Tensor]:
-            return [
-                dequantize(x[:, part]) if isinstance(x, Quantized) else x[:, part].float() for part in (left, right)
-            ]
+            return [dequantize(x[:, part]) for part in (left, right)]
 
-        def mean(x: Quantized | Tensor) -> Tensor:
+        def mean(x: Quantized | Tensor, share: Tensor) -> Tensor:
             first, second = pairs(x)
-            rows = first.shape[0] // len(size)  # of query heads, or one row for all
-            own, other = ((size[:, part] / total).repeat_interleave(rows, 0)[..., None] for part in (left, right))
-            return first * own + second * other
+            rows = first.shape[0] // len(share)  # of query heads, or one row for all
+            own = share.repeat_interleave(rows, 0)[..., None]
+            return first * own + second * (1 - own)
 
-        mean_k = None if self.mean_k is None else mean(self.mean_k)
+        by_size = size[:, left] / total
+        by_mass, mass = by_size, None
+        if self.mass.numel():
+            mass = self.mass[:, left] + self.mass[:, right]
+            by_mass = torch.where(mass > 0, self.mass[:, left] / mass.clamp(min=1e-20), by_size)
+        mean_k = None if self.mean_k is None else mean(self.mean_k, by_mass)
         index = {}
         for name, part in self.index_parts.items():
-            held = self.index[name]
+            old = self.index[name]
             if part.merge == "rebuild":
                 made = self.components.router.rebuild(self.site, name, mean_k)
             elif part.merge == "mean":
-                made = mean(held)
+                made = mean(old, by_size)
             else:
-                made = (torch.minimum if part.merge == "min" else torch.maximum)(*pairs(held))
-            index[name] = _replaced(held, keep, at, made)
+                made = (torch.minimum if part.merge == "min" else torch.maximum)(*pairs(old))
+            index[name] = _replaced(old, keep, at, made)
         self.index = index
         if self.mean_v is not None:
-            self.mean_v = _replaced(self.mean_v, keep, at, mean(self.mean_v))
+            self.mean_v = _replaced(self.mean_v, keep, at, mean(self.mean_v, by_mass))
         if self.mean_k is not None:
             self.mean_k = _replaced(self.mean_k, keep, at, mean_k)
-        self.positions = _replaced(self.positions, keep, at, mean(self.positions[..., None])[..., 0])
+        if mass is not None:
+            self.mass = _replaced(self.mass, keep, at, mass)
+        self.positions = _replaced(self.positions, keep, at, mean(self.positions[..., None], by_size)[..., 0])
         self.lengths = _replaced(self.lengths, keep, at, total)
         number = keep.cumsum(0) - 1
         self.segment_unit = torch.where(self.segment_unit >= 0, number[self.segment_unit.clamp(min=0)], -1)
@@ -396,7 +415,9 @@ class FoldedSpans:
         """
         units = min(units, self.count)
         keep = slice(units, None)
-        self.lengths, self.positions = self.lengths[:, keep].clone(), self.positions[:, keep].clone()
+        self.lengths, self.positions, self.mass = (
+            x[:, keep].clone() for x in (self.lengths, self.positions, self.mass)
+        )
         for name in ("mean_k", "mean_v"):
             packed = getattr(self, name)
             if packed is not None:
@@ -538,8 +559,10 @@ class FoldedSpans:
         return copy  # every other tensor is replaced, never written in place
 
 
-def _joined(old: Quantized | None, new: Quantized) -> Quantized:
-    return new if old is None else concatenate([old, new], 1)
+def _joined(old: Quantized | Tensor | None, new: Quantized | Tensor) -> Quantized | Tensor:
+    if isinstance(old, Quantized) and isinstance(new, Quantized):
+        return concatenate([old, new], 1)
+    return torch.cat([old, new], 1) if isinstance(old, Tensor) and isinstance(new, Tensor) else new
 
 
 def _replaced(held: Held, keep: Tensor, at: Tensor, made: Tensor) -> Held:

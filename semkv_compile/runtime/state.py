@@ -36,7 +36,9 @@ class Stats:
     that its attention read, in any step; device_share_mean, attended_share_mean: over stores and steps; 0 before the first step.
     excess_share, excess_share_mean: likewise, of what a store held beyond its cap, where tokens that follow a prompt stay; else 0.
     zoom_rate:
-    per site, float32 [Hq], the share of its spans that each query head unfolded; empty where nothing was folded.
+    per site, float32 [Hq], the share of its spans that each query head unfolded; empty where nothing was folded. alpha: standard
+    deviations of surprisal above its mean from which a token bounds a span, in the layer that can afford the fewest; infinite where none
+    does, None where surprisal does not decide.
     hit_rate: of the tokens that steps lacked, the share that had been fetched ahead. ahead_bytes_per_step: fetched ahead, lacked or
     not, per row. stall_ms_per_step: milliseconds that a step stood still for folded tokens, all rows together; on CUDA without what
     its stream waits for.
@@ -58,6 +60,7 @@ class Stats:
     attended_share_mean: float = 0.0
     excess_share: float = 0.0
     excess_share_mean: float = 0.0
+    alpha: float | None = None
 
 
 class Watch(Protocol):
@@ -205,6 +208,7 @@ class State:
             attended_share_mean=sum(t.attended_bytes for t in traffic) / full,
             excess_share=max((t.excess_share for t in traffic), default=0.0),
             excess_share_mean=sum(t.excess_bytes for t in traffic) / full,
+            alpha=max((b.alpha for row in self.rows for b in row.boundaries()), default=None),
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:

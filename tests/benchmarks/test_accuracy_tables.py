@@ -91,9 +91,9 @@ def test_switches_say_which_way_they_move_and_what_the_paper_says(scripts):
     lines = ablations.switch_table(report_of(grid, right)).splitlines()[2:]
     cells = {line.split("|")[1].strip(): [cell.strip() for cell in line.strip("| ").split("|")] for line in lines}
     assert list(cells) == [switch.label for switch in ablations.SWITCHES]
-    assert cells["no anchors"][1:2] + cells["no anchors"][4:] == ["sekv", "lower", "-3.9 / -3.1", "yes"]
+    assert cells["no anchors"][1:2] + cells["no anchors"][4:] == ["paper", "lower", "-3.9 / -3.1", "yes"]
     assert cells["no anchors"][3].startswith("-70.0 (")
-    assert cells["global threshold"][1] == "sekv, threshold only"
+    assert cells["global threshold"][1] == "paper"
     assert (cells["global threshold"][4], cells["global threshold"][6]) == ("higher", "no")
     assert (cells["fixed chunks"][4], cells["fixed chunks"][6]) == ("open", "not seen")
 

@@ -54,7 +54,7 @@ def test_a_whole_share_is_one(method):
     ("method", "options", "message"),
     [
         ("sekv", {"alpha": -1.0}, "option 'alpha' of method 'sekv' is -1.0; expected a number of at least 0"),
-        ("sekv", {"bits": 16}, "option 'bits' of method 'sekv' is 16; expected 4 or 8"),
+        ("sekv", {"bits": 6}, "option 'bits' of method 'sekv' is 6; expected 4, 8 or 16"),
         ("quest", {"page": 0}, "option 'page' of method 'quest' is 0; expected at least 1 token"),
         ("snapkv", {"window": 65}, "option 'window' of method 'snapkv' is 65; expected 1 to 64 queries"),
         ("cake", {"kernel": 4}, "option 'kernel' of method 'cake' is 4; expected an odd width"),

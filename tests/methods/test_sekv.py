@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+import semkv
 from semkv.errors import ConfigError
+from semkv.evaluation.samples import make_sample
 from semkv.ir.site import AttentionSite
 from semkv.kernels.mixed_attention import mixed_attention_reference
-from semkv.methods import SeKV
+from semkv.methods import SeKV, find_method
+from semkv.methods.forms import LowRankForms
+from semkv.methods.paper_spans import PaperSpans
+from semkv.methods.rank_gates import ProfileRankGates
 from semkv.methods.routers import CoarseRouter, GateRouter, OracleRouter
-from semkv.methods.segmenters import LiteralSpans
+from semkv.profiles.calibration.parameters import SekvParameters
+from semkv.profiles.calibration.settings import CalibrationSettings
 from semkv.runtime.components import Components, Summary
 from semkv.runtime.join import stack_rows
 from semkv.runtime.quantization import dequantize
@@ -105,17 +112,28 @@ def test_gate_logits_are_those_of_equations_3_to_5(routing):
 
 
 def test_spans_above_the_threshold_are_unfolded():
-    """Eq. 9 without the fill: each query head by its own threshold; a shared one replaces them all by their mean."""
+    """Eq. 9 without the fill: each query head by its own offset and threshold; a shared one replaces both by their mean over all layers."""
+    seen = []
     for shared in (False, True):
         router = gate(shared=shared)
+        router.weights[1], router.offsets[1], router.thresholds[1] = router.weights[0], torch.ones(4), torch.zeros(4)
         store, made = memory(router, fill=False)
         scores = router.score(SITE, made["q"], store.spans, Step.alone(SITE, made["q"]))
         zoom = store._select(SITE, scores, ALL).heads
-        raw = scores + router.thresholds[0][:, None, None]
-        limit = router.thresholds[0].mean().expand(4) if shared else router.thresholds[0]
+        means = coarse_means(made, "k")
+        both = [
+            float(router.offsets[site][head] + router.thresholds[site][head]) for site in (0, 1) for head in range(4)
+        ]
         for head in range(4):
-            assert zoom[head, 0].tolist() == [float(raw[head, 0, unit]) > float(limit[head]) for unit in range(4)]
+            w, limit = router.weights[0][head], sum(both) / 8 if shared else both[head]
+            for unit, length in enumerate(LENGTHS):
+                summary = w @ means[head // 2, unit]
+                raw = float((w @ made["q"][head, 0]) @ (summary / summary.norm())) / math.sqrt(3) + math.log(length)
+                assert abs(raw - limit) > 0.05, "a case that rounding decides"
+                assert bool(zoom[head, 0, unit]) == (raw > limit)
         assert 0 < int(zoom.sum()) < zoom.numel()
+        seen.append(zoom)
+    assert not torch.equal(*seen)
 
 
 @pytest.mark.parametrize("fill", [True, False])
@@ -238,9 +256,8 @@ SWITCHES = {
     "fixed chunks": ({"entropy": False}, {"segmenter"}),
     "no anchors": ({"anchors": False}, {"segmenter"}),
     "no surprisal weights": ({"weights": "uniform"}, {"summary"}),
-    "mean-pooled routing": ({"routing": "mean"}, {"summary"}),
-    "no coarse entries": ({"coarse": False}, {"summary"}),
-    "no SVD": ({"unfold": False}, {"unfold"}),
+    "coarse entries": ({"coarse": True}, {"summary"}),
+    "no SVD": ({"unfold": False, "coarse": True}, {"unfold", "summary"}),
     "raw spans": ({"forms": "raw"}, {"forms", "host_form"}),
     "thresholds only": ({"fill": False}, {"fill"}),
     "fixed share": ({"fixed_share": 0.9}, {"fixed_share"}),
@@ -260,21 +277,69 @@ def test_a_switch_changes_what_it_says_and_only_that(name):
     assert differing == changed
 
 
-def test_what_the_switches_of_segmentation_do():
-    surprisal = torch.rand(400, generator=torch.Generator().manual_seed(1)) ** 4 * 9
-    plain = SeKV(min_span=4).segmenter().divide(surprisal, 90.0, 0.4, 1)
-    chunks = SeKV(min_span=4, entropy=False).segmenter().divide(surprisal, 90.0, 0.4, 1)
-    bare = SeKV(min_span=4, anchors=False).segmenter().divide(surprisal, 90.0, 0.4, 1)
-    assert len(plain.kept) > 4
-    assert bare.kept.tolist() == [0, 1, 2, 3]
-    sizes = set((chunks.lengths + 0).tolist())
-    assert max(sizes) - min(sizes) <= 2  # equal chunks, less one token where an anchor was taken out
+@pytest.mark.parametrize("options", [{"min_span": 4}, {"preset": "paper"}, {"preset": "paper", "alpha": 2.0}])
+def test_what_the_switches_of_segmentation_do(options):
+    surprisal = torch.rand(1200, generator=torch.Generator().manual_seed(1)) ** 9 * 9
+
+    def divided(**changes):
+        return SeKV().with_options(options | changes).segmenter().divide(surprisal, 190.0, 0.9, 1)
+
+    plain, chunks, bare = divided(), divided(entropy=False), divided(anchors=False)
+    sinks = SeKV().with_options(options).sinks
+    assert len(plain.kept) > sinks + 10
+    assert len(bare.kept) < len(plain.kept)
+    assert len(chunks.kept) == len(plain.kept)
+    assert float(chunks.lengths.float().mean()) == float(plain.lengths.float().mean()), "matched in mean size"
+    assert int(chunks.lengths.max() - chunks.lengths.min()) <= 2
     assert len(set(plain.lengths.tolist())) > 5
 
 
-def test_the_literal_mode_has_the_papers_constants():
-    segmenter = SeKV(literal=True).segmenter()
-    assert segmenter == LiteralSpans(alpha=1.0, min_span=16, window=512)
+def test_the_papers_preset():
+    """Its constants; options beside it have the last word, and an unknown one is named."""
+    paper = SeKV().with_options({"preset": "paper"})
+    segmenter = paper.segmenter()
+    assert isinstance(segmenter, PaperSpans)
+    assert (segmenter.alpha, segmenter.min_span, segmenter.window, segmenter.fold_chunk) == (1.0, 16, 512, 16)
+    assert (paper.forms, paper.max_rank, paper.fill, paper.bits) == ("factored", 32, False, 16)
+    assert SeKV().with_options({"preset": "paper", "max_rank": 8}) == replace(paper, max_rank=8)
+    with pytest.raises(ConfigError, match="option 'preset' of method 'sekv' is 'papers'; expected one of 'paper'"):
+        find_method("sekv", {"preset": "papers"})
+    with pytest.raises(
+        ConfigError, match="'preset' of method 'quest' is 'paper'; expected no preset: this method has none"
+    ):
+        find_method("quest", {"preset": "paper"})
+    with pytest.raises(ConfigError, match="option 'min_span' of method 'sekv' is 99; expected 1 to max_span"):
+        find_method("sekv", {"preset": "paper", "min_span": 99})
+
+
+@pytest.mark.parametrize("options", [{"shared_threshold": True}, {"routing": "mean"}])
+@pytest.mark.parametrize("router", ["auto", "coarse", "oracle"])
+def test_switches_of_the_gate_need_one(router, options):
+    (name,) = options
+    with pytest.raises(ConfigError, match=f"option '{name}' of method 'sekv' is .*; expected .* has no gate"):
+        SeKV(router=router, **options).check(None)
+    parts = SeKV(router="initial", **options).components(PROGRAM, None)
+    assert parts.router.shared_threshold or parts.summary.routing == "uniform"
+
+
+def test_the_initial_gate_is_where_training_begins():
+    """Of the bundled profile, whose W began as the identity; without a profile, of the calibration's defaults."""
+    settings = CalibrationSettings()
+    program = SimpleNamespace(sites=(replace(SITE, treatment="method"),))
+    parameters = SekvParameters(program, settings)
+    router = SeKV(router="initial").components(program, None).router
+    for own, began in (
+        (router.weights, parameters.router),
+        (router.offsets, parameters.offset),
+        (router.thresholds, parameters.threshold),
+    ):
+        torch.testing.assert_close(own[0], began["0"].detach())
+    store, made = memory(router)
+    scores = router.score(SITE, made["q"], store.spans, Step.alone(SITE, made["q"]))
+    means = coarse_means(made, "k")
+    direction = means[1, 2] / means[1, 2].norm()
+    logit = float(made["q"][3, 0] @ direction) / math.sqrt(8) + math.log(LENGTHS[2]) - math.log(0.05 / 0.95)
+    assert float(scores[3, 0, 2]) == pytest.approx(logit, abs=0.05)
 
 
 def test_an_untrained_router_is_random_and_the_same_every_time():
@@ -287,6 +352,117 @@ def test_trained_routing_needs_a_profile():
     with pytest.raises(
         ConfigError, match="needs a profile with a trained router: make one with `semkv-profile MODEL -o OUT`"
     ):
-        SeKV().components(PROGRAM, None)
+        SeKV(router="trained").components(PROGRAM, None)
+    assert isinstance(SeKV().components(PROGRAM, None).router, CoarseRouter)
+    assert "router coarse, untrained" in SeKV().notes(None)[0]
+    assert SeKV(router="coarse").notes(None) == ()
     with pytest.raises(ConfigError, match="option 'min_span' of method 'sekv' is 99; expected 1 to max_span"):
         SeKV().with_options({"min_span": 99})
+
+
+# -- on a whole model --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """The bundled model with its profile."""
+    return semkv.compile(semkv.bundled.load()[0], semkv.bundled.profile(), method="full")
+
+
+@pytest.fixture(scope="module")
+def haystack():
+    tokenizer = semkv.bundled.load()[1]
+    return torch.tensor([make_sample(tokenizer, "dense", 1100, 0, seed=0, questions=1).ids])
+
+
+def sekv(whole, budget: float, **options):
+    return whole.with_method("sekv", budget, config=semkv.CompileConfig(floor=0), **options)
+
+
+def test_without_a_profile_it_runs_untrained_and_says_so(haystack):
+    model = semkv.bundled.load()[0]
+    compiled = semkv.compile(model, method="sekv", budget=0.1, config=semkv.CompileConfig(floor=0))
+    assert "router coarse, untrained" in semkv.explain(compiled)
+    state = compiled.prefill(haystack)
+    compiled.extend(state, haystack[:, :1])
+    assert "standard deviations above the mean surprisal" in semkv.explain(compiled, state)
+
+
+@pytest.mark.parametrize("options", [{"max_rank": 64}, {"max_rank": 24}, {"shared_threshold": True}])
+def test_the_papers_preset_runs_on_the_bundled_profile(whole, haystack, options):
+    """Ranks beyond those that the gates were trained for are kept by their energy; the budget holds."""
+    compiled = sekv(whole, 0.25, preset="paper", **options)
+    if "max_rank" in options:
+        (note,) = compiled.method.notes(whole.profile)
+        assert note.startswith(
+            f"rank gates know the first 20 components of a span; further ones, up to max_rank {options['max_rank']},"
+        )
+    state = compiled.prefill(haystack)
+    compiled.extend(state, haystack[:, :6])
+    assert state.stats.peak_share <= 1
+    spans = state.rows[0].stores[1][0].spans
+    assert spans.has_factors
+    assert isinstance(spans.mean_k, torch.Tensor)
+    if options.get("max_rank") == 64:
+        assert int(spans.host_factors.key_rank.max()) > 20
+
+
+def test_gates_beyond_the_trained_ones_are_energies(whole):
+    gates = ProfileRankGates(whole.profile)
+    assert gates.trained == 20
+    site = whole.program.stores[0]
+    torch.manual_seed(0)
+    k, v = torch.randn(2, site.kv_heads, 40, site.key_dim)
+    k[:, :] = k[..., :1] * torch.linspace(1, 2, site.key_dim) + 1e-3 * k  # one strong component
+    forms = LowRankForms(64, gates, 0.01, only_if_smaller=False)
+    starts, lengths = torch.tensor([0]), torch.tensor([40])
+    (heads,) = forms.factorize_spans(site, k, v, starts, lengths, k.mean(1, keepdim=True)).values()
+    assert {len(head["key_s"]) for head in heads} <= set(range(1, 21)), "what adds nothing is dropped beyond the 20th"
+    assert {len(head["value_s"]) for head in heads} == {40}, "noise needs all of them"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_factors_are_sized_in_the_kv_dtype(dtype):
+    """48 tokens of rank r, D = 64, in float32 or float16 against 8-bit tokens of 66 bytes."""
+    site = AttentionSite(index=0, name="x", store=0, q_heads=2, kv_heads=2, key_dim=64, value_dim=64, scale=1.0)
+    torch.manual_seed(0)
+    for rank in (4, 10, 13, 16, 20):
+        x = (torch.randn(2, 48, rank) @ torch.randn(2, rank, 64)).to(dtype)
+        factors = rank * (48 + 64 + 1) * dtype.itemsize
+        found = LowRankForms(32).factorize_spans(
+            site, x, x, torch.tensor([0]), torch.tensor([48]), x.mean(1, keepdim=True)
+        )
+        assert bool(found) == (factors < 48 * 66), rank
+
+
+@pytest.mark.parametrize("options", [{}, {"preset": "paper"}])
+def test_generated_tokens_are_cut_where_they_surprise(whole, haystack, options, tmp_path):
+    """Against the prompt's boundary, token by token; every token stays in one place; a saved state goes on alike."""
+    compiled = sekv(whole, 0.25, router="coarse", **options)
+    state = compiled.prefill(haystack[:, :700])
+    memory = state.rows[0].stores[1][0]
+    before, kept, level = memory.recent.positions[0, 0], set(memory.kept.positions[0].tolist()), memory.boundary.nats
+    surprisal, tokens = {}, haystack[0, 700:820]
+    for at, token in enumerate(tokens):
+        surprisal[700 + at] = float(torch.nn.functional.cross_entropy(state.logits, token[None]))
+        compiled.extend(state, token[None, None])
+        if at == 90:
+            state.save(tmp_path / "state")
+            state = compiled.load_state(tmp_path / "state")
+            memory = state.rows[0].stores[1][0]
+            assert memory.boundary.nats == level
+    spans = memory.spans
+    runs = [(int(p), int(p + n)) for p, n in zip(spans.segment_position, spans.segment_length)]
+    folded = [place for start, end in runs for place in range(start, end)]
+    exact = memory.kept.positions[0].tolist()
+    assert sorted([*folded, *exact, *memory.recent.positions[0].tolist()]) == list(range(820))
+    units = {}
+    for unit, (start, end) in zip(spans.segment_unit[0].tolist(), runs):
+        low, high = units.get(unit, (start, end))
+        units[unit] = (min(low, start), max(high, end))
+    begins = [low for low, _ in units.values() if low > int(before) and low in surprisal]
+    assert begins
+    told = [low for low in begins if surprisal[low] >= level or low - 1 in set(exact)]
+    assert told, "spans that begin where the text surprises"
+    for place in set(exact) - kept:
+        assert place not in surprisal or surprisal[place] >= level or options, "anchors surprise"

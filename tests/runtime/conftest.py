@@ -87,7 +87,14 @@ def folded_nbytes(row: RowMemory) -> int:
         tables = [x for name, x in vars(spans).items() if name.startswith("segment_")]
         tables += [] if memory.components.summary is not None else [spans.lengths, spans.positions]
         factors = spans.host_factors
-        tables += [*factors.offsets.values(), factors.key_rank, factors.value_rank, factors.lengths, spans.retired.data]
+        tables += [
+            *factors.offsets.values(),
+            factors.key_rank,
+            factors.value_rank,
+            factors.lengths,
+            spans.retired.data,
+            spans.mass,
+        ]
         total += sum(x.nbytes for x in tables)
         total += sum(part.data.nbytes for part in (*spans.host_tokens.parts.values(), *factors.packed.values()))
     return total

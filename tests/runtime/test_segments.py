@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from semkv.errors import BudgetError
-from semkv.methods.segmenters import LiteralSpans, SurprisalSpans
-from semkv.runtime.segments import Folding, Segmentation
+from semkv.methods.paper_spans import PaperSpans
+from semkv.methods.segmenters import SurprisalSpans
+from semkv.runtime.segments import Boundary, Folding, Segmentation
 
 
 def parts_of(division, n: int) -> list[int]:
@@ -42,25 +43,129 @@ def test_budgeted_division(n, room, cost, page, seed, entropy, share, spans):
         assert sum(pages) + len(division.lengths) * cost <= room
 
 
-@given(n=st.integers(1, 500), seed=st.integers(0, 9), alpha=st.sampled_from([0.5, 1.0, 3.0]))
+def literal(surprisal: torch.Tensor, level: float, recent: int, first: int) -> tuple[list[int], list[tuple[int, int]]]:
+    """Sec. 3.1 with a loop: (exact tokens, spans) of tokens [first, recent), boundaries being from `level` on."""
+    exact, spans, begin = list(range(first)), [], first
+    for at in range(first, recent + 1):
+        if at == recent or float(surprisal[at]) >= level:
+            if at - begin < 16:
+                exact += range(begin, at)
+            else:
+                spans.append((begin, at))
+            exact += [at] if at < recent else []
+            begin = at + 1
+    return exact, spans
+
+
+@given(
+    n=st.integers(1, 500),
+    seed=st.integers(0, 9),
+    alpha=st.sampled_from([0.0, 0.5, 1.0, 3.0]),
+    decimals=st.integers(0, 3),
+)
 @settings(max_examples=60, deadline=None, derandomize=True)
-def test_literal_division(n, seed, alpha):
-    """Boundaries above mean + alpha * std and spans shorter than 16 stay exact (Sec. 3.1)."""
-    surprisal = torch.rand(n, generator=torch.Generator().manual_seed(seed)) ** 6 * 9
-    division = LiteralSpans(alpha, 16, window=40).divide(surprisal, float("inf"), 0.3, 8)
-    assert parts_of(division, n) == list(range(n))
+def test_the_papers_division(n, seed, alpha, decimals):
+    """With room for it: boundaries above mean + alpha * std are anchors and spans shorter than 16 stay exact."""
+    surprisal = (torch.rand(n, generator=torch.Generator().manual_seed(seed)) ** 6 * 9).round(decimals=decimals)
+    division = PaperSpans(alpha, max_span=1000, window=40, sinks=1).divide(surprisal, 1e9, 0.3, 8)
     assert division.recent == max(0, n - 40)
-    assert (division.lengths >= 16).all()
-    boundary = surprisal > surprisal.mean() + alpha * surprisal.std(unbiased=False)
-    assert not boundary[division.folded].any()
+    limit = float(surprisal.mean() + alpha * surprisal.std(unbiased=False))
+    above = min((float(x) for x in surprisal if float(x) > limit), default=float("inf"))
+    exact, spans = literal(surprisal, above, division.recent, min(1, division.recent))
+    assert division.kept.tolist() == exact
+    assert [(a, a + b) for a, b in zip(division.starts.tolist(), division.lengths.tolist())] == spans
+    assert division.boundary.alpha == alpha
 
 
-def test_the_literal_constants_do_not_fit_a_small_budget():
-    surprisal = torch.rand(2000, generator=torch.Generator().manual_seed(0)) ** 4
-    with pytest.raises(
-        BudgetError, match=r"hold \d+ anchors and short spans of 2000 tokens: \d+ tokens .* has 60 .* literal=False"
-    ):
-        LiteralSpans().divide(surprisal, 60.0, 0.3, 8)
+@pytest.mark.parametrize(("room", "page"), [(120.0, 1), (200.0, 8), (420.0, 4)])
+@pytest.mark.parametrize("seed", range(4))
+def test_alpha_rises_until_the_papers_division_fits(room, page, seed):
+    """The lowest boundary of all that fit, by trying each."""
+    surprisal = (torch.rand(900, generator=torch.Generator().manual_seed(seed)) ** 4 * 9).round(decimals=2)
+    segmenter = PaperSpans(1.0, max_span=2000, window=16, sinks=1, window_share=1.0)
+    division = segmenter.divide(surprisal, room, 0.8, page)
+    left = room - segmenter.window_tokens(room, page) - 16 - page - (page - 1)
+
+    def fits(level: float) -> bool:
+        exact, spans = literal(surprisal, level, division.recent, 1)
+        return len(exact) - 1 + 0.8 * len(spans) <= left
+
+    limit = float(surprisal.mean() + surprisal.std(unbiased=False))
+    tried = sorted({float(x) for x in surprisal[1 : division.recent] if float(x) > limit})
+    lowest = next(level for level in tried if fits(level))
+    exact, spans = literal(surprisal, lowest, division.recent, 1)
+    assert (division.kept.tolist(), division.starts.tolist()) == (exact, [a for a, _ in spans])
+    assert lowest > tried[0], "a budget that the literal constants do not fit"
+    assert division.boundary.nats == lowest
+    own = (lowest - float(surprisal.mean())) / float(surprisal.std(unbiased=False))
+    assert own > 1.0
+    assert division.boundary.alpha == pytest.approx(own, rel=1e-4)
+
+
+def test_long_spans_of_the_paper_are_split():
+    surprisal = torch.full((700,), 0.5)
+    surprisal[[300, 420]] = torch.tensor([8.0, 0.6])
+    division = PaperSpans(1.0, max_span=64, window=16, sinks=1).divide(surprisal, 200.0, 0.5, 1)
+    assert int(division.lengths.max()) <= 96
+    assert len(division.lengths) == -(-299 // 64) + -(-(684 - 301) // 64)
+    assert division.kept.tolist() == [0, 300]
+    assert 420 in division.starts.tolist()
+    cramped = PaperSpans(1.0, max_span=64, window=16, sinks=1).divide(surprisal, 41.0, 2.0, 1)
+    assert len(cramped.lengths) == 5, "longer where the summaries of so many would take the room"
+
+
+def as_they_leave(
+    segmenter, surprisal: torch.Tensor, level: float, places: int, chunk: int
+) -> tuple[list[int], list[list[int]]]:
+    """(exact tokens, tokens of each unit) of a text that leaves the window a chunk at a time."""
+    exact, units, at = [], [], 0
+    while len(surprisal) - at >= chunk:
+        open_tokens = len(units[-1]) if units and units[-1][-1] == at - 1 else 0
+        parts, goes_on = segmenter.cut(
+            surprisal[at : at + chunk], Boundary(level, 1.0), open_tokens, places - len(exact)
+        )
+        assert 0 < parts.recent <= chunk
+        assert parts_of(parts, parts.recent) == list(range(parts.recent))
+        runs = [list(range(at + a, at + a + b)) for a, b in zip(parts.starts.tolist(), parts.lengths.tolist())]
+        if goes_on and len(units[-1]) + len(runs[0]) <= segmenter.max_span:
+            units[-1] += runs.pop(0)
+        exact += [at + place for place in parts.kept.tolist()]
+        units += runs
+        at += parts.recent
+    return exact, units
+
+
+@given(n=st.integers(60, 300), seed=st.integers(0, 30), places=st.sampled_from([0, 7, 1000]))
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_generated_tokens_are_divided_like_a_prompt(n, seed, places):
+    """By the paper: as one division of the whole text would, where there are places for exact tokens; none beyond them."""
+    surprisal = torch.rand(n, generator=torch.Generator().manual_seed(seed)) ** 6 * 9
+    exact, units = as_they_leave(PaperSpans(max_span=10_000), surprisal, 3.0, places, 16)
+    assert len(exact) <= places
+    done = max([*exact, *(unit[-1] for unit in units)]) + 1
+    assert sorted([*exact, *(place for unit in units for place in unit)]) == list(range(done))
+    if places == 1000:
+        want, spans = literal(surprisal, 3.0, done, 0)
+        if len(want) != len(exact):  # the last span may be cut short by the window
+            assert set(exact) < set(want)
+        assert [tuple(s) for s in spans if s[1] < done] == [(u[0], u[-1] + 1) for u in units if u[-1] + 1 < done]
+
+
+def test_generated_tokens_are_divided_within_the_usual_lengths():
+    surprisal = torch.rand(400, generator=torch.Generator().manual_seed(3)) ** 4 * 9
+    segmenter = SurprisalSpans(min_span=4, max_span=16)
+    exact, units = as_they_leave(segmenter, surprisal, 4.0, 9, 8)
+    assert len(exact) == 9
+    assert max(map(len, units)) <= 16
+    begins = [unit[0] for unit in units]
+    sharp = {place for place in range(400) if float(surprisal[place]) >= 4.0}
+    assert {begin for begin in begins if begin in sharp}, "spans begin where the text surprises"
+    for before, unit in pairwise(units):
+        told = unit[0] in sharp or unit[0] - 1 in set(exact)
+        assert told or len(before) == 16, "only there, or where they are full"
+    assert all(place in sharp for place in exact)
+    never, _ = as_they_leave(SurprisalSpans(anchor_share=0.0), surprisal, 4.0, 9, 8)
+    assert never == []
 
 
 def test_boundaries_lie_where_the_text_surprises():

@@ -76,12 +76,14 @@ def test_without_coarse_entries_no_values_are_kept():
         components(unfold=False),
         components(summary=Summary(routing="uniform", bits=4)),
         components(summary=Summary(bits=4)),
+        components(summary=Summary(bits=16)),
+        components(summary=Summary(bits=16, routing="uniform")),
     ],
 )
 def test_the_declared_cost_of_a_span_is_what_it_takes(parts):
     spans, *_ = folded(parts)
     held = sum(x.nbytes for x in spans.device_tensors())
-    assert held == pytest.approx(len(LENGTHS) * 2 * unit_cost_bytes(SITE, parts))
+    assert held == pytest.approx(len(LENGTHS) * 2 * unit_cost_bytes(SITE, parts, torch.float32))
 
 
 def read(spans: FoldedSpans, union: list[list[int]], resident: Workspace | None = None) -> tuple[Workspace, int]:
@@ -138,8 +140,15 @@ def test_what_is_resident_is_not_moved_again():
     check_tokens(spans, got, k, v, groups, union)
 
 
+def weighted_mean(x: torch.Tensor, surprisal: torch.Tensor, members: list[int]) -> torch.Tensor:
+    """Eq. 2 over the tokens of all of the units together, [Hkv, D]."""
+    places = [place for member in members for place in range(*edges()[member])]
+    weight = surprisal[places] / surprisal[places].sum()
+    return (x[:, places] * weight[:, None]).sum(1)
+
+
 def test_merging_joins_neighbours_shortest_first():
-    spans, k, v, _ = folded(components())
+    spans, k, v, surprisal = folded(components())
     means = dequantize(spans.mean_k)
     torch.testing.assert_close(dequantize(spans.mean_directions), torch.nn.functional.normalize(means, dim=2))
     assert spans.merge(2, longest=20) == 2
@@ -149,9 +158,9 @@ def test_merging_joins_neighbours_shortest_first():
     groups = [[0], [1], [2, 3], [4, 5]]
     assert spans.lengths[0].tolist() == [3, 8, 6, 10]
     for unit, members in enumerate(groups):
-        size = torch.tensor([float(LENGTHS[member]) for member in members])
-        expected = (means[:, members] * (size / size.sum())[:, None]).sum(1)
-        torch.testing.assert_close(dequantize(spans.mean_k)[:, unit], expected, rtol=0, atol=0.02)
+        for mean, x in ((spans.mean_k, k), (spans.mean_v, v)):
+            expected = weighted_mean(x, surprisal, members)
+            torch.testing.assert_close(dequantize(mean)[:, unit], expected, rtol=0, atol=0.03)
     tokens = [[place for member in members for place in range(*edges()[member])] for members in groups]
     check_tokens(spans, read(spans, [[2, 3], [0, 2]])[0], k, v, tokens, [[2, 3], [0, 2]])
     assert spans.unit_nbytes().shape == (2, 4)
@@ -162,7 +171,7 @@ def test_merging_joins_neighbours_shortest_first():
 
 def test_what_does_not_merge_stays_as_it_is():
     """Codes and scales of the other units are not made anew."""
-    spans, *_ = folded(components())
+    spans, _, _, surprisal = folded(components())
     before = spans.clone()
     assert spans.merge(1, longest=20) == 1  # units 2 and 3
     others, were = [0, 1, 3, 4], [0, 1, 4, 5]
@@ -173,9 +182,40 @@ def test_what_does_not_merge_stays_as_it_is():
     assert torch.equal(spans.positions[:, others], before.positions[:, were])
     assert before.lengths[0].tolist() == LENGTHS, "a copy keeps its own"
     mean = dequantize(before.mean_k)
-    expected = (mean[:, 2] * 1 + mean[:, 3] * 5) / 6
+    left, right = (surprisal[slice(*edges()[unit])].sum() for unit in (2, 3))
+    expected = (mean[:, 2] * left + mean[:, 3] * right) / (left + right)
     joined = spans.components.router.rebuild(spans.site, "norms", expected[:, None])
     torch.testing.assert_close(spans.index["norms"][:, 2:3], joined.to(torch.float16))
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+def test_merged_spans_are_what_they_would_have_been_as_one(bits):
+    """Means, norms and pooled vectors after merges, against spans that were folded together in the first place."""
+    for routing in ("derived", "uniform"):
+        parts = components(summary=Summary(bits=bits, routing=routing))
+        spans, k, v, surprisal = folded(parts)
+        assert spans.merge(2, longest=20) == 2  # [3 8 1+5 6+4]
+        assert spans.merge(1, longest=20) == 1  # [3+8 1+5 6+4]
+        whole = FoldedSpans(SITE, parts, torch.float32)
+        whole.fold(Folding(k, v, torch.arange(10, 10 + N), surprisal, torch.tensor([11, 6, 10])))
+        assert spans.lengths.tolist() == whole.lengths.tolist()
+        torch.testing.assert_close(spans.mass, whole.mass)
+        close = {"rtol": 0, "atol": 0.04 if bits == 8 else 1e-5}
+        torch.testing.assert_close(dequantize(spans.mean_k), dequantize(whole.mean_k), **close)
+        torch.testing.assert_close(dequantize(spans.mean_v), dequantize(whole.mean_v), **close)
+        for name in whole.index:
+            torch.testing.assert_close(
+                spans.indexed(name), whole.indexed(name), rtol=0, atol=0.08 if bits == 8 else 5e-3
+            )
+
+
+def test_units_without_surprisal_merge_by_size():
+    spans = FoldedSpans(SITE, components(summary=Summary(bits=16)), torch.float32)
+    torch.manual_seed(1)
+    k, v = torch.randn(2, 6, 16), torch.randn(2, 6, 12)
+    spans.fold(Folding(k, v, torch.arange(6), torch.zeros(6), torch.tensor([2, 4])))
+    assert spans.merge(1, 9) == 1
+    torch.testing.assert_close(spans.mean_k[:, 0], k.mean(1))
 
 
 def test_merging_stops_at_the_longest_span_allowed():
@@ -298,7 +338,11 @@ def test_an_index_without_summaries_is_all_that_the_device_keeps():
     parts = components(summary=None, router=Bounds())
     spans, k, *_ = folded(parts)
     assert spans.mean_k is None
-    assert sum(x.nbytes for x in spans.device_tensors()) == 6 * 2 * 2 * 16 * 2 == 6 * 2 * unit_cost_bytes(SITE, parts)
+    assert (
+        sum(x.nbytes for x in spans.device_tensors())
+        == 6 * 2 * 2 * 16 * 2
+        == 6 * 2 * unit_cost_bytes(SITE, parts, torch.float32)
+    )
     assert spans.merge(1, 20) == 1
     members = [slice(*edge) for edge in edges()]
     joined = [members[0], members[1], slice(members[2].start, members[3].stop), members[4], members[5]]
