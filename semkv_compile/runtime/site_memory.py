@@ -10,7 +10,7 @@ from torch import Tensor
 from semkv.ir.memory import Entries
 from semkv.ir.site import AttentionSite
 from semkv.runtime.choosing import Zoom, choose_there, choose_units, threshold_of
-from semkv.runtime.components import Coarse, Components, Continuing, Foresight
+from semkv.runtime.components import Coarse, Components, Continuing, Foresight, Standing
 from semkv.runtime.prediction import Certain, Likely, Whereabouts
 from semkv.runtime.prefetch import Wanted
 from semkv.runtime.quantization import Quantized, quantize
@@ -45,6 +45,17 @@ class Foreseen:
     def holds(self, site: AttentionSite, units: Tensor, room: float, step: Step) -> bool:
         """Whether that turn would choose the same."""
         return self.site == site.index and self.units is units and self.room == room and self.passing is step.passing
+
+
+@dataclass(frozen=True)
+class Stood:
+    """What the last choice of a `Standing` router followed from, and which it was: of `site`, by `basis`, among `units`, for `slots`."""
+
+    site: int
+    basis: object
+    units: Tensor
+    slots: int
+    zoom: Zoom
 
 
 @dataclass(frozen=True)
@@ -103,6 +114,7 @@ class SiteMemory:
         self.supplied = Supplied()
         self.likely: Wanted | None = None
         self._foreseen: Foreseen | None = None
+        self._stood: Stood | None = None
 
     # -- sizes -------------------------------------------------------------------------------------------------------
 
@@ -433,6 +445,10 @@ class SiteMemory:
         known."""
         spans = self.spans
         slots, allowance = self._slots(site, allowance)
+        standing = self._stands(site, slots, step)
+        if standing is not None and self.workspace is not None and self.supply is None:
+            self.held_nbytes = self.workspace.filled * spans.host_tokens.token_nbytes
+            return standing, self.workspace, None
         workspace = self.workspace if self.workspace is not None else spans.workspace(self.device)
         supply = Supply(spans.host_tokens) if self.supply is None else self.supply
         factors, known = None, self._foreseen
@@ -466,7 +482,22 @@ class SiteMemory:
             self.moved_nbytes += factors.moved_nbytes
             self.held_nbytes += factors.held_nbytes
         self.workspace = workspace
+        self._stood = self._standing(site, slots, zoom, step)
         return zoom, workspace, score
+
+    def _stands(self, site: AttentionSite, slots: int | None, step: Step) -> Zoom | None:
+        """The last choice where it is this turn's as well; see `semkv.runtime.components.Standing`."""
+        stood, router = self._stood, self.components.router
+        if stood is None or (stood.site, stood.slots, stood.zoom.tokens) != (site.index, slots, len(step.ids)):
+            return None
+        same = isinstance(router, Standing) and stood.units is self.spans.lengths
+        return stood.zoom if same and router.basis(site, step) is stood.basis else None
+
+    def _standing(self, site: AttentionSite, slots: int | None, zoom: Zoom, step: Step) -> Stood | None:
+        """What this turn's choice may stand by."""
+        router = self.components.router
+        basis = router.basis(site, step) if isinstance(router, Standing) and slots is not None else None
+        return None if basis is None else Stood(site.index, basis, self.spans.lengths, slots, zoom)
 
     def _slots(self, site: AttentionSite, allowance: float) -> tuple[int | None, float]:
         """Slots of the workspace, None for as many as are needed, and the device bytes that may be filled of `allowance`."""
@@ -481,11 +512,13 @@ class SiteMemory:
     # -- ahead of a turn ---------------------------------------------------------------------------------------------
 
     def foresee(self, site: AttentionSite, allowance: float, step: Step) -> Wanted | None:
-        """Make the choice of the coming turn, whose router can tell already, and say what that turn will lack."""
+        """Make the choice of the coming turn, whose router can tell already, and say what that turn will lack; None where it stands."""
         spans = self.spans
         if spans.has_factors:
             return None
-        _, room = self._slots(site, allowance)
+        slots, room = self._slots(site, allowance)
+        if self._stands(site, slots, step) is not None:
+            return None
         score = self.components.router.score(site, step.q, spans, step).float().cpu()
         zoom = self._choose(site, score, room, step)
         self._foreseen = Foreseen(zoom, score if self.guesses else None, site.index, spans.lengths, room, step.passing)
