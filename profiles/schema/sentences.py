@@ -16,7 +16,8 @@ class SentenceSection(Section):
 
     Attributes
     ----------
-    rules: of the classes: 1 ends a sentence at every line break, 2 where the line is not one of wrapped prose. tokens: of the tokenizer. marks: those that may end a sentence.
+    rules: 1 ends a sentence at every line break, 2 where the line is not one of wrapped prose. tokens: of the tokenizer. marks: those
+        that may end a sentence.
     mean_tokens: mean length of a sentence in the calibration text, in tokens. longest: the longest one there.
     samples: texts that these two were measured on.
     """

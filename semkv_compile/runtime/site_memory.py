@@ -490,8 +490,9 @@ class SiteMemory:
         stood, router = self._stood, self.components.router
         if stood is None or (stood.site, stood.slots, stood.zoom.tokens) != (site.index, slots, len(step.ids)):
             return None
-        same = isinstance(router, Standing) and stood.units is self.spans.lengths
-        return stood.zoom if same and router.basis(site, step) is stood.basis else None
+        if not isinstance(router, Standing) or stood.units is not self.spans.lengths:
+            return None
+        return stood.zoom if router.basis(site, step) is stood.basis else None
 
     def _standing(self, site: AttentionSite, slots: int | None, zoom: Zoom, step: Step) -> Stood | None:
         """What this turn's choice may stand by."""

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from semkv import bundled

@@ -42,8 +42,8 @@ TEXTS = {
     "headings": "II. On the many uses of maps and of those who\nread them\n\nMaps are read by those who walk and by those who do not\nwalk.",
     "items": "There are several things that one has to bring along on a walk:\n- a map of the whole country that one is about to see\n"
     "- shoes that were worn before and that are not too small\n12) and whatever else one may want to carry up a hill\nas far as its top",
-    "code": "def total_of_all(numbers, start=0, other=None, more=True):\n    for number in numbers:\n        start += number * 2 - 1 + "
-    "more + number\n    return start\n\nprint(total_of_all([1, 2, 3]))\nprint(4)",
+    "code": "def total_of_all(numbers, start=0, other=None, m=True):\n    for number in numbers:\n        start += number * 2 - 1 + "
+    "m + number\n    return start\n\nprint(total_of_all([1, 2, 3]))\nprint(4)",
     "one line each": "word and so on " * 12 + "\n" + "other words that follow " * 12 + "\nthe end of it all",
     "none": "no marks at all only words that go on and on without any end in sight",
 }
