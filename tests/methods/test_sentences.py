@@ -39,7 +39,7 @@ TEXTS = {
     "wrapped": "It was the best of times, it was the worst of times, it was the\nage of wisdom, it was the age of foolishness, "
     "as Dr.\nManette said to all of those who were there that night. It\nwas the epoch of belief.\n\nA second paragraph that goes "
     "on for a line or so, and\nthen some.",
-    "headings": "II. On the many uses of maps and of those who\nread them\n\nMaps are read by those who walk and by those who do not\nwalk.",
+    "headings": "II. On the many uses of maps and of those who\nread them\n\nMaps are read by those who walk and those who do not\nwalk.",
     "items": "There are several things that one has to bring along on a walk:\n- a map of the whole country that one is about to see\n"
     "- shoes that were worn before and that are not too small\n12) and whatever else one may want to carry up a hill\nas far as its top",
     "code": "def total_of_all(numbers, start=0, other=None, m=True):\n    for number in numbers:\n        start += number * 2 - 1 + "

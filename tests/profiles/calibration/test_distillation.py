@@ -211,7 +211,7 @@ def write_checkpoint(folder, *, drop=(), **changes):
 
 
 def test_an_eagle_checkpoint_becomes_a_retrieval_head(deep, tmp_path):
-    model, profile, source = deep
+    _, profile, source = deep
     tensors = write_checkpoint(tmp_path / "draft")
     made = import_eagle(profile, tmp_path / "draft", trained=256)
     section = made.info.retrieval_head
