@@ -448,6 +448,7 @@ class SiteMemory:
         standing = self._stands(site, slots, step)
         if standing is not None and self.workspace is not None and self.supply is None:
             self.held_nbytes = self.workspace.filled * spans.host_tokens.token_nbytes
+            self.likely = None  # nothing is lacking
             return standing, self.workspace, None
         workspace = self.workspace if self.workspace is not None else spans.workspace(self.device)
         supply = Supply(spans.host_tokens) if self.supply is None else self.supply
