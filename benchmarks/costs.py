@@ -86,8 +86,9 @@ def measure(bench: Bench, contenders: Sequence[Contender], length: int, index: i
 def by_length(
     bench: Bench, figures: Figures, contenders: Sequence[Contender], lengths: Sequence[int] = LENGTHS
 ) -> dict[int, dict[str, Costs]]:
-    """Costs of the full cache and of `contenders`, by length and label; lengths beyond the model's context are left out."""
-    everyone = (FULL, *contenders)
+    """Costs of the full cache and of `contenders`, by length and label; lengths beyond the model's context, and contenders that the profile
+    or the budget does not serve, are left out."""
+    everyone = (FULL, *(one for one in contenders if bench.serves(one.method, one.budget, one.options, one.label)))
     found: dict[int, dict[str, Costs]] = {}
     for length in bench.lengths(lengths, STEPS):
         made = []
@@ -206,7 +207,11 @@ def directions_table(found: Mapping[int, Mapping[str, Costs]], said: Sequence[Di
     """Each direction with its figure at every length and its interval over contexts, and whether it is seen."""
     lines = []
     for one in said:
-        series = series_of(found, one)
+        try:
+            series = series_of(found, one)
+        except KeyError:  # a contender that was left out
+            lines.append([one.paper, one.figure, *["-"] * len(found), "not measured"])
+            continue
         lines.append(
             [one.paper, one.figure, *[spread(over_contexts(values)) for values in series.values()], one.holds(series)]
         )

@@ -17,7 +17,7 @@ from semkv.api import compile as compile_model
 from semkv.cli.common import progress_bar, quiet_libraries
 from semkv.cli.models import BUNDLED, load_model
 from semkv.config import CompileConfig
-from semkv.errors import BudgetError
+from semkv.errors import BudgetError, ConfigError
 from semkv.evaluation import Grid, Report, evaluate
 from semkv.evaluation.environment import describe, now
 from semkv.evaluation.gain import WINDOW
@@ -153,8 +153,8 @@ class Bench:
         return task.make(self.tokenizer, length, index, seed=0, questions=1)
 
     def adapted(self, grid: Grid) -> Grid:
-        """A grid of the bundled families as another model's: its tasks, what recovered gain is measured against, and no variant that the
-        budget is too small for (`refused` says why)."""
+        """A grid of the bundled families as another model's: its tasks, what recovered gain is measured against, and no variant that is
+        refused (`refused` says why)."""
         if self.is_bundled:
             return grid
         variants = [variant for variant in grid.variants if self._serves(variant)]
@@ -170,12 +170,12 @@ class Bench:
         return self.serves(variant.method, variant.budget, variant.options, variant.label)
 
     def serves(self, method: str, budget: float | int | None, options: Mapping[str, Any], label: str = "") -> bool:
-        """Whether a budget is enough for a method at the length that was asked for; where not, `refused` says why."""
+        """Whether the profile and a budget are enough for a method at the length that was asked for; where not, `refused` says why."""
         text = Variant(method=method, budget=budget, label=label or method).budget_text
         try:
             made = self.compiled.with_method(method, budget, config=self.compiled.settings, **options)
             enough = made.placement.budget.average_tokens(self.arguments.length) >= made.placement.minimum_tokens
-        except BudgetError as error:
+        except (BudgetError, ConfigError) as error:
             self.refused[f"{label or method} at {text}"] = str(error)
             return False
         if not enough:
@@ -185,7 +185,7 @@ class Bench:
     def left_out(self) -> tuple[str, ...]:
         """A paragraph on variants that were refused."""
         listed = "; ".join(f"{name} ({why})" for name, why in self.refused.items())
-        return (f"Left out, as the budget is too small: {listed}.",) if listed else ()
+        return (f"Left out: {listed}.",) if listed else ()
 
     def identify(self) -> None:
         """Tie the rows that follow to the model's weights as they are now."""

@@ -451,11 +451,6 @@ def write_page(content: Mapping[str, Any], bench: Bench) -> Path:
     return write_document(name, *pages, "## Provenance", provenance_of(report, *reports.values(), figures=True))
 
 
-def costed(bench: Bench) -> tuple[Contender, ...]:
-    """`COSTS` that this model's budget serves."""
-    return tuple(one for one in COSTS if bench.serves(one.method, one.budget, one.options))
-
-
 def main() -> None:
     options = parser((__doc__ or "").splitlines()[0], page=True)
     options.add_argument("--text", type=Path, action="append", default=[], help="a calibration source; two of them")
@@ -496,7 +491,7 @@ def main() -> None:
             )
             reports |= {PREFIX + name: one for name, one in moved.items()}
             publish()
-    figures["costs"] = by_length(bench, measured, costed(bench))
+    figures["costs"] = by_length(bench, measured, COSTS)
     publish()
 
 
