@@ -114,6 +114,7 @@ class Bench:
         method, budget = ("sekv", 0.1) if self.is_bundled else ("full", None)
         self.compiled = compile_model(self.model, self.profile, method=method, budget=budget, config=config)
         self.refused: dict[str, str] = {}
+        self._served: dict[str, str] = {}
         self.identify()
 
     @cached_property
@@ -171,16 +172,22 @@ class Bench:
 
     def serves(self, method: str, budget: float | int | None, options: Mapping[str, Any], label: str = "") -> bool:
         """Whether the profile and a budget are enough for a method at the length that was asked for; where not, `refused` says why."""
-        text = Variant(method=method, budget=budget, label=label or method).budget_text
+        key = json.dumps([method, budget, dict(options)], sort_keys=True, default=str)
+        if key not in self._served:
+            self._served[key] = self._refusal(method, budget, options)
+        if self._served[key]:
+            text = Variant(method=method, budget=budget, label=label or method).budget_text
+            self.refused[f"{label or method} at {text}"] = self._served[key]
+        return not self._served[key]
+
+    def _refusal(self, method: str, budget: float | int | None, options: Mapping[str, Any]) -> str:
+        """Why a method is refused; empty where it is not."""
         try:
-            made = self.compiled.with_method(method, budget, config=self.compiled.settings, **options)
-            enough = made.placement.budget.average_tokens(self.arguments.length) >= made.placement.minimum_tokens
+            made = self.compiled.with_method(method, budget, config=self.compiled.settings, **options).placement
         except (BudgetError, ConfigError) as error:
-            self.refused[f"{label or method} at {text}"] = str(error)
-            return False
-        if not enough:
-            self.refused[f"{label or method} at {text}"] = "fewer tokens than the method needs"
-        return enough
+            return str(error)
+        enough = made.budget.average_tokens(self.arguments.length) >= made.minimum_tokens
+        return "" if enough else "fewer tokens than the method needs"
 
     def left_out(self) -> tuple[str, ...]:
         """A paragraph on variants that were refused."""
