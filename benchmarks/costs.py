@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,18 +12,20 @@ from typing import Any
 import torch
 from grids import Bench, table
 from replay import watch
-from reports import Figures
+from reports import Figures, over_contexts, slope, together, verdict
 
 from semkv.config import CompileConfig
-from semkv.evaluation.samples import make_sample
+from semkv.evaluation.schema import Interval
 from semkv.evaluation.statistics import quantile
 from semkv.evaluation.subject import as_ids
 from semkv.evaluation.tables import size
 
 LENGTHS = (2048, 4096, 8192, 16_000)
 """Tokens of context; the bundled model has 16,384 positions."""
-STEPS = 48
-PREFILLS = 3
+CONTEXTS, STEPS = 5, 16
+"""Contexts of each length, and steps behind each."""
+LEVEL = 0.05
+"""What changes by less than this part of its mean with each doubling of the length is level."""
 LINK = 15.75e9
 """Bytes per second of PCIe 3 with 16 lanes, the slow link of HeteroCache's Table 10."""
 
@@ -39,26 +42,25 @@ class Contender:
 
 FULL = Contender("full", "full")
 
-Costs = Mapping[str, float]
-"""Of a contender at a length: first_s to the first token; step_ms, p95_ms, and of a step choosing_ms and stall_ms (waiting for folded
-tokens); bytes on the device at its peak, on the host, and moved per step."""
+Costs = Mapping[str, Any]
+"""Of a contender at a length, a number for each context: first_s to the first token; step_ms, p95_ms, and of a step choosing_ms and
+stall_ms (waiting for folded tokens), medians; bytes on the device at its peak, on the host, and moved per step."""
 
 
 @torch.no_grad()
-def measure(bench: Bench, contenders: Sequence[Contender], length: int) -> dict[str, Costs]:
-    """Costs by label. Prefills take turns, and then steps, so that what else the machine does meets all."""
-    ids = as_ids(make_sample(bench.tokenizer, "dense", length, 0, seed=0, questions=1).ids)
+def measure(bench: Bench, contenders: Sequence[Contender], length: int, index: int) -> dict[str, dict[str, float]]:
+    """Costs by label behind one context. Steps take turns, so that what else the machine does meets all."""
+    ids = as_ids(bench.sample(length, index).ids)
     config = CompileConfig(kv_dtype="float16", floor=0)
     compiled = {c.label: bench.compiled.with_method(c.method, c.budget, config=config, **c.options) for c in contenders}
-    states, first = {}, {label: [] for label in compiled}
-    for _ in range(PREFILLS):
-        for label, model in compiled.items():
-            started = time.perf_counter()
-            states[label] = model.prefill(ids)
-            first[label].append(time.perf_counter() - started)
+    states, first = {}, {}
+    for label, model in compiled.items():
+        started = time.perf_counter()
+        states[label] = model.prefill(ids)
+        first[label] = time.perf_counter() - started
     clocks = {label: watch(state) for label, state in states.items()}
     steps, choosing = {label: [] for label in compiled}, {label: [] for label in compiled}
-    chance = torch.Generator().manual_seed(0)
+    chance = torch.Generator().manual_seed(index)
     for _ in range(STEPS):
         for label, model in compiled.items():
             token = int(torch.multinomial(states[label].logits[-1].float().softmax(-1), 1, generator=chance))
@@ -68,7 +70,7 @@ def measure(bench: Bench, contenders: Sequence[Contender], length: int) -> dict[
             choosing[label].append(1000 * clocks[label].read())
     return {
         label: {
-            "first_s": statistics.median(first[label]),
+            "first_s": first[label],
             "step_ms": statistics.median(steps[label]),
             "p95_ms": quantile(steps[label], 0.95),
             "choosing_ms": statistics.median(choosing[label]),
@@ -84,19 +86,32 @@ def measure(bench: Bench, contenders: Sequence[Contender], length: int) -> dict[
 def by_length(
     bench: Bench, figures: Figures, contenders: Sequence[Contender], lengths: Sequence[int] = LENGTHS
 ) -> dict[int, dict[str, Costs]]:
-    """Costs of the full cache and of `contenders`, by length and label."""
-    everyone = (FULL, *contenders)
-    found = {}
-    for length in lengths:
-        settings = {"length": length, "steps": STEPS, "prefills": PREFILLS, "contenders": [asdict(c) for c in everyone]}
-        found[length] = figures.get("costs", settings, lambda n=length: measure(bench, everyone, n))
+    """Costs of the full cache and of `contenders`, by length and label; lengths beyond the model's context, and contenders that the profile
+    or the budget does not serve, are left out."""
+    everyone = (FULL, *(one for one in contenders if bench.serves(one.method, one.budget, one.options, one.label)))
+    found: dict[int, dict[str, Costs]] = {}
+    for length in bench.lengths(lengths, STEPS):
+        made = []
+        for index in range(bench.arguments.contexts or CONTEXTS):
+            settings = {"length": length, "index": index, "steps": STEPS, "contenders": [asdict(c) for c in everyone]}
+            made.append(figures.get("costs", settings, lambda n=length, i=index: measure(bench, everyone, n, i)))
+        found[length] = {
+            label: {name: [one[label][name] for one in made] for name in made[0][label]} for label in made[0]
+        }
     return found
+
+
+def numbers(cost: Costs, name: str) -> list[float]:
+    """One cost in every context; results from before there were several have one."""
+    held = cost[name]
+    return list(held) if isinstance(held, list) else [held]
 
 
 def costs_table(found: Mapping[int, Mapping[str, Costs]]) -> str:
     """A line per length and contender; times also as multiples of the full cache's."""
     lines = []
-    for length, at in found.items():
+    for length, of_all in found.items():
+        at = {label: {name: statistics.fmean(numbers(cost, name)) for name in cost} for label, cost in of_all.items()}
         full = at[FULL.label]
         for label, cost in at.items():
             lines.append(
@@ -134,46 +149,86 @@ def costs_table(found: Mapping[int, Mapping[str, Costs]]) -> str:
     return table(columns, lines)
 
 
+Series = Mapping[int, Sequence[float]]
+"""By length, a value for each context."""
+
+
 @dataclass(frozen=True)
 class Direction:
-    """What a paper says of costs; `value` of the costs at a length (tokens, by label), and whether the values over the lengths go that
-    way."""
+    """What a paper says of costs; `value` of the costs of one context at a length (tokens, costs by label), and what the values say of it
+    (`within`, `at_the_end`, `trend`)."""
 
     paper: str
     figure: str
-    value: Callable[[int, Mapping[str, Costs]], float]
-    holds: Callable[[Sequence[float]], bool]
+    value: Callable[[int, Mapping[str, Mapping[str, float]]], float]
+    holds: Callable[[Series], str]
 
 
-def level(values: Sequence[float]) -> bool:
-    """The same from the first to the last within a fifth."""
-    return values[-1] <= 1.2 * values[0]
+def within(low: float = -math.inf, high: float = math.inf) -> Callable[[Series], str]:
+    """Between two bounds at every length."""
+    return lambda series: together(verdict(over_contexts(values), low, high) for values in series.values())
 
 
-def rising(values: Sequence[float]) -> bool:
-    """More at the end than a fifth above the beginning."""
-    return values[-1] > 1.2 * values[0]
+def at_the_end(low: float = -math.inf, high: float = math.inf) -> Callable[[Series], str]:
+    """Between two bounds at the longest length."""
+    return lambda series: verdict(over_contexts(series[max(series)]), low, high)
 
 
-def times_full(label: str, cost: str) -> Callable[[int, Mapping[str, Costs]], float]:
+def trend(low: float = -math.inf, high: float = math.inf) -> Callable[[Series], str]:
+    """How the value changes with each doubling of the length, in parts of its mean, by the slope over all contexts."""
+
+    def holds(series: Series) -> str:
+        mean = statistics.fmean(value for values in series.values() for value in values)
+        points = [(math.log2(length), value / mean) for length, values in series.items() for value in values]
+        return verdict(slope(points), low, high)
+
+    return holds
+
+
+RISING, LEVEL_OVER_LENGTHS = trend(low=0.0), trend(-LEVEL, LEVEL)
+
+
+def times_full(label: str, cost: str) -> Callable[[int, Mapping[str, Mapping[str, float]]], float]:
     """A contender's cost over the full cache's."""
     return lambda _, at: at[label][cost] / at[FULL.label][cost]
 
 
+def series_of(found: Mapping[int, Mapping[str, Costs]], one: Direction) -> dict[int, list[float]]:
+    """The values of a direction, context by context."""
+    series = {}
+    for length, at in found.items():
+        contexts = len(numbers(at[FULL.label], "step_ms"))
+        each = [{label: {n: numbers(c, n)[i] for n in c} for label, c in at.items()} for i in range(contexts)]
+        series[length] = [one.value(length, costs) for costs in each]
+    return series
+
+
 def directions_table(found: Mapping[int, Mapping[str, Costs]], said: Sequence[Direction]) -> str:
-    """Each direction with its figure at every length, and whether it is seen here."""
+    """Each direction with its figure at every length and its interval over contexts, and whether it is seen."""
     lines = []
     for one in said:
-        values = [one.value(length, at) for length, at in found.items()]
+        try:
+            series = series_of(found, one)
+        except KeyError:  # a contender that was left out
+            lines.append([one.paper, one.figure, *["-"] * len(found), "not measured"])
+            continue
         lines.append(
-            [one.paper, one.figure, *[f"{value:.3g}" for value in values], "yes" if one.holds(values) else "no"]
+            [one.paper, one.figure, *[spread(over_contexts(values)) for values in series.values()], one.holds(series)]
         )
-    return table(["the paper says", "figure", *[f"{length:,} tokens" for length in found], "seen here"], lines)
+    return table(["the paper says", "figure", *[f"{length:,} tokens" for length in found], "here"], lines)
+
+
+def spread(found: Interval) -> str:
+    """A value with its interval."""
+    bounds = "" if found.low is None or found.high is None else f" ({found.low:.3g} to {found.high:.3g})"
+    return f"{found.value:.3g}{bounds}"
 
 
 ABOUT = (
-    f"Contexts of the dense haystack on a CPU, where the host tier is memory like the device's. Medians of {PREFILLS} prefills with "
-    f"their compression and of {STEPS} steps, which take turns. `choosing`: attention of retrieval heads, pivots and filters, scores of "
+    f"{CONTEXTS} contexts of each length on a CPU, where the host tier is memory like the device's: of each, the prefill with its "
+    f"compression and the median of {STEPS} steps, which take turns; means over contexts, in brackets their 95 % interval. What the paper "
+    "says is seen, or not, where the interval tells; a trend is the slope over all contexts with each doubling of the length, and level "
+    f"is less than {100 * LEVEL:g} % of the mean. `choosing`: attention of retrieval heads, pivots and filters, scores of "
     "all units and the choice among them; `fetching`: standing still for folded tokens, a mean over the steps like the bytes that are "
     "moved; both in ms. Bytes are of the KV alone: device at its peak, by the tensors that there are. "
     f"`on the link` is arithmetic: what a step moves over {LINK / 1e9:g} GB/s (PCIe 3, 16 lanes). "

@@ -1,4 +1,4 @@
-"""What the accuracy benchmarks share: the bundled model, a grid that resumes, results as JSON, tables as Markdown."""
+"""What the accuracy benchmarks share: the bundled model or another, a grid that resumes, results as JSON, tables as Markdown."""
 
 from __future__ import annotations
 
@@ -7,23 +7,29 @@ import json
 import lzma
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from semkv import bundled
 from semkv.api import compile as compile_model
 from semkv.cli.common import progress_bar, quiet_libraries
+from semkv.cli.models import BUNDLED, load_model
 from semkv.config import CompileConfig
+from semkv.errors import BudgetError, ConfigError
 from semkv.evaluation import Grid, Report, evaluate
 from semkv.evaluation.environment import describe, now
+from semkv.evaluation.gain import WINDOW
 from semkv.evaluation.identity import subject_identity
 from semkv.evaluation.report import build_report
 from semkv.evaluation.runner import Refusal
+from semkv.evaluation.samples import Sample, make_sample
 from semkv.evaluation.schema import Summary
+from semkv.evaluation.settings import Variant
 from semkv.evaluation.store import RowStore
 from semkv.evaluation.tables import percent, provenance
+from semkv.evaluation.tasks import build_tasks
 from semkv.evaluation.tasks.base import Task
 from semkv.profiles.schema import Profile
 
@@ -32,6 +38,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 DOCS = ROOT / "docs" / "results"
 FAMILIES = ("single", "multi", "confusable", "dense")
 LENGTH = 4096
+NEEDLES = "niah_single_1,niah_multikey_1,niah_multivalue"
+"""Tasks of a model that does not know the bundled families' words."""
 NUMBER = re.compile(r"\**([-+]?\d[\d,.]*(e[-+]?\d+)?( (%|B|KiB|MiB|GiB))?( \([^()]*\)| to [\d.]+)?(, [\d.]+)?|-|)\**")
 """A cell that says how much: a number with its unit and interval, a range, or nothing."""
 EARLIER = (
@@ -48,6 +56,7 @@ MEASURED_EARLIER = {
     "reports_heterocache",
     "reports_sekv",
     "reports_sentencekv",
+    "reports_specontext",
 }
 """Pages of which `EARLIER` is true and that begin with it: one that is measured again leaves the list."""
 
@@ -61,7 +70,19 @@ def parser(description: str, *, page: bool = False) -> argparse.ArgumentParser:
     options.add_argument(
         "--rows", type=Path, default=ROOT / "runs", help="folder of the rows that a later run goes on from"
     )
+    options.add_argument(
+        "--model",
+        default=BUNDLED,
+        help="another model, with --profile; its results and pages have its name (%(default)s)",
+    )
     options.add_argument("--profile", type=Path, help="folder of a profile instead of the committed one")
+    options.add_argument("--tasks", default=NEEDLES, help="of another model: needle tasks (%(default)s); '' for none")
+    options.add_argument(
+        "--source", type=Path, help="of another model: text for recovered gain and perplexity, a file or folder"
+    )
+    options.add_argument(
+        "--contexts", type=int, help="contexts of each time and byte count, instead of the published number"
+    )
     options.add_argument("--report-only", action="store_true", help="measure nothing: report what the rows hold so far")
     options.add_argument("--threads", type=int, default=1, help="threads of this process")
     if page:
@@ -72,24 +93,106 @@ def parser(description: str, *, page: bool = False) -> argparse.ArgumentParser:
 
 
 class Bench:
-    """The bundled model compiled once, with its grids' rows in one file per benchmark.
+    """A model compiled once, the bundled one unless `arguments` name another, with its grids' rows in one file per benchmark.
 
-    profile: in place of the one that `arguments` names.
+    name: of results and pages, with the model's where it is another. families, tasks: what its grids ask; another model has needle
+    tasks, and with a text `perplexity`, from which recovered gain follows. profile: in place of the one that `arguments` names.
     """
 
     def __init__(self, name: str, arguments: argparse.Namespace, profile: Profile | None = None):
         quiet_libraries()
         torch.set_num_threads(arguments.threads)
-        self.name, self.arguments = name, arguments
-        self.rows = arguments.rows / f"{name}.rows.jsonl"
+        self.arguments, self.plain_name, self.name = arguments, name, named(name, arguments)
+        self.is_bundled = arguments.model == BUNDLED
+        self.rows = arguments.rows / f"{self.name}.rows.jsonl"
         unpack(self.rows)
-        self.model, self.tokenizer = bundled.load()
-        given = Profile.load(arguments.profile) if arguments.profile and profile is None else profile
-        self.profile: Any = given or bundled.profile()
+        loaded = load_model(arguments.model, arguments.profile if profile is None else None)
+        self.model, self.tokenizer, self.shown = loaded.model, loaded.tokenizer, loaded.name
+        self.profile: Any = loaded.profile if profile is None else profile
         # The weights are stored in float16; so is the KV, or summaries would look cheaper than they are in practice.
         config = CompileConfig(kv_dtype="float16", floor=0)
-        self.compiled = compile_model(self.model, self.profile, method="sekv", budget=0.1, config=config)
+        method, budget = ("sekv", 0.1) if self.is_bundled else ("full", None)
+        self.compiled = compile_model(self.model, self.profile, method=method, budget=budget, config=config)
+        self.refused: dict[str, str] = {}
+        self._served: dict[str, str] = {}
         self.identify()
+
+    @cached_property
+    def tasks(self) -> dict[str, Task]:
+        """Of another model, by name."""
+        if self.is_bundled:
+            return {}
+        names = [name for name in self.arguments.tasks.split(",") if name]
+        text = self.arguments.source
+        return build_tasks(names) | ({} if text is None else build_tasks(["perplexity"], sources={"text": str(text)}))
+
+    @property
+    def families(self) -> tuple[str, ...]:
+        return FAMILIES if self.is_bundled else tuple(self.tasks)
+
+    @property
+    def title(self) -> str:
+        """What headings call the model."""
+        return "the bundled model" if self.is_bundled else self.shown
+
+    def of_bundled(self, *parts: str) -> tuple[str, ...]:
+        """Parts of a page that say something of the bundled model alone: none for another."""
+        return parts if self.is_bundled else ()
+
+    def lengths(self, wanted: Sequence[int], more: int = 0) -> tuple[int, ...]:
+        """Those of `wanted` tokens that the model's context holds with `more` behind them."""
+        most = self.compiled.program.max_positions
+        return tuple(length for length in wanted if most is None or length + more <= most)
+
+    def sample(self, length: int, index: int = 0, family: str = "dense") -> Sample:
+        """A context with a question: of a family, or of another model's first task."""
+        if self.is_bundled:
+            return make_sample(self.tokenizer, family, length, index, seed=0, questions=1)
+        task = next((task for task in self.tasks.values() if task.has_question), None)
+        if task is None:
+            raise SystemExit("--tasks names no task that asks a question: name one, niah_single_1 for example")
+        return task.make(self.tokenizer, length, index, seed=0, questions=1)
+
+    def adapted(self, grid: Grid) -> Grid:
+        """A grid of the bundled families as another model's: its tasks, what recovered gain is measured against, and no variant that is
+        refused (`refused` says why)."""
+        if self.is_bundled:
+            return grid
+        variants = [variant for variant in grid.variants if self._serves(variant)]
+        families = [name for name, task in self.tasks.items() if task.has_question or "seen" not in grid.questions]
+        if "perplexity" in families:
+            have = {variant.budget for variant in variants if variant.method == WINDOW}
+            budgets = dict.fromkeys(variant.budget for variant in variants if variant.budget is not None)
+            new = [Variant(method=WINDOW, budget=budget) for budget in budgets if budget not in have]
+            variants += [variant for variant in new if self._serves(variant)]
+        return grid.model_copy(update={"variants": tuple(variants), "families": tuple(families)})
+
+    def _serves(self, variant: Variant) -> bool:
+        return self.serves(variant.method, variant.budget, variant.options, variant.label)
+
+    def serves(self, method: str, budget: float | int | None, options: Mapping[str, Any], label: str = "") -> bool:
+        """Whether the profile and a budget are enough for a method at the length that was asked for; where not, `refused` says why."""
+        key = json.dumps([method, budget, dict(options)], sort_keys=True, default=str)
+        if key not in self._served:
+            self._served[key] = self._refusal(method, budget, options)
+        if self._served[key]:
+            text = Variant(method=method, budget=budget, label=label or method).budget_text
+            self.refused[f"{label or method} at {text}"] = self._served[key]
+        return not self._served[key]
+
+    def _refusal(self, method: str, budget: float | int | None, options: Mapping[str, Any]) -> str:
+        """Why a method is refused; empty where it is not."""
+        try:
+            made = self.compiled.with_method(method, budget, config=self.compiled.settings, **options).placement
+        except (BudgetError, ConfigError) as error:
+            return str(error)
+        enough = made.budget.average_tokens(self.arguments.length) >= made.minimum_tokens
+        return "" if enough else "fewer tokens than the method needs"
+
+    def left_out(self) -> tuple[str, ...]:
+        """A paragraph on variants that were refused."""
+        listed = "; ".join(f"{name} ({why})" for name, why in self.refused.items())
+        return (f"Left out: {listed}.",) if listed else ()
 
     def identify(self) -> None:
         """Tie the rows that follow to the model's weights as they are now."""
@@ -103,6 +206,9 @@ class Bench:
         tasks: what names in `grid.families` stand for that are not bundled families; they are measured beside any of those.
         refusals: as in `evaluate`.
         """
+        if tasks is None and not self.is_bundled:
+            grid, tasks = self.adapted(grid), self.tasks
+            refusals = [] if refusals is None else refusals
         asked = self.arguments.families.split(",")
         chosen = tuple(family for family in grid.families if family in asked or family in (tasks or {}))
         if self.arguments.report_only:
@@ -113,7 +219,7 @@ class Bench:
                 self.tokenizer,
                 grid.model_copy(update={"families": chosen}),
                 identity=self.identity,
-                model="bundled",
+                model=self.shown,
                 title=title,
                 rows=self.rows,
                 progress=progress,
@@ -122,13 +228,17 @@ class Bench:
             )
         if not report.complete:
             raise SystemExit("stopped before it was complete; run the same command to go on")
+        if refusals and not self.is_bundled:
+            gone = [refusal.variant for refusal in refusals]
+            self.refused |= {f"{one.variant.label} at {one.variant.budget_text}": one.why for one in refusals}
+            grid = grid.model_copy(update={"variants": tuple(one for one in grid.variants if one not in gone)})
         return build_report(
             grid,
             self.identity,
             RowStore(self.rows),
             report.environment,
             title=title,
-            model="bundled",
+            model=self.shown,
             notes=report.notes,
             tasks=tasks,
         )
@@ -136,8 +246,15 @@ class Bench:
     def report(self, grid: Grid, title: str, tasks: Mapping[str, Task] | None = None) -> Report:
         """What the rows hold of `grid`."""
         return build_report(
-            grid, self.identity, RowStore(self.rows), describe(now()), title=title, model="bundled", tasks=tasks
+            grid, self.identity, RowStore(self.rows), describe(now()), title=title, model=self.shown, tasks=tasks
         )
+
+
+def named(name: str, arguments: argparse.Namespace) -> str:
+    """The name of a benchmark's results and page: with the model's, where that is not the bundled one."""
+    if arguments.model == BUNDLED:
+        return name
+    return f"{name}_{re.sub(r'[^a-z0-9]+', '_', Path(arguments.model).name.split('.')[0].lower())}"
 
 
 def packed(rows: Path) -> Path:

@@ -6,15 +6,23 @@ Parts of `reports_heterocache.py`, which runs them (App. C.4 and Table 5 of the 
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from grids import Bench, table
+from quality import points
+from reports import EQUAL, WAYS, verdict
 
 from semkv.cli.profile import BUNDLED_MEASURES
 from semkv.evaluation import Grid, Report
+from semkv.evaluation.report import Pairs, ahead
+from semkv.evaluation.runner import all_tasks, cell_of, plan_of
+from semkv.evaluation.schema import Interval
+from semkv.evaluation.statistics import proportion
+from semkv.evaluation.store import RowStore
 from semkv.evaluation.tables import percent
 from semkv.methods import find_method
 from semkv.profiles.calibration import (
@@ -59,7 +67,7 @@ def calibrated(bench: Bench, name: str, data: MeasureData, settings: MeasureSett
     """The benchmark's profile with the taxonomy of one source, made once."""
     folder = rows / f"{bench.name}.{name}.{data.digest()[:12]}.{settings.identity()[:12]}"
     if not folder.is_dir():
-        job = Job(bench.model, "bundled", bench.name, None, CalibrationSettings(), data, settings)
+        job = Job(bench.model, bench.shown, bench.name, None, CalibrationSettings(), data, settings)
         run_steps(job, ["taxonomy"], profile=bench.profile).profile.save(folder)
     return Profile.load(folder)
 
@@ -123,35 +131,60 @@ def overlap_table(found: list[dict[str, Any]], names: list[str]) -> str:
 
 
 def seen_again(both: int, of: int) -> str:
-    return "yes" if of and both / of > AGAIN else "no"
+    """Whether a set's satellites are found again, by the interval of their share over heads."""
+    if not of:
+        return verdict(None)
+    return verdict(Interval.of(proportion([place < both for place in range(of)], range(of))), low=AGAIN)
 
 
-def transfer_table(reports: Mapping[str, Report]) -> str:
-    """Accuracy under the roles of each source (Table 5)."""
-    lines, values = [], []
+def transfer_table(reports: Mapping[str, Report], change: Mapping[str, Any] | None) -> str:
+    """Accuracy under the roles of each source (Table 5), and the change from one to the other on the same questions."""
+    lines = []
     for name, report in reports.items():
         for summary in report.summaries:
-            if summary.variant.budget is not None:
+            if summary.variant.method == "heterocache":
                 shown = [name, summary.variant.label, summary.variant.budget_text, percent(summary.accuracy)]
                 lines.append([*shown, str(summary.accuracy.samples)])
-                values.append(summary.accuracy.value)
-    apart = max(values) - min(values)
+    scores = table(["calibrated on", "variant", "budget", "mean, %", "questions"], lines)
+    if change is None:
+        return scores
+    found = Interval.model_validate(change)
     return (
-        table(["calibrated on", "variant", "budget", "mean, %", "questions"], lines)
-        + f"\n\nScores within 0.1 of each other: {'yes' if apart <= 0.001 else 'no'}, they are {100 * apart:.1f} points apart, on "
-        "other scores than the paper's."
+        f"{scores}\n\nScores of both are equal, within {100 * EQUAL:g} points on the same questions: {points(found)}, "
+        f"{verdict(found, *WAYS['equal'])}."
     )
+
+
+def change_between(first: Bench, second: Bench, grid: Grid) -> Interval | None:
+    """How much more of the same questions the second answers, of the variants of `grid` that compress."""
+    first_grid, known = first.adapted(grid), all_tasks(first.tasks)
+    store = RowStore(first.rows)
+    pairs: Pairs = []
+    for variant in (one for one in first_grid.variants if one.method == "heterocache"):
+        for family, length, question in itertools.product(first_grid.families, grid.lengths, grid.questions):
+            task = first.tasks.get(family)
+            contexts = range(plan_of(grid, task).contexts)
+            mine, theirs = (
+                {
+                    row.context: row
+                    for row in store.rows(
+                        cell_of(grid, one.identity, variant, family, length, question, known.get(family)).key, contexts
+                    )
+                }
+                for one in (second, first)
+            )
+            pairs += [(family, row, theirs[at]) for at, row in mine.items() if at in theirs and not row.answers[0].nats]
+    return ahead(pairs)
 
 
 def transfer(
     arguments: argparse.Namespace, bench: Bench, scored: Grid
-) -> tuple[list[dict[str, Any]], dict[str, Report]]:
-    """Satellites that two sources share, and what `scored` gives under the roles of each."""
-    settings = MeasureSettings.checked(**BUNDLED_MEASURES)
+) -> tuple[list[dict[str, Any]], dict[str, Report], dict[str, Any] | None]:
+    """Satellites that two sources share, what `scored` gives under the roles of each, and the change from the first to the second."""
+    settings = MeasureSettings.checked(**(BUNDLED_MEASURES if bench.is_bundled else {}))
     data = sources(bench, arguments.text, settings)
     profiles = {name: calibrated(bench, name, one, settings, arguments.rows) for name, one in data.items()}
-    reports = {
-        name: Bench(bench.name, arguments, profile).run(scored, f"Calibrated on {name}")
-        for name, profile in profiles.items()
-    }
-    return overlaps(*profiles.values()), reports
+    benches = {name: Bench(bench.plain_name, arguments, profile) for name, profile in profiles.items()}
+    reports = {name: one.run(scored, f"Calibrated on {name}") for name, one in benches.items()}
+    change = change_between(*benches.values(), scored)
+    return overlaps(*profiles.values()), reports, None if change is None else change.model_dump()

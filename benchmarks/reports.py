@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ablations import direction
 from grids import RESULTS, table
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -18,11 +18,19 @@ from quality import points
 from semkv.evaluation import Report
 from semkv.evaluation.plots import DPI, INK, styles
 from semkv.evaluation.schema import Interval, Summary
+from semkv.evaluation.statistics import ratio_estimate, student_quantile
 from semkv.evaluation.tables import percent
 
 Way = Literal["lower", "higher", "equal"]
 EQUAL = 0.05
 """Accuracies that differ by no more than this are equal."""
+WAYS: dict[Way, tuple[float, float]] = {
+    "lower": (-math.inf, 0.0),
+    "higher": (0.0, math.inf),
+    "equal": (-EQUAL, EQUAL),
+}
+"""Between what bounds a paired change lies that goes each way."""
+SEEN, NOT_SEEN, OPEN = "seen", "not seen", "open"
 
 
 @dataclass(frozen=True)
@@ -36,17 +44,48 @@ class Claim:
     budget: float | None = None
 
 
-def verdict(change: Interval, way: Way) -> str:
-    """Whether a paired change goes the way that the paper says, by its 95 % interval; equal is within `EQUAL`."""
-    ours = direction(change)
-    if ours != "open":
-        return "yes" if ours == way else "no"
-    known = change.low is not None and change.high is not None
-    return "yes" if way == "equal" and known and max(-change.low, change.high) <= EQUAL else "open"
+def verdict(found: Interval | None, low: float = -math.inf, high: float = math.inf) -> str:
+    """Whether a value is between two bounds by its 95 % interval, clustered by context: `seen` where the interval lies between them, `not
+    seen` where it lies beyond one of them, `open` where the contexts do not tell, or are too few for an interval."""
+    if found is None or found.low is None or found.high is None:
+        return OPEN
+    if low < found.low and found.high < high:
+        return SEEN
+    return NOT_SEEN if found.high < low or found.low > high else OPEN
+
+
+def together(verdicts: Iterable[str]) -> str:
+    """Of what has to hold in every case: `seen` where all are, `not seen` where any is not."""
+    given = list(verdicts)
+    if NOT_SEEN in given:
+        return NOT_SEEN
+    return SEEN if given and all(one == SEEN for one in given) else OPEN
+
+
+def over_contexts(values: Sequence[float]) -> Interval:
+    """The mean of one value from each context, with its interval."""
+    return Interval.of(ratio_estimate(values, [1.0] * len(values), range(len(values))))
+
+
+def slope(points: Sequence[tuple[float, float]]) -> Interval:
+    """Least squares of y on x, a point per context, with the interval of Student's t; without bounds for fewer than three points or where
+    all stand above each other."""
+    n = len(points)
+    middle = math.fsum(x for x, _ in points) / n
+    spread = math.fsum((x - middle) ** 2 for x, _ in points)
+    if spread == 0.0:
+        return Interval(value=0.0, low=None, high=None, samples=n, contexts=n)
+    mean = math.fsum(y for _, y in points) / n
+    value = math.fsum((x - middle) * (y - mean) for x, y in points) / spread
+    if n < 3:
+        return Interval(value=value, low=None, high=None, samples=n, contexts=n)
+    rest = math.fsum((y - mean - value * (x - middle)) ** 2 for x, y in points) / (n - 2)
+    half = student_quantile(0.975, n - 2) * math.sqrt(rest / spread)
+    return Interval(value=value, low=value - half, high=value + half, samples=n, contexts=n)
 
 
 def claims_table(report: Report, claims: Sequence[Claim]) -> str:
-    """Each claim: accuracy, change against its base on the same questions, and whether the paper says the same."""
+    """Each claim: accuracy, change against its base on the same questions, and whether what the paper says is seen."""
     found: dict[tuple[str, Any], Summary] = {(s.variant.label, s.variant.budget): s for s in report.summaries}
     lines = []
     for claim in claims:
@@ -63,7 +102,7 @@ def claims_table(report: Report, claims: Sequence[Claim]) -> str:
                 points(change),
                 claim.way,
                 claim.paper,
-                verdict(change, claim.way),
+                verdict(change, *WAYS[claim.way]),
             ]
         )
     columns = [
@@ -74,7 +113,7 @@ def claims_table(report: Report, claims: Sequence[Claim]) -> str:
         "change, points",
         "paper says",
         "paper's figures",
-        "seen here",
+        "here",
     ]
     return table(columns, lines)
 

@@ -1,33 +1,55 @@
-"""HeteroCache on the bundled model: role counts, trigger rate, transfer of the calibration, ablations, thresholds, costs by length.
+"""HeteroCache: role counts, trigger rate, transfer of the calibration, ablations, thresholds, costs by length.
 
     python benchmarks/reports_heterocache.py           # an interrupted run goes on
     python benchmarks/reports_heterocache.py --text one.txt --text other.txt       # calibrated on these instead
+    python benchmarks/reports_heterocache.py --model PATH --profile PATH --source text.txt --text one.txt --text other.txt
     python benchmarks/reports_heterocache.py --page    # the page alone, from the results that are there
 
 40 questions per family at 4K tokens, asked after compression. Without `--text`, the
-two calibration sources are generated prose and task haystacks with their questions. Writes
-benchmarks/results/reports_heterocache.json and docs/results/reports_heterocache.md.
+two calibration sources are generated prose and task haystacks with their questions; another model has no other sources. Writes
+benchmarks/results/reports_heterocache.json and docs/results/reports_heterocache.md, another model's with its name.
 """
 
 from __future__ import annotations
 
 import itertools
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from costs import ABOUT, LINK, Contender, Direction, by_length, costs_table, directions_table, rising, times_full
+from costs import (
+    ABOUT,
+    LINK,
+    RISING,
+    Contender,
+    Direction,
+    at_the_end,
+    by_length,
+    costs_table,
+    directions_table,
+    times_full,
+    within,
+)
 from grids import DOCS, FAMILIES, Bench, parser, provenance_of, read_parts, table, write_document
+from head_drift import GENERATED, RARE, drift_table, drift_verdicts, drifts
 from head_transfer import ALWAYS, SIMILAR, overlap_table, roles_of, transfer, transfer_table
 from quality import points
-from reports import EQUAL, Claim, Figures, claims_table, curve, draw_curves, verdict, write_parts
+from reports import (
+    EQUAL,
+    WAYS,
+    Claim,
+    Figures,
+    claims_table,
+    curve,
+    draw_curves,
+    together,
+    verdict,
+    write_parts,
+)
 
 from semkv.evaluation import Grid, Report, Variant
-from semkv.evaluation.samples import make_sample
-from semkv.evaluation.statistics import quantile, ratio_estimate
 from semkv.evaluation.subject import as_ids
 from semkv.evaluation.tables import markdown, percent, size
 from semkv.methods import find_method
@@ -35,21 +57,18 @@ from semkv.profiles.schema import Profile
 
 NAME = "reports_heterocache"
 SAMPLES = 40
-CLUSTERS = {"tau_stable": ALWAYS, "tau_similar": 0.2}
-FEW_PIVOTS = {"tau_stable": ALWAYS, "tau_similar": 0.28}
-EACH_STEP = {"every": 1, "tau_drift": 1.0}
+LIVE = {"tau_drift": 0.5}
+"""The paper's trigger: roles are told apart by other thresholds here, which it would follow."""
+CLUSTERS = {"tau_stable": ALWAYS, "tau_similar": 0.2} | LIVE
+FEW_PIVOTS = {"tau_stable": ALWAYS, "tau_similar": 0.28} | LIVE
+EACH_STEP = {"every": 1}
 FAITHFUL = 0.3
+WHOLE = (0.3, 0.5)
+"""The paper's budgets (Sec. 5.1), for models whose heads are not nearly all volatile."""
 STRICT = (0.1, 0.2)
 STABLE = (ALWAYS, 0.5)
-DRIFTS = (0.1, 0.5)
-GENERATED = 1000
-CONTEXTS = 4
-"""Contexts of each family behind which tokens are sampled."""
-RARE = 0.823
-"""The paper's trigger rate in percent (App. D.4)."""
-TAIL = 1.41
-"""P99 over P95 of a step at 192K, its worst (Table 9: 0.127 and 0.090 s)."""
 TIGHT = (0.03, 0.05, 0.1)
+TRANSFERRED = "clusters, W = 5"
 OMNIKV = "omnikv, strict"
 STRICT_OWN = "strict, the paper's thresholds"
 Line = tuple[str, str, dict[str, Any]]
@@ -75,7 +94,7 @@ VARIANTS: tuple[tuple[str, tuple[float, ...], dict[str, Any]], ...] = (
     ("the paper's thresholds", (0.95,), {}),
     ("clusters, W = 5", (FAITHFUL,), CLUSTERS),
     ("clusters, W = 1", (FAITHFUL,), CLUSTERS | EACH_STEP),
-    ("clusters, W = 1, uniform allocation", (FAITHFUL,), CLUSTERS | EACH_STEP | {"uniform": True}),
+    ("clusters, W = 5, uniform allocation", (FAITHFUL,), CLUSTERS | {"uniform": True}),
     ("clusters, no retrieval", (FAITHFUL,), CLUSTERS | {"retrieval": False}),
     ("three pivots, W = 1", (0.2,), FEW_PIVOTS | EACH_STEP),
     ("strict, the paper's thresholds", STRICT, {"strict": True}),
@@ -85,7 +104,7 @@ VARIANTS: tuple[tuple[str, tuple[float, ...], dict[str, Any]], ...] = (
 )
 QASPER = {"uniform": "Qasper at 50 %: -1.0 (Table 4)", "static": "Qasper at 50 %: -0.7 (Table 4)"}
 CLAIMS = (
-    Claim("clusters, W = 1, uniform allocation", "clusters, W = 1", "lower", QASPER["uniform"], FAITHFUL),
+    Claim("clusters, W = 5, uniform allocation", "clusters, W = 5", "lower", QASPER["uniform"], FAITHFUL),
     Claim("clusters, no retrieval", "clusters, W = 1", "lower", QASPER["static"], FAITHFUL),
     Claim("clusters, no retrieval", "clusters, W = 5", "lower", QASPER["static"], FAITHFUL),
     Claim("strict, clusters, no retrieval", "strict, clusters, W = 1", "lower", QASPER["static"], STRICT[0]),
@@ -104,12 +123,12 @@ def grid(variants: list[Variant], samples: int, length: int) -> Grid:
     )
 
 
-def ablations(samples: int, length: int) -> Grid:
-    """Settings that work, and the two ablations of Table 4."""
+def ablations(samples: int, length: int, more: Sequence[float] = ()) -> Grid:
+    """Settings that work, and the two ablations of Table 4; the paper's thresholds at `more` budgets."""
     variants = [
         Variant(method="heterocache", budget=budget, label=label, options=options)
         for label, budgets, options in VARIANTS
-        for budget in budgets
+        for budget in (*budgets, *(more if not options else ()))
     ]
     return grid(variants, samples, length)
 
@@ -125,7 +144,7 @@ def thresholds(samples: int, length: int) -> Grid:
             method="heterocache",
             budget=STRICT[0],
             label=swept(stable, similar),
-            options={"strict": True, "tau_stable": stable, "tau_similar": similar} | EACH_STEP,
+            options={"strict": True, "tau_stable": stable, "tau_similar": similar} | LIVE,
         )
         for stable in STABLE
         for similar in SIMILAR
@@ -145,7 +164,7 @@ def against(lines: Sequence[Line], samples: int, length: int) -> Grid:
 
 def transferred(samples: int, length: int) -> Grid:
     """What a calibration source is scored with (Table 5)."""
-    variant = Variant(method="heterocache", budget=FAITHFUL, label="clusters, W = 1", options=CLUSTERS | EACH_STEP)
+    variant = Variant(method="heterocache", budget=FAITHFUL, label=TRANSFERRED, options=CLUSTERS)
     return grid([variant], samples, length)
 
 
@@ -167,118 +186,11 @@ def allocation(bench: Bench) -> str:
     retrieving, most = found.index(max(found)), shares.index(max(shares))
     given = [100 * share / sum(shares) for share in shares]
     return (
-        "Eq. 8 gives a head room by the inverse of its stability. How stable a head is and whether it retrieves are two things here: "
-        f"layer {most}, the least stable, takes {given[most]:.0f} % of what clustered heads share, with retrieval scores of at most "
-        f"{found[most]:.2f}; layer {retrieving}, which finds the answers (up to {found[retrieving]:.2f}), takes {given[retrieving]:.0f} %, "
-        f"where an even share is {100 / len(given):.0f} %. So a uniform allocation loses nothing on this model."
+        "Eq. 8 gives a head room by the inverse of its stability; how stable a head is and whether it retrieves are two things. "
+        f"Layer {most}, the least stable, takes {given[most]:.0f} % of what clustered heads share, with retrieval scores of at most "
+        f"{found[most]:.2f}; layer {retrieving}, whose heads retrieve most (up to {found[retrieving]:.2f}), takes "
+        f"{given[retrieving]:.0f} %, where an even share is {100 / len(given):.0f} %."
     )
-
-
-# -- drift -------------------------------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def drift(bench: Bench, family: str, index: int, length: int, tau_drift: float) -> dict[str, Any]:
-    """Checks, updates and step times [microseconds] while `GENERATED` tokens are sampled behind a family's context."""
-    compiled = bench.compiled.with_method("heterocache", FAITHFUL, tau_drift=tau_drift, **CLUSTERS)
-    sample = make_sample(bench.tokenizer, family, length, index, seed=0, questions=1)
-    state = compiled.prefill(as_ids(sample.ids))
-    chance = torch.Generator().manual_seed(0)
-    spent = []
-    for _ in range(GENERATED):
-        token = int(torch.multinomial(state.logits[-1].float().softmax(-1), 1, generator=chance))
-        started = time.perf_counter()
-        compiled.extend(state, as_ids((token,)))
-        spent.append(1e6 * (time.perf_counter() - started))
-    counts = [note.tolist() for name, note in state.rows[0].notes.items() if name.startswith("pivot.checks.")]
-    return {"checks": [a for a, _ in counts], "updates": [b for _, b in counts], "step_us": spent}
-
-
-def drifts(bench: Bench, figures: Figures, length: int) -> list[dict[str, Any]]:
-    """The trigger rate at each tau_drift, by family and over all, and the tail of step times (App. D.4)."""
-    kept = []
-    for tau in DRIFTS:
-        made: dict[str, list[dict[str, Any]]] = {family: [] for family in FAMILIES}
-        for family, index in itertools.product(FAMILIES, range(CONTEXTS)):
-            settings = {
-                "family": family,
-                "context": index,
-                "length": length,
-                "tau_drift": tau,
-                "tokens": GENERATED,
-            } | CLUSTERS
-            found = figures.get("drift", settings, lambda f=family, i=index, t=tau: drift(bench, f, i, length, t))
-            made[family].append(found)
-        over_all = rates([one for family in FAMILIES for one in made[family]])
-        kept.append({"tau_drift": tau, **over_all, "families": {family: rates(made[family]) for family in FAMILIES}})
-    return kept
-
-
-def drift_table(kept: list[dict[str, Any]]) -> str:
-    lines = []
-    for at in kept:
-        of = {**at["families"], "all": at}
-        lines += [[f"{at['tau_drift']:g}", family, *drift_line(found)] for family, found in of.items()]
-    columns = [
-        "tau_drift",
-        "family",
-        "checks",
-        "updates, % of checks",
-        "updates, % of tokens",
-        "step, ms: median",
-        "p95",
-        "p99",
-    ]
-    return table(columns, lines)
-
-
-def drift_verdicts(kept: list[dict[str, Any]]) -> str:
-    """The paper's trigger rate beside ours, by both readings."""
-    rates_of = {f"{at['tau_drift']:g}": (100 * at["per_check"], 100 * at["per_token"]) for at in kept}
-    least = min(rate for both in rates_of.values() for rate in both)
-    tails = [f"tau_drift {at['tau_drift']:g}: {at['step_ms'][2] / at['step_ms'][1]:.2f} times" for at in kept]
-    worst = max(at["step_ms"][2] / at["step_ms"][1] for at in kept)
-    lines = [
-        [
-            f"updates are rare: {RARE:g} % over 1K tokens",
-            "; ".join(
-                f"tau_drift {tau}: {check:.0f} % of checks, {token:.1f} % of tokens"
-                for tau, (check, token) in rates_of.items()
-            ),
-            "yes" if least <= 2 * RARE else "no",
-        ],
-        [
-            f"no severe stalls: P99 at most {TAIL:g} times P95 from 32K to 224K (Table 9)",
-            "; ".join(tails),
-            "yes" if worst <= 1.1 * TAIL else "no",
-        ],
-    ]
-    return table(["the paper says", "here", "seen here"], lines)
-
-
-def rates(made: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of contexts: checks, updates per check with a 95 % interval over them and per pivot and token, and quantiles of step times."""
-    checks, updates = ([sum(one[name]) for one in made] for name in ("checks", "updates"))
-    rate = ratio_estimate(updates, checks, range(len(made)))
-    steps = [t for one in made for t in one["step_us"]]
-    return {
-        "checks": sum(checks),
-        "per_check": rate.value,
-        "interval": [max(0.0, rate.low), min(1.0, rate.high)],
-        "contexts": len(made),
-        "per_token": sum(updates) / (GENERATED * sum(len(one["checks"]) for one in made)),
-        "step_ms": [quantile(steps, share) / 1000 for share in (0.5, 0.95, 0.99)],
-    }
-
-
-def drift_line(found: dict[str, Any]) -> list[str]:
-    low, high = found["interval"]
-    return [
-        str(found["checks"]),
-        f"{100 * found['per_check']:.0f} ({100 * low:.0f}-{100 * high:.0f})",
-        f"{100 * found['per_token']:.1f}",
-        *[f"{value:.1f}" for value in found["step_ms"]],
-    ]
 
 
 # -- against OmniKV and ShadowKV ---------------------------------------------------------------------------------------
@@ -288,7 +200,7 @@ def drift_line(found: dict[str, Any]) -> list[str]:
 def room(bench: Bench, method: str, options: dict[str, Any], budget: float, length: int) -> dict[str, list[float]]:
     """What a question's first token reads in the layer that retrieves, of each of its parts: tokens of a unit, and unfolded per KV head."""
     compiled = bench.compiled.with_method(method, budget, config=bench.compiled.settings, **options)
-    sample = make_sample(bench.tokenizer, "dense", length, 0, seed=0, questions=1)
+    sample = bench.sample(length)
     state = compiled.prefill(as_ids(sample.ids))
     compiled.extend(state, as_ids(sample.questions[0].ids))
     found = [max(row) for row in bench.profile.info.retrieval_heads.semantic]
@@ -305,6 +217,8 @@ def rooms(bench: Bench, figures: Figures, lines: Sequence[Line], length: int) ->
     kept = []
     for budget in TIGHT:
         for label, method, options in lines:
+            if not bench.serves(method, budget, options):
+                continue
             settings = {
                 "method": method,
                 "options": options,
@@ -321,7 +235,9 @@ def against_table(kept: list[dict[str, Any]], report: Report) -> str:
     summaries = {(s.variant.label, s.variant.budget): s for s in report.summaries}
     lines = []
     for held in kept:
-        summary = summaries[held["label"], held["budget"]]
+        summary = summaries.get((held["label"], held["budget"]))
+        if summary is None:
+            continue
         lines.append(
             [
                 f"{100 * held['budget']:g} %",
@@ -363,37 +279,31 @@ SAID = (
         "first token as early as the full cache's (Fig. 4)",
         "first token, times full's",
         times_full(COSTS[0].label, "first_s"),
-        lambda values: max(values) <= 1.1,
+        within(high=1.1),
     ),
     Direction(
         "a step 3 times as fast as the full cache's at 224K (Fig. 4)",
         "step, times full's",
         times_full(COSTS[0].label, "step_ms"),
-        lambda values: values[-1] < 1,
+        at_the_end(high=1),
     ),
     Direction(
         "and gains on the full cache the longer the context",
         "full's step over it",
         lambda _, at: at["full"]["step_ms"] / at[COSTS[0].label]["step_ms"],
-        rising,
+        RISING,
     ),
     Direction(
         "40 times as fast as OmniKV (Sec. 5.3)",
         "OmniKV's step over `strict`'s",
         lambda _, at: at[OMNIKV]["step_ms"] / at[COSTS[1].label]["step_ms"],
-        lambda values: values[-1] > 1,
-    ),
-    Direction(
-        "host memory linear in the length: 5.9, 9.9, 18.0 GB at 32K to 128K (Table 7)",
-        "host KiB per token",
-        lambda length, at: at[COSTS[0].label]["host"] / length / 1024,
-        lambda values: max(values) <= 1.2 * min(values),
+        at_the_end(low=1),
     ),
     Direction(
         f"a link of {LINK / 1e9:g} GB/s does not slow it (Table 10)",
         "time on that link, % of a step",
         lambda _, at: 1e5 * at[COSTS[0].label]["moved"] / LINK / at[COSTS[0].label]["step_ms"],
-        lambda values: max(values) <= 5,
+        within(high=5),
     ),
 )
 
@@ -407,7 +317,9 @@ def thresholds_table(report: Report) -> str:
     base = swept(0.5, 0.5)
     lines = []
     for stable, similar in itertools.product(STABLE, SIMILAR):
-        summary = found[swept(stable, similar)]
+        summary = found.get(swept(stable, similar))
+        if summary is None:
+            continue
         change = summary.ahead.get(base)
         lines.append(
             [
@@ -415,46 +327,58 @@ def thresholds_table(report: Report) -> str:
                 f"{similar:g}",
                 percent(summary.accuracy),
                 points(change),
-                "-" if change is None else verdict(change, "equal"),
+                "-" if change is None else verdict(change, *WAYS["equal"]),
             ]
         )
     return table(["tau_stable", "tau_sim", "mean, %", "against 0.5 and 0.5, points", "equal"], lines)
 
 
 def thresholds_verdict(report: Report) -> str:
-    values = [s.accuracy.value for s in report.summaries if s.variant.budget is not None]
+    """Whether answers are equal at every pair of thresholds, each against the paper's."""
+    changes = [s.ahead.get(swept(0.5, 0.5)) for s in report.summaries if s.variant.label != swept(0.5, 0.5)]
+    found = together(verdict(change, *WAYS["equal"]) for change in changes if change is not None)
     return (
-        "The paper's accuracy hardly depends on the thresholds (Fig. 5, a picture without figures). Seen here: "
-        f"{'yes' if max(values) - min(values) <= EQUAL else 'no'}, answers are between {100 * min(values):.0f} and "
-        f"{100 * max(values):.0f} %. Equal means within {100 * EQUAL:g} points."
+        f"The paper's accuracy hardly depends on the thresholds (Fig. 5, a picture without figures). Here: {found}. Equal means within "
+        f"{100 * EQUAL:g} points."
     )
 
 
 PREFIX = "transfer, "
 
 
+def satellites_line(profile: Profile) -> str:
+    """How many heads follow another at the paper's thresholds, which finds most of them there."""
+    found = Counter(role for row in roles_of(profile, 0.5, 0.5) for role in row)
+    return (
+        f"At 0.5 and 0.5 the paper finds mostly satellites and few volatile heads; here {found['satellite']} of {found.total()} heads are "
+        f"satellites and {found['volatile']} volatile."
+    )
+
+
 def write_page(content: Mapping[str, Any], bench: Bench) -> Path:
     """The page and its picture, from what is measured so far: parts that the results lack are left out."""
     reports: Mapping[str, Report] = content["reports"]
-    report = reports["ablations"]
+    report, name = reports["ablations"], bench.name
     length = report.summaries[0].length
     pages = [
-        "# HeteroCache on the bundled model",
-        f"{length} tokens, question asked after compression, mean over the four families. Made by `benchmarks/{NAME}.py`; do not edit. "
-        "Changes are paired on the same questions. `open` means that their 95 % interval, clustered by context, holds 0: the questions "
-        "do not tell.",
+        f"# HeteroCache on {bench.title}",
+        f"{length} tokens, question asked after compression, mean over {', '.join(report.summaries[0].families)}. Made by "
+        f"`benchmarks/{NAME}.py`; do not edit. "
+        "Changes are paired on the same questions. `open` means that their 95 % interval, clustered by context, does not tell. "
+        f"Where `tau_stable` is not the paper's, `tau_drift` is {LIVE['tau_drift']:g} all the same.",
         "## Roles (Fig. 6)",
-        "The paper finds mostly satellites and few volatile heads at 0.5 and 0.5; seen here: no. Here heads look at what is asked now, so "
-        "that no head's top set stays half the same, and heads of one layer share a quarter to two fifths of theirs, and only in the "
-        "first layer more than half: at the paper's thresholds nearly every head is volatile and stays whole. What suits this model is a "
-        "`tau_sim` between what its heads share and what chance would give (a tenth): then each layer has a pivot and satellites.",
+        satellites_line(bench.profile),
+        *bench.of_bundled(
+            "Heads of this model look at what is asked now. What suits it is a "
+            "`tau_sim` between what its heads share and what chance would give (a tenth): then each layer has a pivot and satellites."
+        ),
         role_table(bench.profile),
         "## What works, and the ablations of Table 4",
-        "The faithful method keeps pivots whole, so that clusters cost a quarter of the KV before anything else; below that, three pivots "
-        "are the least with which the retrieving layer still has one. `strict` folds pivots and volatile heads too, into pages that are "
-        "found by their mean keys, and so runs at 10 and 20 %. Questions here are ten tokens long and look elsewhere with every token: "
-        "satellites that may follow every fifth step come late, so that `W = 1` is shown beside the paper's 5.",
+        "The faithful method keeps pivots and volatile heads whole. `strict` folds them too, into pages that are found by their mean "
+        "keys, so that any budget will do. A question is a few tokens long, and satellites may follow every fifth step: `W = 1` is shown "
+        "beside the paper's 5.",
         claims_table(report, CLAIMS),
+        *bench.left_out(),
         allocation(bench),
         markdown(report),
     ]
@@ -465,29 +389,20 @@ def write_page(content: Mapping[str, Any], bench: Bench) -> Path:
             for stable in STABLE
         }
         subtitle = f"{length} tokens, strict, {100 * STRICT[0]:g} % of the KV, question unseen"
-        draw_curves(DOCS / NAME / "thresholds.png", "HeteroCache: thresholds of the roles", subtitle, "tau_sim", curves)
+        draw_curves(DOCS / name / "thresholds.png", "HeteroCache: thresholds of the roles", subtitle, "tau_sim", curves)
         pages += [
             "## Thresholds (Fig. 5)",
-            thresholds_verdict(sweep)
-            + " At `tau_sim` 0.28 three of the retrieving layer's four heads are a cluster and the fourth, volatile at `tau_stable` 0.5, "
-            "has pages of its own; at 0.5 there is no cluster, and with `tau_stable` 0.001 all four are anchors, whose static choice was "
-            "made before the question was asked.",
+            thresholds_verdict(sweep),
             thresholds_table(sweep),
-            f"![thresholds]({NAME}/thresholds.png)",
+            f"![thresholds]({name}/thresholds.png)",
         ]
     if "room" in content:
         pages += [
             "## Against OmniKV",
-            "Both without whole heads (`strict`). OmniKV's filter is the layer that retrieves: it ranks single tokens by the true "
+            "Both without whole heads (`strict`). OmniKV's filter ranks single tokens by the true "
             "attention of each query to all keys, computed on the host, so that its index takes nothing of the budget. HeteroCache's "
             "volatile heads and pivots rank pages by mean keys that stay on the device, each head by its own: pages grow until their "
-            "index takes no more than half of the head's budget, and what is left has room for few of them. An index of 8 "
-            "bits doubles the pages, "
-            "and answers fall at every budget. A uniform allocation gives the heads of this layer up to 1.8 times the room, "
-            "which is worth 8 points at "
-            "10 % and nothing beyond the interval below. In the last line OmniKV's layers have each their own part of the budget, as "
-            "HeteroCache's do and as all have now: it still answers all, so that this is not what the distance is made of. "
-            "Tokens are of the layer that retrieves, over its heads, at a question's "
+            "index takes no more than half of the head's budget. Tokens are of the layer that retrieves, over its heads, at a question's "
             "first token.",
             against_table(content["room"], reports["against"]),
         ]
@@ -496,48 +411,44 @@ def write_page(content: Mapping[str, Any], bench: Bench) -> Path:
             "## Against ShadowKV",
             "Both find pages by the mean of their keys. What ShadowKV has and `strict` has not, taken away one by one: the chunks that "
             "their mean describes worst stay exact; two thirds of the budget, in place of half, go to what is not unfolded, index "
-            "included; layers unfolded in one workspace in turn. `all three` takes them away together, and stands beside "
-            "`uniform allocation`, in which all heads have the same room, as ShadowKV's have. These two unfold as much and answer alike: "
-            "the three are what the distance is made of. What each weighs depends on the budget. Without the workspace a head has a "
-            "quarter of the room, which costs answers at every budget. With half of the budget fixed pages are twice as large at 3 %, "
-            "which costs about as much there, and no larger above. The exact chunks are worth nothing on this model; at 5 % they "
-            "take the place that the index of smaller pages needs. `each layer its own room` is the form that remains.",
+            "included.",
             against_table(content["room_shadowkv"], reports["against_shadowkv"]),
         ]
-    if "drift" in content:
+    if "drift" in content and "rates" in content["drift"][0]:
         pages += [
             "## Drift (App. D.4)",
-            f"{GENERATED} tokens sampled behind each of {CONTEXTS} contexts of a family, clusters, W = 5, {100 * FAITHFUL:g} % of the KV. "
+            f"{GENERATED} tokens sampled behind each context, clusters, W = 5, {100 * FAITHFUL:g} % of the KV. "
             f"The paper reports a trigger rate of {RARE:g} % over 1K tokens, without saying of what; both readings are given. "
             "An update needs the median overlap of 5 steps below `tau_drift`; the paper takes `tau_stable`, 0.5. In brackets: 95 % "
             "interval over contexts.",
             drift_table(content["drift"]),
             drift_verdicts(content["drift"]),
         ]
-    moved = {name.removeprefix(PREFIX): one for name, one in reports.items() if name.startswith(PREFIX)}
+    moved = {part.removeprefix(PREFIX): one for part, one in reports.items() if part.startswith(PREFIX)}
     if moved and "overlap" in content:
         pages += [
             "## Transfer of the calibration (App. C.4, Table 5)",
             "The paper finds more than 80 % of the satellites again with other texts, without saying of which set, and scores within 0.1 "
             "of each other. Over the smaller set is the overlap coefficient, the measure that the paper has for its top sets; a set that "
             "holds the other has 100 % there, so that the share of the larger set is given too. By chance: what random sets of these "
-            "sizes would share.",
+            "sizes would share. A share is judged by its Wilson interval over heads.",
             overlap_table(content["overlap"], list(moved)),
-            transfer_table(moved),
+            transfer_table(moved, content.get("transfer_change")),
         ]
     if "costs" in content:
         costs = {int(n): at for n, at in content["costs"].items()}
         pages += [
             "## Time and memory by length (Fig. 4, Tables 7 and 10)",
-            ABOUT
-            + f"`{COSTS[0].label}` has {100 * FAITHFUL:g} % of the KV, the others {100 * STRICT[0]:g} %. Needles in plenty "
-            "(Table 8): the columns `multi` and `confusable` above.",
+            ABOUT + f"`{COSTS[0].label}` has {100 * FAITHFUL:g} % of the KV, the others {100 * STRICT[0]:g} %.",
             costs_table(costs),
             directions_table(costs, SAID),
-            "This model of four layers has steps that are bound by the number of calls, and its full cache is small: against a full "
-            "cache of 64K tokens in larger layers see [decode_cpu.md](decode_cpu.md). A GPU's link and its contention are not measured.",
+            *bench.of_bundled(
+                "This model of four layers has steps that are bound by the number of calls, and its full cache is small: against a full "
+                "cache of 64K tokens in larger layers see [decode_cpu.md](decode_cpu.md)."
+            ),
+            "A GPU's link and its contention are not measured.",
         ]
-    return write_document(NAME, *pages, "## Provenance", provenance_of(report, *reports.values(), figures=True))
+    return write_document(name, *pages, "## Provenance", provenance_of(report, *reports.values(), figures=True))
 
 
 def main() -> None:
@@ -553,17 +464,17 @@ def main() -> None:
 
     def publish() -> None:
         """Write what is measured so far."""
-        write_parts(NAME, reports, figures)
-        print(f"wrote {write_page(read_parts(NAME), bench)}", flush=True)
+        write_parts(bench.name, reports, figures)
+        print(f"wrote {write_page(read_parts(bench.name), bench)}", flush=True)
 
     if arguments.page:
-        print(f"wrote {write_page(read_parts(NAME), bench)}")
+        print(f"wrote {write_page(read_parts(bench.name), bench)}")
         return
-    reports["ablations"] = bench.run(ablations(samples, length), "HeteroCache")
+    reports["ablations"] = bench.run(ablations(samples, length, () if bench.is_bundled else WHOLE), "HeteroCache")
     publish()
     reports["thresholds"] = bench.run(thresholds(samples, length), "HeteroCache, thresholds")
     publish()
-    measured = Figures(arguments.rows / f"{NAME}.figures.jsonl", bench.identity)
+    measured = Figures(arguments.rows / f"{bench.name}.figures.jsonl", bench.identity)
     few = max(1, samples // 2)
     reports["against"] = bench.run(against(AGAINST_OMNIKV, few, length), "HeteroCache and OmniKV")
     figures["room"] = rooms(bench, measured, AGAINST_OMNIKV, length)
@@ -571,11 +482,15 @@ def main() -> None:
     reports["against_shadowkv"] = bench.run(against(AGAINST_SHADOWKV, few, length), "HeteroCache and ShadowKV")
     figures["room_shadowkv"] = rooms(bench, measured, AGAINST_SHADOWKV, length)
     publish()
-    figures["drift"] = drifts(bench, measured, length)
-    publish()
-    figures["overlap"], moved = transfer(arguments, bench, transferred(samples, length))
-    reports |= {PREFIX + name: one for name, one in moved.items()}
-    publish()
+    if bench.serves("heterocache", FAITHFUL, CLUSTERS):
+        figures["drift"] = drifts(bench, measured, FAITHFUL, CLUSTERS, length)
+        publish()
+        if bench.is_bundled or arguments.text:
+            figures["overlap"], moved, figures["transfer_change"] = transfer(
+                arguments, bench, transferred(samples, length)
+            )
+            reports |= {PREFIX + name: one for name, one in moved.items()}
+            publish()
     figures["costs"] = by_length(bench, measured, COSTS)
     publish()
 

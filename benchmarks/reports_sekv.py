@@ -1,10 +1,11 @@
-"""SeKV on the bundled model: time and memory by length beside the methods of its Table 3, and the paper's formulas beside bytes that exist.
+"""SeKV: time and memory by length beside the methods of its Table 3, and the paper's formulas beside bytes that exist.
 
     python benchmarks/reports_sekv.py                  # minutes; an interrupted run goes on
     python benchmarks/reports_sekv.py --page           # the page alone, from the results that are there
+    python benchmarks/reports_sekv.py --model PATH --profile PATH
 
 Switches and grids are in ablations.py, answers in grid.py. Writes benchmarks/results/reports_sekv.json and
-docs/results/reports_sekv.md.
+docs/results/reports_sekv.md, another model's with its name.
 """
 
 from __future__ import annotations
@@ -14,15 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from costs import ABOUT, LENGTHS, Contender, Costs, Direction, by_length, costs_table, directions_table, times_full
-from grids import DOCS, FAMILIES, LENGTH, Bench, measured_on, parser, read_parts, table, write_document
+from costs import ABOUT, LENGTHS, Contender, Direction, by_length, costs_table, directions_table, within
+from grids import DOCS, FAMILIES, Bench, measured_on, parser, read_parts, table, write_document
 from reports import Figures, write_parts
 
 from semkv.config import CompileConfig
 from semkv.evaluation import Grid, Report, Variant
 from semkv.evaluation.environment import describe, now
 from semkv.evaluation.plots import zoom_heatmap
-from semkv.evaluation.samples import make_sample
 from semkv.evaluation.subject import add_zooms, as_ids
 from semkv.evaluation.tables import size
 from semkv.runtime.site_memory import SiteMemory
@@ -36,7 +36,7 @@ OTHERS = ("streaming_llm", "chunkkv", "sentencekv")
 COSTS = (Contender("sekv", "sekv", BUDGET), *(Contender(name, name, BUDGET) for name in OTHERS))
 
 
-def whole(cost: Costs) -> float:
+def whole(cost: Mapping[str, float]) -> float:
     """Seconds to read the context and write `NEW` tokens."""
     return cost["first_s"] + NEW * cost["step_ms"] / 1000
 
@@ -46,11 +46,7 @@ def against(label: str) -> Any:
     return lambda _, at: whole(at["sekv"]) / whole(at[label])
 
 
-def faster(values: Any) -> bool:
-    return max(values) < 1
-
-
-def leading(_: int, at: Mapping[str, Costs]) -> float:
+def leading(_: int, at: Mapping[str, Mapping[str, float]]) -> float:
     """`whole` of StreamingLLM over the least of the others'."""
     return whole(at["streaming_llm"]) / min(whole(cost) for label, cost in at.items() if label != "streaming_llm")
 
@@ -60,17 +56,11 @@ SAID = (
         "38.1 s where the full cache takes 43.6, 4K in and 1K out (Table 3)",
         "whole, times full's",
         against("full"),
-        faster,
+        within(high=1),
     ),
-    Direction("StreamingLLM is the fastest", "its whole, times the best of the others'", leading, faster),
-    Direction("as fast as ChunkKV, within 5 %", "whole, times chunkkv's", against("chunkkv"), lambda v: max(v) <= 1.05),
-    Direction("faster than SentenceKV", "whole, times sentencekv's", against("sentencekv"), faster),
-    Direction(
-        "memory grows by a tenth of what the full cache's does from 8K to 128K (Fig. 4)",
-        "device, times full's",
-        times_full("sekv", "device"),
-        lambda v: max(v) <= 1.02 * BUDGET,
-    ),
+    Direction("StreamingLLM is the fastest", "its whole, times the best of the others'", leading, within(high=1)),
+    Direction("as fast as ChunkKV, within 5 %", "whole, times chunkkv's", against("chunkkv"), within(high=1.05)),
+    Direction("faster than SentenceKV", "whole, times sentencekv's", against("sentencekv"), within(high=1)),
 )
 
 
@@ -84,16 +74,15 @@ ZOOMS = (
 ZOOM_SAMPLES = 4
 
 
-def zoom_grid(samples: int) -> Grid:
+def zoom_grid(samples: int, length: int) -> Grid:
     """What Fig. 5 and 6 are drawn from."""
-    return Grid(variants=(Variant(method="full"), *ZOOMS), families=FAMILIES, lengths=(LENGTH,), samples=samples)
+    return Grid(variants=(Variant(method="full"), *ZOOMS), families=FAMILIES, lengths=(length,), samples=samples)
 
 
-def draw_zooms(report: Report, sites: int) -> list[Path]:
+def draw_zooms(report: Report, folder: Path, length: int, sites: int) -> list[Path]:
     """A heat map of each variant."""
-    folder = DOCS / NAME
     drawn = (
-        zoom_heatmap(report, "unseen", LENGTH, folder / f"zoom_{variant.label}.png", variant.label, sites)
+        zoom_heatmap(report, "unseen", length, folder / f"zoom_{variant.label}.png", variant.label, sites)
         for variant in ZOOMS
     )
     return [path for path in drawn if path is not None]
@@ -137,7 +126,7 @@ def formulas(bench: Bench, length: int) -> dict[str, float]:
     """Eq. 16-20 for a state whose spans are all factored, and the bytes that it has: after a context, and in one step of a question."""
     config = CompileConfig(kv_dtype="float16", floor=0)
     compiled = bench.compiled.with_method("sekv", BUDGET, config=config, preset="paper", fill=True)
-    sample = make_sample(bench.tokenizer, "dense", length, 0, seed=0, questions=1)
+    sample = bench.sample(length)
     state = compiled.prefill(as_ids(sample.ids))
     memories = [memory for memory in state.rows[0].budgeted() if memory.spans is not None]
     held, waiting = state.nbytes["device"], state.nbytes["host"]
@@ -190,38 +179,44 @@ def formulas_table(found: Mapping[int, Mapping[str, float]]) -> str:
     return table(["tokens", "", "by the formula", "measured", "measured over formula"], lines)
 
 
-def zooms_of(content: Mapping[str, Any]) -> list[str]:
+def zooms_of(content: Mapping[str, Any], bench: Bench) -> list[str]:
     """The part of the page on zooms; nothing but how to measure it where that was not done."""
-    held = content["reports"].get("zooms")
-    if held is None:
+    report = content["reports"].get("zooms")
+    if report is None:
         return [f"Not measured yet: `python benchmarks/{NAME}.py`."]
-    report = Report.model_validate(held)
-    pictures = sorted((DOCS / NAME).glob("zoom_*.png"))
+    pictures = sorted((DOCS / bench.name).glob("zoom_*.png"))
     return [
         "Share of its spans that each query head unfolds in a step, above its own threshold: where the budget is filled instead "
         "(`fill=True`, the default), every head unfolds what there is room for. `thresholds` is `fill=False`, `paper` the preset.",
         zooms_table(report),
-        *(f"![What heads unfold, {picture.stem.removeprefix('zoom_')}]({NAME}/{picture.name})" for picture in pictures),
+        *(
+            f"![What heads unfold, {picture.stem.removeprefix('zoom_')}]({bench.name}/{picture.name})"
+            for picture in pictures
+        ),
     ]
 
 
-def write_page(content: Mapping[str, Any]) -> Path:
+def write_page(content: Mapping[str, Any], bench: Bench) -> Path:
     """The page, from the results."""
     costs, bytes_by_length = ({int(n): at for n, at in content[part].items()} for part in ("costs", "formulas"))
     return write_document(
-        NAME,
-        "# SeKV's time and memory on the bundled model",
-        f"Made by `benchmarks/{NAME}.py`; do not edit. {100 * BUDGET:g} % of the KV. Its switches and grids are in "
-        "[ablations.md](ablations.md), its answers in [grid.md](grid.md).",
+        bench.name,
+        f"# SeKV's time and memory on {bench.title}",
+        f"Made by `benchmarks/{NAME}.py`; do not edit. {100 * BUDGET:g} % of the KV.",
+        *bench.of_bundled(
+            "Its switches and grids are in [ablations.md](ablations.md), its answers in [grid.md](grid.md)."
+        ),
         "## Time and memory by length (Table 3, Fig. 4)",
         ABOUT,
         costs_table(costs),
         f"`whole` is the first token and {NEW:,} steps, by their median. Memory is of the KV alone, where the paper has the whole device.",
         directions_table(costs, SAID),
-        "The full cache of four layers is small, and steps are bound by the number of calls: at 64K to 128K tokens in larger layers see "
-        "[decode_cpu.md](decode_cpu.md).",
+        *bench.of_bundled(
+            "The full cache of four layers is small, and steps are bound by the number of calls: at 64K to 128K tokens in larger layers "
+            "see [decode_cpu.md](decode_cpu.md)."
+        ),
         "## What heads unfold (Fig. 5, 6)",
-        *zooms_of(content),
+        *zooms_of(content, bench),
         "## The paper's formulas (Eq. 16 to 20)",
         "By the preset `paper`, with every span factored as the formulas have it, and the budget filled in order of gate (Sec. 4.1); each "
         "span and head with its own rank, which Eq. 18 has as one r. Eq. 17 counts routing keys for every query head, at full precision, "
@@ -237,19 +232,19 @@ def write_page(content: Mapping[str, Any]) -> Path:
 def main() -> None:
     started = now()
     arguments = parser((__doc__ or "").splitlines()[0], page=True).parse_args()
+    bench = Bench(NAME, arguments)
     if not arguments.page:
-        bench = Bench(NAME, arguments)
-        figures = Figures(arguments.rows / f"{NAME}.figures.jsonl", bench.identity)
+        figures = Figures(arguments.rows / f"{bench.name}.figures.jsonl", bench.identity)
         costs = by_length(bench, figures, COSTS)
         found = {
             length: figures.get("formulas", {"length": length}, lambda n=length: formulas(bench, n))
-            for length in LENGTHS
+            for length in bench.lengths(LENGTHS, 64)
         }
-        zooms = bench.run(zoom_grid(arguments.samples or ZOOM_SAMPLES), "Zooms")
-        draw_zooms(zooms, len(bench.compiled.program.stores))
+        zooms = bench.run(zoom_grid(arguments.samples or ZOOM_SAMPLES, arguments.length), "Zooms")
+        draw_zooms(zooms, DOCS / bench.name, arguments.length, len(bench.compiled.program.stores))
         environment = describe(started).model_dump(mode="json")
-        write_parts(NAME, {"zooms": zooms}, {"costs": costs, "formulas": found, "environment": environment})
-    print(f"wrote {write_page(read_parts(NAME))}")
+        write_parts(bench.name, {"zooms": zooms}, {"costs": costs, "formulas": found, "environment": environment})
+    print(f"wrote {write_page(read_parts(bench.name), bench)}")
 
 
 if __name__ == "__main__":

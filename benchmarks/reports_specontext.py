@@ -1,31 +1,33 @@
-"""SpeContext on the bundled model: selection levels, overlap and bytes saved, offload thresholds, throughput.
+"""SpeContext: selection levels, overlap and bytes saved, offload thresholds, throughput.
 
     python benchmarks/reports_specontext.py            # an interrupted run goes on
     python benchmarks/reports_specontext.py --page     # the page alone, from the results that are there
+    python benchmarks/reports_specontext.py --model PATH --profile PATH
 
 40 questions per family at 4K tokens, asked after compression. Writes benchmarks/results/reports_specontext.json and
-docs/results/reports_specontext.md.
+docs/results/reports_specontext.md, another model's with its name.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from costs import spread
 from grids import FAMILIES, Bench, parser, provenance_of, read_parts, table, write_document
-from reports import Claim, Figures, claims_table, write_parts
+from reports import Claim, Figures, claims_table, over_contexts, together, verdict, write_parts
 
 from semkv.config import CompileConfig
 from semkv.evaluation import Grid, Variant
-from semkv.evaluation.samples import make_sample
 from semkv.evaluation.subject import as_ids
-from semkv.evaluation.tables import markdown, size
+from semkv.evaluation.tables import markdown, percent, size
 from semkv.offload import offload_demand
 from semkv.profiles.schema.memory import UNBOUNDED, offloaded_stores
+from semkv.runtime.state import State
 
 NAME = "reports_specontext"
 SAMPLES = 40
@@ -36,20 +38,26 @@ TOKENS = 512
 """Budget in tokens of the offload test, as the paper's are."""
 FIRST, LAST = 600, 3000
 """The offload test grows a row from before the first threshold until all layers have left."""
-WORKLOADS = ((2048, 48), (8192, 48))
+WORKLOADS = ((2048, 12), (8192, 12))
+"""Tokens of a prompt, and steps behind it."""
+CONTEXTS = 4
+"""Contexts of each figure."""
 DEVICE = "4GB"
 BATCHES = (1, 2)
 STRICT = {"strict": True}
 
-LAYER_WISE = "layer-wise"
-PARTS = ("+ retrieval head (C1)", "+ layers on the device (C3)")
-"""Columns of the throughput, each with one part more; elastic loading (C2) is in all of them."""
-OVERLAP = 0.8
-EARLIER = (
-    "Measured with version 0.1. `retrieval head, all fetched anew` and, under Throughput, `layer-wise` are of layers that shared one "
-    "workspace, in which each could read more than its part of the budget, and fetched all anew, so that what is ahead of `layer-wise` "
-    "there owes a part of that to C2; to be measured again."
+LAYER_WISE, ANEW, ELASTIC, AHEAD, OFFLOAD = (
+    "layer-wise",
+    "retrieval head (C1)",
+    "+ elastic loading (C2)",
+    "+ fetched ahead (C2, asynchronous)",
+    "+ layers on the device (C3)",
 )
+"""Columns of the throughput. All select the same number of tokens; from C1 on they are the same tokens. Without elastic loading a step
+fetches all of them."""
+OVERLAP = 0.8
+ALIKE = 0.05
+"""Numbers of selected tokens that differ by less than this part are equal."""
 
 HEAD, BATCH, LAYERS = "retrieval head", "one choice for all heads", "every layer for itself"
 VARIANTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
@@ -96,11 +104,11 @@ def compiled_as(bench: Bench, budget: float | int, options: dict[str, Any], **se
 
 
 @torch.no_grad()
-def traffic(bench: Bench, budget: float, options: dict[str, Any], length: int) -> dict[str, float]:
+def traffic(bench: Bench, budget: float, options: dict[str, Any], length: int, index: int) -> dict[str, float]:
     """Overlap between steps, and bytes that a step moves, over `GENERATED` tokens sampled behind a context."""
     compiled = compiled_as(bench, budget, options)
-    state = compiled.prefill(as_ids(make_sample(bench.tokenizer, "dense", length, 0, seed=0, questions=1).ids))
-    chance = torch.Generator().manual_seed(0)
+    state = compiled.prefill(as_ids(bench.sample(length, index).ids))
+    chance = torch.Generator().manual_seed(index)
     for _ in range(GENERATED):
         token = int(torch.multinomial(state.logits[-1].float().softmax(-1), 1, generator=chance))
         compiled.extend(state, as_ids((token,)))
@@ -109,17 +117,26 @@ def traffic(bench: Bench, budget: float, options: dict[str, Any], length: int) -
 
 
 def traffics(bench: Bench, figures: Figures, length: int) -> list[dict[str, Any]]:
-    """`traffic` of every selection and budget."""
+    """`traffic` of every selection and budget, a number for each context."""
     kept = []
+    contexts = bench.arguments.contexts or CONTEXTS
     for budget in BUDGETS:
         for label, options in (
             (HEAD, STRICT),
             (BATCH, STRICT | {"selection": "batch"}),
             (LAYERS, {"retrieval": "layers"}),
         ):
-            settings = {"budget": budget, "length": length, "tokens": GENERATED} | options
-            found = figures.get("traffic", settings, lambda b=budget, o=options: traffic(bench, b, o, length))
-            kept.append({"budget": budget, "label": label, **found})
+            if not bench.serves("specontext", budget, options):
+                continue
+            found = []
+            for index in range(contexts):
+                settings = {"budget": budget, "length": length, "tokens": GENERATED, "index": index} | options
+                found.append(
+                    figures.get(
+                        "traffic", settings, lambda b=budget, o=options, i=index: traffic(bench, b, o, length, i)
+                    )
+                )
+            kept.append({"budget": budget, "label": label} | {name: [one[name] for one in found] for name in found[0]})
     return kept
 
 
@@ -127,16 +144,18 @@ def traffic_table(kept: Sequence[Mapping[str, Any]]) -> str:
     """What elastic loading finds there already, and what it saves against fetching a step's selection anew."""
     lines = []
     for one in kept:
-        anew = one["moved"] / (1 - one["overlap"])
+        overlap = over_contexts(listed(one["overlap"]))
+        moved = statistics.fmean(listed(one["moved"]))
+        anew = moved / (1 - overlap.value)
         lines.append(
             [
                 f"{100 * one['budget']:g} %",
                 one["label"],
-                f"{100 * one['overlap']:.0f}",
-                size(one["moved"]),
+                percent(overlap),
+                size(moved),
                 size(anew),
-                size(anew - one["moved"]),
-                "yes" if one["overlap"] > OVERLAP else "no",
+                size(anew - moved),
+                verdict(overlap, low=OVERLAP),
             ]
         )
     columns = [
@@ -146,9 +165,14 @@ def traffic_table(kept: Sequence[Mapping[str, Any]]) -> str:
         "moved per step",
         "the same choice fetched anew",
         "saved",
-        f"overlap above {100 * OVERLAP:g} %, seen here",
+        f"overlap above {100 * OVERLAP:g} %",
     ]
     return table(columns, lines)
+
+
+def listed(held: Any) -> list[float]:
+    """A number for each context; results from before there were several have one."""
+    return list(held) if isinstance(held, list) else [held]
 
 
 @torch.no_grad()
@@ -159,7 +183,7 @@ def offload(bench: Bench) -> dict[str, Any]:
     device = int(demand.device_bytes(FIRST + 100, 0))
     progressive = compiled_as(bench, TOKENS, STRICT, offload="progressive", device_memory=device)
     plain = compiled_as(bench, TOKENS, STRICT)
-    ids = make_sample(bench.tokenizer, "single", LAST, 0, seed=0, questions=1).ids
+    ids = bench.sample(LAST, family="single").ids
     states = [compiled.prefill(as_ids(ids[:FIRST])) for compiled in (plain, progressive)]
     limits = [limit for limit in progressive.placement.thresholds if FIRST <= limit < len(ids)]
     stops = sorted({stop for limit in limits for stop in (limit, limit + 1, limit + 20)} | {len(ids)})
@@ -204,30 +228,70 @@ def offload_table(found: dict[str, Any]) -> str:
     return table(["tokens", "layers that wait on the device", "waiting there", "on the host", "same tokens"], lines)
 
 
+def selected(state: State) -> float:
+    """Tokens per KV head and layer that the last step unfolded."""
+    found = [m.workspace.filled / m.site.kv_heads for row in state.rows for m in row.budgeted() if m.workspace]
+    return statistics.fmean(found)
+
+
+def emptied(state: State) -> None:
+    """Have a state fetch all that its next step unfolds, into the slots that there are."""
+    for row in state.rows:
+        for memory in row.budgeted():
+            if memory.workspace is not None:
+                held, spans = memory.workspace.held, memory.spans
+                memory.workspace.take(
+                    torch.zeros_like(held), spans.segments, spans.host_tokens, slots=memory.workspace.slots
+                )
+
+
+def layer_wise(bench: Bench, ids: torch.Tensor, wanted: float):
+    """Every layer for itself, with the budget at which a step unfolds about `wanted` tokens, and its state."""
+    budget = int(wanted) + 2 * bench.compiled.placement.page_size + 64
+    for _ in range(4):
+        compiled = compiled_as(bench, budget, {"retrieval": "layers"})
+        state = compiled.prefill(ids)
+        probe = state.fork()
+        compiled.extend(probe, ids[:, -1:])
+        lacking = wanted - selected(probe)
+        if abs(lacking) <= ALIKE * wanted / 2:
+            break
+        budget += round(lacking)
+    return compiled, state
+
+
 @torch.no_grad()
-def throughput(bench: Bench, prompt: int, new: int, batch: int) -> dict[str, float]:
-    """Median time of a decode step [s] of each form, all in one run, turn by turn."""
-    ids = torch.stack(
-        [
-            torch.tensor(make_sample(bench.tokenizer, "single", prompt + 64, i, seed=1, questions=1).ids[:prompt])
-            for i in range(batch)
-        ]
-    )
+def throughput(bench: Bench, prompt: int, new: int, batch: int, index: int) -> dict[str, Any]:
+    """Median time of a decode step [s] of each form behind one context (each row its own), turn by turn, and the tokens that a step of it
+    selects, which are made equal: a form with fewer to fetch would be ahead for that alone."""
+    rows = [bench.sample(prompt + 64, index * batch + row, "single").ids[:prompt] for row in range(batch)]
+    ids = torch.tensor(rows)
+    head = compiled_as(bench, 0.1, STRICT)
+    probe = head.prefill(ids)
+    head.extend(probe, ids[:, -1:])
+    by_layer, first = layer_wise(bench, ids, selected(probe))
     forms = {
         "full": bench.compiled.with_method("full"),
-        LAYER_WISE: compiled_as(bench, 0.1, {"retrieval": "layers"}),
-        PARTS[0]: compiled_as(bench, 0.1, STRICT),
-        PARTS[1]: compiled_as(bench, 0.1, STRICT, offload="progressive", device_memory=DEVICE, rows=batch),
+        ANEW: head,
+        ELASTIC: head,
+        AHEAD: compiled_as(bench, 0.1, STRICT, prefetch=True),
+        OFFLOAD: compiled_as(bench, 0.1, STRICT, offload="progressive", device_memory=DEVICE, rows=batch),
     }
-    states = {name: compiled.prefill(ids) for name, compiled in forms.items()}
+    states = {LAYER_WISE: first} | {name: compiled.prefill(ids) for name, compiled in forms.items()}
+    forms[LAYER_WISE] = by_layer
     spent: dict[str, list[float]] = {name: [] for name in forms}
     for _ in range(new):
+        token = states["full"].logits.argmax(-1, keepdim=True)  # the same for all
         for name, compiled in forms.items():
-            token = states[name].logits.argmax(-1, keepdim=True)
+            if name in (ANEW, LAYER_WISE):
+                emptied(states[name])
             started = time.perf_counter()
             compiled.extend(states[name], token)
             spent[name].append(time.perf_counter() - started)
-    return {name: statistics.median(times) for name, times in spent.items()}
+    return {
+        "seconds": {name: statistics.median(times) for name, times in spent.items()},
+        "selected": {name: selected(state) for name, state in states.items() if name != "full"},
+    }
 
 
 def layers_that_stay(bench: Bench) -> tuple[int, int]:
@@ -239,13 +303,24 @@ def layers_that_stay(bench: Bench) -> tuple[int, int]:
 
 
 def throughputs(bench: Bench, figures: Figures) -> list[dict[str, Any]]:
-    """Seconds of a step of every form, by workload and batch."""
+    """Seconds of a step of every form, and the tokens that it selects, by workload and batch, a number for each context."""
     kept = []
-    for prompt, new in WORKLOADS:
+    longest = bench.lengths([prompt for prompt, _ in WORKLOADS], 64 + max(new for _, new in WORKLOADS))
+    for prompt, new in (one for one in WORKLOADS if one[0] in longest):
         for batch in BATCHES:
             settings = {"prompt": prompt, "new": new, "batch": batch}
-            found = figures.get("throughput", settings, lambda p=prompt, n=new, b=batch: throughput(bench, p, n, b))
-            kept.append(settings | {"seconds": found})
+            made = [
+                figures.get(
+                    "throughput",
+                    settings | {"index": index},
+                    lambda p=prompt, n=new, b=batch, i=index: throughput(bench, p, n, b, i),
+                )
+                for index in range(bench.arguments.contexts or CONTEXTS)
+            ]
+            kept.append(
+                settings
+                | {part: {name: [one[part][name] for one in made] for name in made[0][part]} for part in made[0]}
+            )
     return kept
 
 
@@ -253,62 +328,60 @@ def workload(one: Mapping[str, Any]) -> str:
     return f"[{one['prompt']}, {one['new']}], {one['batch']}"
 
 
+def over(one: Mapping[str, Any], name: str, base: str) -> list[float]:
+    """Steps per second of a form over those of another, behind each context."""
+    seconds = one["seconds"]
+    if name not in seconds or base not in seconds:
+        return []
+    return [b / a for a, b in zip(listed(seconds[name]), listed(seconds[base]))]
+
+
+def alike(one: Mapping[str, Any], name: str, base: str) -> bool:
+    """Whether two forms select equally many tokens."""
+    counts = one.get("selected", {})
+    if base == "full" or name not in counts or base not in counts:
+        return base == "full"
+    return all(abs(a - b) <= ALIKE * b for a, b in zip(listed(counts[name]), listed(counts[base])))
+
+
 def throughput_table(kept: Sequence[Mapping[str, Any]]) -> str:
-    """Table 3 and Fig. 11: steps per second over those of the full cache, by workload and batch."""
-    names = [name for name in kept[0]["seconds"] if name != "full"]
-    lines = [
-        [workload(one), *[f"{one['seconds']['full'] / one['seconds'][name]:.2f}" for name in names]] for one in kept
-    ]
-    return table(["[in, out], batch", *names], lines)
+    """Table 3 and Fig. 11: steps per second over those of the full cache, and the tokens selected, by workload and batch."""
+    names = [name for name in (LAYER_WISE, ANEW, ELASTIC, AHEAD, OFFLOAD) if name in kept[0]["seconds"]]
+    lines = []
+    for one in kept:
+        counts = {
+            name: statistics.fmean(listed(one["selected"][name])) for name in names if name in one.get("selected", {})
+        }
+        lines.append([workload(one), *[spread(over_contexts(over(one, name, "full"))) for name in names]])
+        lines[-1] += [f"{min(counts.values()):.0f} to {max(counts.values()):.0f}" if counts else "-"]
+    return table(["[in, out], batch", *names, "tokens selected"], lines)
+
+
+COMPARED: tuple[tuple[str, str, str], ...] = (
+    (
+        "all three together are ahead of the full cache: 18.1 and 24.9 times eager attention, 1.68 and 2.20 times FlashInfer, at "
+        "[2k, 16k] and [2k, 32k] (Table 3, DeepSeek-Distill-Llama-8B, which has 32 requests at once where eager attention "
+        "has room for 4)",
+        OFFLOAD,
+        "full",
+    ),
+    ("C1 adds (Fig. 11, a picture without figures)", ANEW, LAYER_WISE),
+    ("C2 adds, by moving less", ELASTIC, ANEW),
+    ("and by moving it while others are computed", AHEAD, ELASTIC),
+    ("C3 adds, by more of the KV on the device", OFFLOAD, ELASTIC),
+)
 
 
 def throughput_verdicts(kept: Sequence[Mapping[str, Any]]) -> str:
-    """What the paper says of throughput beside ours at every workload, and whether each goes that way."""
-
-    def over(name: str, base: str) -> list[float]:
-        """Steps per second of a form over those of another."""
-        return [one["seconds"][base] / one["seconds"][name] for one in kept]
-
-    said: tuple[tuple[str, str, list[float], Callable[[Sequence[float]], bool]], ...] = (
-        (
-            "all three together are ahead of the full cache: 18.1 and 24.9 times eager attention, 1.68 and 2.20 times FlashInfer, at "
-            "[2k, 16k] and [2k, 32k] (Table 3, DeepSeek-Distill-Llama-8B, which has 32 requests at once where eager attention "
-            "has room for 4)",
-            "times full's",
-            over(PARTS[1], "full"),
-            lambda values: min(values) > 1,
-        ),
-        (
-            "C1 adds (Fig. 11, a picture without figures)",
-            "over layer-wise",
-            over(PARTS[0], LAYER_WISE),
-            lambda values: min(values) > 1,
-        ),
-        ("C2 adds, by moving less", "-", [], lambda values: False),
-        (
-            "C3 adds, by more of the KV on the device",
-            "over C1",
-            over(PARTS[1], PARTS[0]),
-            lambda values: min(values) > 1.05,
-        ),
-        (
-            "10.06 times eager attention and 1.17 times ShadowKV on a GPU held to 4 GB (Fig. 10b)",
-            "-",
-            [],
-            lambda values: False,
-        ),
-    )
-    lines = [
-        [paper, figure, *([f"{value:.2f}" for value in values] or ["-"] * len(kept)), seen(values, holds)]
-        for paper, figure, values, holds in said
-    ]
-    return table(["the paper says", "figure", *map(workload, kept), "seen here"], lines)
-
-
-def seen(values: Sequence[float], holds: Callable[[Sequence[float]], bool]) -> str:
-    if not values:
-        return "not measured"
-    return "yes" if holds(values) else "no"
+    """What the paper says of throughput beside ours at every workload, and whether each goes that way; forms that do not select alike are
+    not compared."""
+    lines = []
+    for paper, name, base in COMPARED:
+        found = [over(one, name, base) if alike(one, name, base) else [] for one in kept]
+        known = [over_contexts(values) for values in found if values]
+        each = [spread(over_contexts(values)) if values else "-" for values in found]
+        lines.append([paper, f"{name} over {base}", *each, together(verdict(one, low=1) for one in known)])
+    return table(["the paper says", "steps per second", *map(workload, kept), "here"], lines)
 
 
 def limit_text(limit: int) -> str:
@@ -323,20 +396,21 @@ def write_page(content: Mapping[str, Any], bench: Bench) -> Path:
     section = bench.profile.info.retrieval_head
     same = all(line["same_token"] for line in crossed["lines"])
     return write_document(
-        NAME,
-        "# SpeContext on the bundled model",
-        f"{length} tokens, question asked after compression, mean over the four families. Made by `benchmarks/{NAME}.py`; do not edit. "
+        bench.name,
+        f"# SpeContext on {bench.title}",
+        f"{length} tokens, question asked after compression, mean over {', '.join(report.summaries[0].families)}. Made by "
+        f"`benchmarks/{NAME}.py`; do not edit. "
         f"The retrieval head has {section.parameters:,} parameters, {100 * (1 - section.parameters / section.whole):.1f} % fewer than "
         "the one-layer model that it stands for; its keys are charged to the budget, in 8 or 4 bits (`strict`), where the paper does "
         "not count them.",
-        EARLIER,
         "## Selection (Fig. 5a, Sec. 7.2)",
         "What a layer unfolds stays in slots of its own, in its own part of the budget, as elastic loading has it.",
         claims_table(report, CLAIMS),
-        "Where the paper says equal and a change is above 0, the retrieval head is ahead of what it is compared with.",
+        *bench.left_out(),
         markdown(report),
         "## Overlap and elastic loading",
-        f"Over {GENERATED} tokens sampled behind a context. The paper reports more than {100 * OVERLAP:g} % overlap on 7B and 8B models, "
+        f"Over {GENERATED} tokens sampled behind each of {CONTEXTS} contexts. The paper reports more than {100 * OVERLAP:g} % overlap on "
+        "7B and 8B models, "
         "where neighbouring queries ask alike. Where every layer chooses by its own true attention, the line is the model's, not the "
         "head's. Saved is what was there from the step before.",
         traffic_table(content["traffic"]),
@@ -344,20 +418,22 @@ def write_page(content: Mapping[str, Any], bench: Bench) -> Path:
         f"One row grows across every threshold of a pretended device of {size(crossed['device_memory'])} (thresholds in tokens, for no "
         f"layer on the host, one, and so on: {', '.join(map(limit_text, crossed['thresholds']))}), budget {TOKENS} tokens, beside one "
         f"whose layers wait on the host from the start. The largest difference of a logit is {crossed['worst']:.1g}. Layers "
-        f"leave one by one as the sequence grows, and tokens stay the same (Sec. 6), seen here: {'yes' if same else 'no'}.",
+        f"leave one by one as the sequence grows, and tokens stay the same (Sec. 6): {'they do' if same else 'they do NOT'}.",
         offload_table(crossed),
         "## Throughput (Table 3, Fig. 11)",
         "Decode steps per second over those of the full cache in the same run, medians, on a CPU, where the host tier is memory like the "
         "device's: what transfers cost on a link is not measured here, nor larger batches for the room that is saved, from which most of "
         "the paper's figures come. On a model of four layers the full cache is small, and steps are bound by the number of calls.",
-        f"`{PARTS[1]}` is given a device of {DEVICE}, the paper's small one. What that tests is that the option runs with the "
+        f"`{OFFLOAD}` is given a device of {DEVICE}, the paper's small one. What that tests is that the option runs with the "
         f"thresholds that follow from it, and what it adds to a step: of the {layers} layers of this model {resident} stay on the device "
         "at the longest of these workloads. Where all stay, the limit does not bind, and nothing is moved because of it. How layers "
         "leave when a limit binds is the table of thresholds above, on a pretended device as small as this model needs; how a device of "
         "that size does with a model that fills it is not measured.",
         throughput_table(content["throughput"]),
-        "The same steps per second, one form's over another's, beside what the paper says. C3 counts as seen where it is worth 5 % at "
-        "every workload. C2 is in every form; what it saves is the table of overlap above.",
+        "The same steps per second, one form's over another's behind the same contexts, beside what the paper says; seen where the "
+        "interval over contexts is above 1 at every workload. All forms select as many tokens, within "
+        f"{100 * ALIKE:g} %: `{LAYER_WISE}` has the budget for it. It and `{ANEW}` fetch all of them in every step; `{AHEAD}` differs from "
+        f"`{ELASTIC}` by the thread alone.",
         throughput_verdicts(content["throughput"]),
         "## Provenance",
         provenance_of(report, figures=True),
@@ -370,12 +446,12 @@ def main() -> None:
     if not arguments.page:
         length, samples = arguments.length, arguments.samples or SAMPLES
         report = bench.run(grid(samples, length), "SpeContext")
-        figures = Figures(arguments.rows / f"{NAME}.figures.jsonl", bench.identity)
+        figures = Figures(arguments.rows / f"{bench.name}.figures.jsonl", bench.identity)
         moved = traffics(bench, figures, length)
         crossed = figures.get("offload", {"first": FIRST, "last": LAST, "budget": TOKENS}, lambda: offload(bench))
         content = {"traffic": moved, "offload": crossed, "throughput": throughputs(bench, figures)}
-        write_parts(NAME, {"selection": report}, content)
-    print(f"wrote {write_page(read_parts(NAME), bench)}")
+        write_parts(bench.name, {"selection": report}, content)
+    print(f"wrote {write_page(read_parts(bench.name), bench)}")
 
 
 if __name__ == "__main__":

@@ -16,12 +16,13 @@ class SentenceSection(Section):
 
     Attributes
     ----------
-    rules: version of the classes' meaning. tokens: of the tokenizer. marks: those that may end a sentence.
+    rules: 1 ends a sentence at every line break, 2 where the line is not one of wrapped prose. tokens: of the tokenizer. marks: those
+        that may end a sentence.
     mean_tokens: mean length of a sentence in the calibration text, in tokens. longest: the longest one there.
     samples: texts that these two were measured on.
     """
 
-    rules: Literal[1] = 1
+    rules: Literal[1, 2] = 2
     tokens: int = Field(ge=1)
     marks: int = Field(ge=0)
     mean_tokens: NotNegative

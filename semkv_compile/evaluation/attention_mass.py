@@ -14,6 +14,7 @@ from torch import Tensor
 
 from semkv.evaluation.schema import Mass
 from semkv.ir.site import AttentionSite
+from semkv.runtime.blocks import zoomed_units
 from semkv.runtime.record import RowRecord
 from semkv.runtime.site_memory import SiteMemory
 
@@ -81,14 +82,14 @@ def _held(part: SiteMemory, tokens: int, queries: int) -> Tensor:
     workspace, zoomed = part.workspace, part.zoomed
     if workspace is None or zoomed is None:
         return held
-    zoomed = zoomed.cpu()
-    there = [(workspace.positions.cpu().long(), workspace.segment)] if workspace.slots else []
+    zoomed, spans = zoomed.cpu(), part.spans
+    assert spans is not None
+    there = [(workspace.positions.cpu().long(), spans.units_of(workspace.segment))] if workspace.slots else []
     if workspace.factors is not None:
-        at = workspace.factors.positions.long().cpu().flatten(1)
-        there.append((at, workspace.factors.unit.cpu().repeat_interleave(workspace.factors.positions.shape[2], 1)))
+        at, unit = workspace.factors.positions.long().cpu(), workspace.factors.unit.cpu()
+        there.append((at.flatten(1), unit.repeat_interleave(at.shape[2], 1)))
     for at, unit in there:
-        of_head = unit.clamp(min=0).repeat_interleave(group, 0)[:, None].expand(-1, zoomed.shape[1], -1)
-        read = zoomed.gather(2, of_head) & (unit >= 0).repeat_interleave(group, 0)[:, None]
+        read = zoomed_units(zoomed, unit, part.site)
         at = at.repeat_interleave(group, 0)[:, None].expand(-1, zoomed.shape[1], -1)
         held |= _marked(at.flatten(0, 1), read.flatten(0, 1), tokens).unflatten(0, (heads * group, -1))
     return held

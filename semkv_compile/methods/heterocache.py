@@ -15,7 +15,7 @@ from semkv.methods.kept_and_runs import KeptAndRuns
 from semkv.methods.options import Count, IndexBits, Overlap, Tokens, TokensOrNone, Width
 from semkv.methods.page_routers import MeanKeyRouter
 from semkv.methods.pages import Frame, Pages
-from semkv.methods.pivots import PivotRouter, pivot_sites
+from semkv.methods.pivots import Heads, PivotRouter, pivot_sites
 from semkv.profiles.schema import Profile
 from semkv.profiles.schema.allocation import stability_weight
 from semkv.profiles.schema.roles import head_roles
@@ -30,10 +30,10 @@ class HeteroCache(OncePerPrompt):
     """HeteroCache (Shi et al., 2026): heads of stable attention keep a static choice of tokens, heads that resemble another
     head follow it, and only the others keep everything. Needs a profile with head roles.
 
-    every: W, steps between looks at a pivot's drift. tau_drift: median overlap below which its satellites are updated; 0: the
-    profile's tau_stable. tau_stable, tau_similar: thresholds of the roles; 0: the profile's own. pool: width of the average
-    pooling of attention, odd. uniform: all compressed heads get the same (ablation). retrieval: False never updates satellites
-    (ablation). sinks, recent: first and last tokens that stay in compressed heads. strict: no head is whole, so that any
+    every: W, steps between looks at a pivot's drift. tau_drift: median overlap below which its satellites are updated; 0:
+    tau_stable, this method's or the profile's. tau_stable, tau_similar: thresholds of the roles; 0: the profile's own. pool: width
+    of the average pooling of attention, odd. uniform: all compressed heads get the same (ablation). retrieval: False never updates
+    satellites (ablation). sinks, recent: first and last tokens that stay in compressed heads. strict: no head is whole, so that any
     budget will do: pivots and volatile heads wait on the host in pages of `page` tokens, chosen by their mean keys of `bits`
     bits, and share the budget like the others. recoverable: what anchors do not keep waits on the host in runs of at most `page`
     tokens, which unfold where a query is like their mean key; half of their budget is for those that do.
@@ -107,10 +107,12 @@ class HeteroCache(OncePerPrompt):
         router = PivotRouter(
             pivots,
             self.every,
-            self.tau_drift or profile.info.head_taxonomy.tau_stable,
+            self.tau_drift or self.tau_stable or profile.info.head_taxonomy.tau_stable,
             self.pool,
             self.retrieval,
             pivot_sites(program, pivots),
+            self._heads(program),
+            self.recent,
         )
         made = self._compositions(router)
         parts = {
@@ -165,6 +167,14 @@ class HeteroCache(OncePerPrompt):
             parts.append(Part(first, last, made[site.roles[first]], share))
             first = last
         return parts
+
+    def _heads(self, program: Program) -> Heads:
+        whole = sharing = 0
+        for site in program.stores:
+            each = (site.key_dim + site.value_dim) * (site.treatment == "method")
+            whole += each * sum(not self._shares(role) for role in site.roles)
+            sharing += each * sum(self._shares(role) for role in site.roles)
+        return Heads(whole, sharing)
 
     def _shares(self, role: str) -> bool:
         return self.strict or role not in WHOLE

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from statistics import median
 
 import torch
 from torch import Tensor
@@ -20,19 +21,34 @@ from semkv.runtime.step import Step
 from semkv.runtime.token_store import plain
 
 
+@dataclass(frozen=True)
+class Heads:
+    """Numbers per token, keys and values, over all layers that a method treats: of the heads that are whole, and of those that share what
+    these leave."""
+
+    whole: int
+    sharing: int
+
+    def base_length(self, cap: float, tokens: int, itemsize: int) -> int:
+        """L_base of HeteroCache's Eq. 7: tokens of a sharing head on the mean, where a row of `tokens` may hold `cap` bytes."""
+        if cap == float("inf"):
+            return tokens
+        return max(1, min(tokens, int((cap / itemsize - self.whole * tokens) / max(1, self.sharing))))
+
+
 @dataclass(frozen=True, eq=False)
 class PivotRouter(MeansSuffice):
-    """A satellite's tokens in the order in which its pivot last ranked them; units are single tokens.
+    """A satellite's tokens in the order in which it ranked them itself at the end of the prompt, and since an update its pivot; units are
+    single tokens.
 
-    HeteroCache Sec. 4.3 and Alg. 1: every `every` steps, where the median overlap of the pivot's top sets with those of its
-    baseline is below `tau_drift`, the pivot's ranking for the current query becomes its satellites' from the next step on,
-    and the new baseline. A top set has as many tokens as the satellites on the mean may hold. Tokens that came after the
-    ranking follow behind it, the newest first. The update is beside the step, not in its way: what a single new token's step
-    unfolds is known before it, and the pivot's attention, in `stored`, changes what the next one does.
+    HeteroCache Sec. 4.3 and Alg. 1. A pivot's baseline are the L_base tokens that the prompt's last query gives most attention to (Eq. 7,
+    line 19). Its queries are put by, and every `every` steps they are looked at: where the median overlap of their top sets with
+    the baseline is below `tau_drift` (Eq. 9-10), the ranking by the last of them is its satellites' from the next query on,
+    and its top set the new baseline. The other steps do nothing. What follows on a ranking, from its last `recent` tokens on, takes turns
+    with it, the newest first: beside the window it has up to half of a satellite's slots.
 
     pivots: for the satellites, by (store, KV head in the lowered program), their pivot's KV head there. pool: width of the
-    average pooling of weights. retrieve: False keeps the ranking of the prompt's last query (ablation).
-    sites_of_pivots: (site, pivot's KV head) of every cluster.
+    average pooling of weights. retrieve: False never looks (ablation). sites_of_pivots: (site, pivot's KV head) of every cluster.
     """
 
     pivots: Mapping[tuple[int, int], int]
@@ -41,18 +57,24 @@ class PivotRouter(MeansSuffice):
     pool: int = 5
     retrieve: bool = True
     sites_of_pivots: tuple[tuple[AttentionSite, int], ...] = ()
+    heads: Heads = Heads(0, 1)
+    recent: int = 32
 
     def score(self, site: AttentionSite, q: Tensor, spans: FoldedSpans, step: Step) -> Tensor:
-        orders = self.orders(step, self.pivots[site.store, site.first_head])
-        at, tokens = spans.positions[0].long(), step.tokens + q.shape[1]
+        at = spans.positions[0].long()
+        end = int(at[-1]) + 1
+        known: dict[int, Tensor] = {}
         rows = []
-        for order in orders:
-            rank = (
-                len(order) + tokens - torch.arange(tokens, dtype=torch.int64, device="cpu")
-            )  # those that the pivot has not ranked yet
-            rank[order] = torch.arange(len(order), dtype=torch.int64, device="cpu")
-            rows.append(-rank[at].float())
+        for order in self.orders(step, site.first_head):
+            if id(order) not in known:
+                known[id(order)] = -turns(order.long(), end, self.recent)[at].float()
+            rows.append(known[id(order)])
         return torch.stack(rows).expand(site.q_heads, -1, -1)
+
+    def basis(self, site: AttentionSite, step: Step) -> object | None:
+        """See `semkv.runtime.components.Standing`."""
+        orders = self.orders(step, site.first_head)
+        return orders[0] if all(order is orders[0] for order in orders) else None
 
     def foresees(self, site: AttentionSite, step: Step) -> bool:
         """See `semkv.runtime.components.Foresight`: where a token runs alone; among several the first may change the ranking of others."""
@@ -61,80 +83,118 @@ class PivotRouter(MeansSuffice):
     def threshold(self, site: AttentionSite) -> Tensor:
         return torch.full((site.q_heads,), float("-inf"), dtype=torch.float32, device="cpu")
 
+    def orders(self, step: Step, satellite: int) -> list[Tensor]:
+        """The ranking int32 [n] of tokens that a satellite goes by, for each new query; before the site's turn that of the only one."""
+        name = order_note(step.site, satellite)
+        used = step.passing.get(name)
+        return [step.notes[name]] if used is None else used  # type: ignore[return-value]
+
+    # -- drift ---------------------------------------------------------------------------------------------------------
+
     def stored(self, step: Step) -> None:
-        """The site's pivots attend, once a step; see `semkv.runtime.components.AtSite`."""
+        """The site's pivots put their queries by, and look at them when there are enough; see `semkv.runtime.components.AtSite`."""
         for site, pivot in self.sites_of_pivots:
-            if site.index == step.site.index:
-                name = f"{site.index}.{pivot}"
-                step.passing[f"pivot.{name}"] = self._follow(step, pivot, name)
+            if site.index == step.site.index and self.retrieve:
+                self._follow(step, pivot)
 
-    def orders(self, step: Step, pivot: int) -> list[Tensor]:
-        """The ranking int64 [n] of tokens that the pivot's satellites go by, for each new query; before the site's turn that of the
-        only one."""
+    def _follow(self, step: Step, pivot: int) -> None:
+        notes, own = step.notes, step.site.part(pivot, pivot + 1, 1.0)
         name = f"{step.site.index}.{pivot}"
-        used = step.passing.get(f"pivot.{name}")
-        return [step.notes[f"pivot.order.{name}"]] if used is None else used  # type: ignore[return-value]
+        held = notes[f"pivot.queries.{name}"]
+        waiting = torch.cat([held, step.q[own.query_heads].float().cpu()], 1)
+        satellites = [order_note(step.site, head) for head in self.satellites(step.site, pivot)]
+        used = {satellite: [notes[satellite]] * len(step.ids) for satellite in satellites}
+        last = self.every - held.shape[1] - 1  # of the new queries, the one after which there are enough
+        while waiting.shape[1] >= self.every:
+            ranking = self._look(step, own, waiting[:, : self.every], step.tokens + last + 1, name)
+            waiting = waiting[:, self.every :].clone()
+            if ranking is not None:
+                for satellite in satellites:
+                    notes[satellite] = ranking
+                    used[satellite][last + 1 :] = [ranking] * (len(step.ids) - last - 1)
+            last += self.every
+        notes[f"pivot.queries.{name}"] = waiting
+        step.passing.update(used)
 
-    def _follow(self, step: Step, pivot: int, name: str) -> list[Tensor]:
-        notes = step.notes
-        order, overlaps = notes[f"pivot.order.{name}"], notes[f"pivot.overlaps.{name}"].tolist()
-        checks, updates = notes[f"pivot.checks.{name}"].tolist()
-        k, weights = self.set_size(step, pivot), self.weights(step, pivot)
-        used = []
-        for place in range(len(weights)):
-            used.append(order)
-            seen = weights[place, : step.tokens + place + 1]
-            ranked = seen.argsort(descending=True, stable=True)
-            base = order[:k]
-            overlaps.append(float(torch.isin(ranked[:k], base).sum()) / min(k, len(base)))
-            if len(overlaps) == self.every:
-                checks += 1
-                if (
-                    self.retrieve
-                    and float(torch.tensor(overlaps, dtype=torch.float32, device="cpu").quantile(0.5)) < self.tau_drift
-                ):
-                    order, updates = ranked, updates + 1
-                overlaps = []
-        notes[f"pivot.order.{name}"] = order
-        notes[f"pivot.overlaps.{name}"] = torch.tensor(overlaps, dtype=torch.float32, device="cpu")
-        notes[f"pivot.checks.{name}"] = torch.tensor([checks, updates], dtype=torch.int64, device="cpu")
-        return used
+    def _look(self, step: Step, own: AttentionSite, q: Tensor, tokens: int, name: str) -> Tensor | None:
+        """Compare the top sets of the pivot's queries q [G, W, D], the last one being that of the row's token `tokens` - 1, with the
+        baseline; the ranking int32 [tokens] by the last one where they have drifted."""
+        notes, weights = step.notes, self.weights(step, own, q, tokens)
+        base = notes[f"pivot.base.{name}"].long()
+        inside = torch.zeros(tokens, dtype=torch.bool, device="cpu").index_fill_(0, base, True)
+        tops = weights.topk(min(len(base), tokens), dim=1, sorted=False).indices
+        drifted = median(inside[tops].sum(1).tolist()) / len(base) < self.tau_drift
+        notes[f"pivot.checks.{name}"] = notes[f"pivot.checks.{name}"] + torch.tensor(
+            [1, int(drifted)], dtype=torch.int64, device="cpu"
+        )
+        if not drifted:
+            return None
+        notes[f"pivot.base.{name}"] = tops[-1].to(torch.int32)
+        return ranked(weights[-1])
 
-    def set_size(self, step: Step, pivot: int) -> int:
-        """Tokens that the pivot's satellites may hold, on the mean."""
-        sizes = [
-            cap / (memory.recent.kv_nbytes + 4)
-            for memory, cap in zip(step.parts, step.caps)
-            if self.pivots.get((memory.site.store, memory.site.first_head)) == pivot
-        ]
-        return max(1, int(sum(sizes) / len(sizes)))
+    def weights(self, step: Step, own: AttentionSite, q: Tensor, tokens: int) -> Tensor:
+        """Pooled attention float32 [W, tokens], averaged over the group, of queries q [G, W, D] of one KV head `own`, which are those of
+        the last W of the row's first `tokens` tokens."""
+        return _pooled_weights(logits_on(keys_of(step, own), own, q, step)[..., :tokens], self.pool)
 
-    def weights(self, step: Step, pivot: int) -> Tensor:
-        """The pivot's pooled attention float32 [T, n] on all tokens of the row, averaged over its query heads."""
-        own = step.site.part(pivot, pivot + 1, 1.0)
-        return _pooled_weights(logits_on(keys_of(step, own), own, step.q[own.query_heads], step), self.pool)
+    def satellites(self, site: AttentionSite, pivot: int) -> list[int]:
+        """The KV heads of a site that follow `pivot`."""
+        return [head for (store, head), own in self.pivots.items() if store == site.store and own == pivot]
+
+    # -- the prompt ----------------------------------------------------------------------------------------------------
 
     def read(self, record: RowRecord, notes: dict[str, Tensor], cap: Cap) -> None:
-        """The baseline: the ranking by the prompt's last query."""
+        """What the prompt's last query ranks: each satellite's own tokens, and its pivot's baseline."""
         for site, pivot in self.sites_of_pivots:
-            own = site.part(pivot, pivot + 1, 1.0)
-            k = record.keys[site.store][pivot : pivot + 1]
-            last = record.queries[site.index][own.query_heads, -1:].cpu()
-            weights = _pooled_weights(attention_logits(own, last, k), self.pool)
+            keys = record.keys[site.store]
+            for head in self.satellites(site, pivot):
+                notes[order_note(site, head)] = ranked(self._prompt_weights(record, site, head))
             name = f"{site.index}.{pivot}"
-            notes[f"pivot.order.{name}"] = weights[0].argsort(descending=True, stable=True)
-            notes[f"pivot.overlaps.{name}"] = torch.zeros(0, dtype=torch.float32, device="cpu")
+            size = self.heads.base_length(cap(record.tokens), record.tokens, keys.dtype.itemsize)
+            base = self._prompt_weights(record, site, pivot).topk(size, sorted=False).indices
+            notes[f"pivot.base.{name}"] = base.to(torch.int32)
+            notes[f"pivot.queries.{name}"] = torch.zeros(
+                site.group_size, 0, site.key_dim, dtype=torch.float32, device="cpu"
+            )
             notes[f"pivot.checks.{name}"] = torch.zeros(2, dtype=torch.int64, device="cpu")
 
+    def _prompt_weights(self, record: RowRecord, site: AttentionSite, head: int) -> Tensor:
+        """Pooled attention float32 [n] of one KV head's last query of the prompt."""
+        own = site.part(head, head + 1, 1.0)
+        last = record.queries[site.index][own.query_heads, -1:].cpu()
+        return _pooled_weights(attention_logits(own, last, record.keys[site.store][head : head + 1]), self.pool)[0]
+
     def notes(self) -> dict[str, Note]:
-        """What a row remembers per cluster: the ranking, overlaps since the last check, and how often it checked and updated."""
+        """What a row remembers: per satellite its ranking; per pivot its baseline, the queries that it has put by, and how often it looked
+        and updated."""
         found: dict[str, Note] = {}
         for site, pivot in self.sites_of_pivots:
             name = f"{site.index}.{pivot}"
-            found[f"pivot.order.{name}"] = Note((None,), torch.int64)
-            found[f"pivot.overlaps.{name}"] = Note((None,), torch.float32)
+            found |= {order_note(site, head): Note((None,), torch.int32) for head in self.satellites(site, pivot)}
+            found[f"pivot.base.{name}"] = Note((None,), torch.int32)
+            found[f"pivot.queries.{name}"] = Note((site.group_size, None, site.key_dim), torch.float32)
             found[f"pivot.checks.{name}"] = Note((2,), torch.int64)
         return found
+
+
+def order_note(site: AttentionSite, satellite: int) -> str:
+    """Under which a row remembers, and a step passes on, the ranking of a satellite, a KV head of `site`."""
+    return f"satellite.order.{site.index}.{satellite}"
+
+
+def ranked(weights: Tensor) -> Tensor:
+    """int32 [n]: tokens by weight [n], the highest first."""
+    return weights.argsort(descending=True, stable=True).to(torch.int32)
+
+
+def turns(order: Tensor, end: int, recent: int) -> Tensor:
+    """int64 [at least end]: the place of each token before `end` where those that an `order` int64 [n] ranks take turns with what follows
+    on it, the newest first: the last `recent` of its n tokens and those after them."""
+    newest = max(0, len(order) - recent)
+    older = order[order < newest]
+    place = 2 * (end - 1 - torch.arange(max(end, len(order)), dtype=torch.int64, device="cpu"))
+    place[older] = 2 * torch.arange(len(older), dtype=torch.int64, device="cpu") + 1
+    return place
 
 
 def pivot_sites(program: Program, pivots: Mapping[tuple[int, int], int]) -> tuple[tuple[AttentionSite, int], ...]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from semkv.errors import BudgetError
 from semkv.ir.site import AttentionSite
-from semkv.methods.sentences import ENDED, FULL, HARD, SOFT
+from semkv.methods.sentences import BROKEN, ENDED, FULL, HARD, SOFT
 from semkv.runtime.record import RowRecord
 from semkv.runtime.segments import Segmentation
 
@@ -38,7 +38,7 @@ def sentence_delimiters(classes: Tensor) -> tuple[int, ...]:
     Of the `MARKS` of `delimiter_ids`, semicolons and colons end no sentence and are not there, nor are abbreviations ("Dr.").
     Tokens beyond the table are no delimiters.
     """
-    ends = torch.tensor([SOFT, HARD, FULL, ENDED], dtype=classes.dtype, device="cpu")
+    ends = torch.tensor([SOFT, HARD, FULL, ENDED, BROKEN], dtype=classes.dtype, device="cpu")
     return tuple(torch.nonzero(torch.isin(classes // 16, ends))[:, 0].tolist())
 
 

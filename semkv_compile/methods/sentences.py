@@ -2,8 +2,12 @@
 
 A class says how a token begins and how it ends. Rules, as in text: a full stop ends a sentence where white space follows it
 ("3.14" and "a.b" go on), unless it ends an abbreviation or a lone letter ("Dr.", "e.g.", "J."); exclamation and question
-marks where white space follows; CJK marks and line breaks always. Closing quotes and brackets, more marks and white space
+marks where white space follows; CJK marks always. Closing quotes and brackets, more marks and white space
 that follow belong to the sentence that they end. What lies inside of one token is not divided.
+
+A line break ends a sentence unless the line is one of wrapped prose: it ends one where another follows (a blank line), where the line has
+fewer than `WRAPPED[0]` tokens (headings, lists, code, verse) or more than `WRAPPED[1]` (a paragraph in one line), and where the next line
+begins with white space (an indentation) or like an item (`MARKERS`, a digit).
 """
 
 from __future__ import annotations
@@ -17,6 +21,10 @@ import torch
 from torch import Tensor
 
 STOPS, BANGS, WIDE = ".", "!?…", "。！？｡"
+MARKERS = "-*+•#>|"
+"""Characters with which items of lists, headings, quotations and rows of tables begin."""
+WRAPPED = (8, 40)
+"""Tokens of a line, its break included, that may be one of wrapped prose."""
 CLOSING = "\"'”’»)]}」』）】》〉"
 """Characters that may stand between a mark and the white space behind it."""
 
@@ -79,11 +87,16 @@ ABBREVIATIONS = frozenset(
 )
 
 # How a token begins.
-PLAIN, SPACE, BLANK, CLOSER, STOP, BANG, WIDE_MARK, SPECIAL, BYTE_80, BYTE_BC, BYTE_82, BYTE_81, BYTE_9F = range(13)
-# How a token ends; the same numbers are the states of the machine between tokens.
-START, WORD, OTHER, SOFT, HARD, FULL, ENDED, SHORT, SHORT_IF_BARE, DOTTED, E3, EF, E3_80, EF_BC = range(14)
+PLAIN, SPACE, BLANK, CLOSER, STOP, BANG, WIDE_MARK, SPECIAL, BYTE_80, BYTE_BC, BYTE_82, BYTE_81, BYTE_9F, ITEM = range(
+    14
+)
+# How a token ends. The same numbers, + 16 times the tokens of the line so far (as far as they matter), are the states of the machine
+# between tokens. BROKEN: one line break, behind which the sentence may go on.
+START, WORD, OTHER, SOFT, HARD, FULL, ENDED, SHORT, SHORT_IF_BARE, DOTTED, E3, EF, E3_80, EF_BC, BROKEN = range(15)
 
 PENDING = (SOFT, HARD)
+ALONE = (PLAIN, SPACE, ITEM)
+"""Beginnings of tokens behind which, unless they end in `SHORT_IF_BARE` or `BROKEN`, the machine is where they end."""
 BYTES = {
     (E3, BYTE_80): E3_80,
     (EF, BYTE_BC): EF_BC,
@@ -115,8 +128,14 @@ def token_class(text: str | bytes) -> tuple[int, int]:
         return PLAIN, OTHER
     bare = text.strip()
     if not bare:
-        return BLANK, ENDED if "\n" in text else OTHER
+        return BLANK, _breaks(text) or OTHER
     return _begins(text, bare), _ends(text, bare)
+
+
+def _breaks(blank: str) -> int:
+    """How white space ends that has line breaks, 0 without: `ENDED` behind several, or where the next line is indented."""
+    breaks = blank.count("\n")
+    return 0 if not breaks else BROKEN if breaks == 1 and blank[-1] == "\n" else ENDED
 
 
 def _begins(text: str, bare: str) -> int:
@@ -127,16 +146,15 @@ def _begins(text: str, bare: str) -> int:
     for kind, marks in ((STOP, STOPS), (BANG, BANGS), (WIDE_MARK, WIDE)):
         if bare[0] in marks:
             return kind
-    return PLAIN
+    return ITEM if bare[0] in MARKERS or bare[0].isdigit() else PLAIN
 
 
 def _ends(text: str, bare: str) -> int:
     trailing = text[len(text.rstrip()) :]
-    if "\n" in trailing:
-        return ENDED
+    breaks = _breaks(trailing)
     body = bare.rstrip(CLOSING)
-    if not body:
-        return OTHER
+    if not body or breaks == ENDED:
+        return breaks or OTHER
     last = body[-1]
     if last in WIDE:
         return FULL
@@ -144,8 +162,12 @@ def _ends(text: str, bare: str) -> int:
         return ENDED if trailing else HARD
     if last in STOPS:
         if _is_short(_last_word(body[:-1])):
-            return DOTTED
+            return breaks or DOTTED
+        if breaks and body == STOPS:
+            return BROKEN  # what is before it decides
         return ENDED if trailing else SOFT
+    if breaks:
+        return breaks
     if trailing or not last.isalnum() or len(body) < len(bare):
         return OTHER
     word = _last_word(body)
@@ -207,20 +229,34 @@ def _byte_alphabet() -> dict[str, int]:
 def advance(state: int, token_class_: int) -> tuple[int, bool]:
     """The state after a token of a class, and whether a sentence begins with that token."""
     begins, ends = token_class_ % 16, token_class_ // 16
+    before, line = state % 16, min(state // 16 + 1, WRAPPED[1] + 1)
+    after, starts = _advance(before, begins, ends)
+    if after == BROKEN and not (WRAPPED[0] <= line <= WRAPPED[1] and (before != BROKEN or begins != BLANK)):
+        after = ENDED
+    # White space behind a mark is `ENDED` without a line's end.
+    return after + (0 if ends in (ENDED, BROKEN) else 16 * line), starts
+
+
+def _advance(state: int, begins: int, ends: int) -> tuple[int, bool]:
+    """`advance` for states without lines; `BROKEN` after every line break behind which a sentence might go on."""
     if (state, begins) in BYTES:
         return BYTES[state, begins], False
     if begins == BLANK:
-        over = state in (*PENDING, FULL, ENDED) or ends == ENDED
-        return (ENDED if over else OTHER), state == START
+        if state in (*PENDING, FULL, ENDED) or (state == BROKEN and ends == OTHER):
+            return ENDED, False
+        return ends, state == START
     if begins == CLOSER and state in (*PENDING, FULL, DOTTED):
-        return (ENDED if ends == ENDED else state), False
+        return (ENDED if ends in (ENDED, BROKEN) else state), False
     starts = (
         state in (START, ENDED)
         or (state == FULL and begins not in (WIDE_MARK, BANG, STOP))
         or (state in PENDING and begins in (SPACE, SPECIAL))
+        or (state == BROKEN and begins in (SPACE, SPECIAL, ITEM))
     )
     if begins == STOP and ends == SOFT and state == SHORT:
         return DOTTED, starts
+    if begins == STOP and ends == BROKEN:
+        return (BROKEN if state == SHORT else ENDED), starts
     if begins in (STOP, BANG) and state in (HARD, FULL) and ends in PENDING:
         return state, starts
     if ends == SHORT_IF_BARE:
@@ -238,10 +274,23 @@ def sentence_starts(ids: Sequence[int] | Tensor, classes: Tensor, state: int = S
 
 
 def state_behind(ids: Sequence[int] | Tensor, classes: Tensor) -> int:
-    """The state behind ids [n], read from the last token that decides it alone, as nearly every word does."""
+    """The state behind ids [n], read from the last tokens that decide it."""
     own = classes[torch.as_tensor(ids, dtype=torch.int64, device="cpu")]
-    alone = torch.nonzero((own % 16 <= SPACE) & (own // 16 != SHORT_IF_BARE))[:, 0]
-    return sentence_starts(ids[int(alone[-1]) if len(alone) else 0 :], classes)[1]
+    begins, ends = own % 16, own // 16
+    deciding = torch.isin(begins, torch.tensor(ALONE, dtype=own.dtype, device="cpu"))
+    alone = torch.nonzero(deciding & (ends != SHORT_IF_BARE) & (ends != BROKEN))[:, 0]
+    breaks = torch.nonzero((ends == ENDED) | (ends == BROKEN))[:, 0]
+
+    def last(places: Tensor, before: int) -> int:
+        """The last of ascending `places` before one, 0 without."""
+        count = int((places < before).sum())
+        return int(places[count - 1]) if count else 0
+
+    begun, line = last(breaks, len(own)), WRAPPED[1] + 1  # tokens of a line count as far as that
+    if last(alone, len(own)) <= begun:  # the last break itself says where the sentence stands, by the line that it ends
+        begun = max(last(breaks, begun), begun - line)
+    at = last(alone, max(begun, len(own) - 1 - line) + 1)
+    return sentence_starts(ids[at:], classes)[1]
 
 
 def sentence_ends(ids: Sequence[int] | Tensor, classes: Tensor) -> Tensor:

@@ -167,6 +167,15 @@ class Foresight(Protocol):
 
 
 @runtime_checkable
+class Standing(Protocol):
+    """What a router has whose choice stands for many steps: nothing is scored, chosen or moved while it does."""
+
+    def basis(self, site: AttentionSite, step: Step) -> object | None:
+        """What the scores of all new queries follow from besides the units. While it is the same object, and units and room are the
+        same, so is the choice; None where there is no such thing in this step."""
+
+
+@runtime_checkable
 class Coarse(Protocol):
     """What a router has that knows enough of the units that stay folded to attend to them, where the method has no summaries."""
 

@@ -9,19 +9,18 @@ from torch import Tensor
 
 from semkv.ir.memory import Entries
 from semkv.ir.site import AttentionSite
+from semkv.runtime.blocks import NEG_INF, bias_of, with_block, zoomed_units
 from semkv.runtime.choosing import Zoom, choose_there, choose_units, threshold_of
-from semkv.runtime.components import Coarse, Components, Continuing, Cutting, Foresight
+from semkv.runtime.components import Coarse, Components, Continuing, Cutting, Foresight, Standing
 from semkv.runtime.prediction import Certain, Likely, Whereabouts
 from semkv.runtime.prefetch import Wanted
-from semkv.runtime.quantization import Quantized, quantize, tensors_of
+from semkv.runtime.quantization import quantize, tensors_of
 from semkv.runtime.segments import Boundary, Folding
 from semkv.runtime.spans import FoldedSpans, exact_nbytes
 from semkv.runtime.step import Step
 from semkv.runtime.supply import Supplied, Supply
 from semkv.runtime.token_store import TokenStore, plain
 from semkv.runtime.workspace import UnfoldedFactors, Workspace, slots_within
-
-NEG_INF = float("-inf")
 
 MARGIN, MARGIN_OF_FILES = 4, 2
 """Times the tokens that a step lacked are fetched ahead for the next one, as far as a buffer reaches; at least an eighth of it. A disk
@@ -45,6 +44,17 @@ class Foreseen:
     def holds(self, site: AttentionSite, units: Tensor, room: float, step: Step) -> bool:
         """Whether that turn would choose the same."""
         return self.site == site.index and self.units is units and self.room == room and self.passing is step.passing
+
+
+@dataclass(frozen=True)
+class Stood:
+    """What the last choice of a `Standing` router followed from, and which it was: of `site`, by `basis`, among `units`, for `slots`."""
+
+    site: int
+    basis: object
+    units: Tensor
+    slots: int
+    zoom: Zoom
 
 
 @dataclass(frozen=True)
@@ -107,6 +117,7 @@ class SiteMemory:
         self.supplied = Supplied()
         self.likely: Wanted | None = None
         self._foreseen: Foreseen | None = None
+        self._stood: Stood | None = None
 
     # -- sizes -------------------------------------------------------------------------------------------------------
 
@@ -362,7 +373,7 @@ class SiteMemory:
         stored = [part for part in (self.kept, self.recent) if part.length]
         entries = Entries([], [], [])
         for part in stored:
-            entries = _with_block(entries, part.k, part.v, part.positions, None)
+            entries = with_block(entries, part.k, part.v, part.positions, None)
         if self.spans is None or not self.spans.count:
             return entries
         spans, components = self.spans, self.components
@@ -380,7 +391,7 @@ class SiteMemory:
         if components.summary is not None and components.summary.attend:
             there = spans.on(self.device)
             bias = there.log_sizes(site).masked_fill(self.zoom.seen(self.device), NEG_INF)
-            entries = _with_block(entries, there.mean_k, there.mean_v, there.positions, bias)
+            entries = with_block(entries, there.mean_k, there.mean_v, there.positions, bias)
         elif score is not None and isinstance(components.router, Coarse):
             rest = components.router.attend(site, q, score, self.zoom.seen(score.device), spans)
             self.reads_codes = rest is not None
@@ -399,7 +410,7 @@ class SiteMemory:
         at = torch.arange(tokens, dtype=torch.int64, device=self.device)
         place = (torch.arange(heads, dtype=torch.int64, device=self.device) % group)[:, None] * tokens + at
         bias.scatter_(2, place[..., None], mass[..., None])
-        return _with_block(entries, k, v, torch.zeros(1, own, dtype=torch.int32, device=self.device), bias)
+        return with_block(entries, k, v, torch.zeros(1, own, dtype=torch.int32, device=self.device), bias)
 
     def _with_tokens(self, entries: Entries, site: AttentionSite, workspace: Workspace) -> Entries:
         """`entries` and the unfolded tokens; a bias where the query heads of a group read different ones."""
@@ -408,22 +419,20 @@ class SiteMemory:
             return entries
         bias = None
         if self.zoom is not None and self.zoom.own is not None:
-            seen = _zoomed_units(self.zoom.heads, self.spans.units_of(workspace.segment[:, :count]), site)
-            bias = _bias(seen, self.device)
-        return _with_block(
-            entries, workspace.k[:, :count], workspace.v[:, :count], workspace.positions[:, :count], bias
-        )
+            seen = zoomed_units(self.zoom.heads, self.spans.units_of(workspace.segment[:, :count]), site)
+            bias = bias_of(seen, self.device)
+        return with_block(entries, workspace.k[:, :count], workspace.v[:, :count], workspace.positions[:, :count], bias)
 
     def _with_factors(self, entries: Entries, site: AttentionSite, factors: UnfoldedFactors) -> Entries:
         """`entries` and the unfolded spans that stay factors."""
-        seen = _zoomed_units(self.zoom.heads, factors.unit, site)
+        seen = zoomed_units(self.zoom.heads, factors.unit, site)
         length = torch.where(factors.ids >= 0, self.spans.host_factors.lengths[factors.ids.clamp(min=0)], 0)
         inside = torch.arange(factors.positions.shape[-1], dtype=torch.int64, device="cpu") < length[..., None]
         inside = inside.repeat_interleave(site.group_size, 0)[:, None]
         return entries._replace(
             **factors.parts,  # type: ignore[arg-type]
             factored_positions=factors.positions,
-            factored_bias=_bias(seen[..., None] & inside, self.device),
+            factored_bias=bias_of(seen[..., None] & inside, self.device),
         )
 
     def _score(self, site: AttentionSite, q: Tensor, step: Step) -> None:
@@ -466,6 +475,11 @@ class SiteMemory:
         known."""
         spans = self.spans
         slots, allowance = self._slots(site, allowance)
+        standing = self._stands(site, slots, step)
+        if standing is not None and self.workspace is not None and self.supply is None:
+            self.held_nbytes = self.workspace.filled * spans.host_tokens.token_nbytes
+            self.likely = None  # nothing is lacking
+            return standing, self.workspace, None
         workspace = self.workspace if self.workspace is not None else spans.workspace(self.device)
         supply = Supply(spans.host_tokens) if self.supply is None else self.supply
         factors, known = None, self._foreseen
@@ -499,7 +513,23 @@ class SiteMemory:
             self.moved_nbytes += factors.moved_nbytes
             self.held_nbytes += factors.held_nbytes
         self.workspace = workspace
+        self._stood = self._standing(site, slots, zoom, step)
         return zoom, workspace, score
+
+    def _stands(self, site: AttentionSite, slots: int | None, step: Step) -> Zoom | None:
+        """The last choice where it is this turn's as well; see `semkv.runtime.components.Standing`."""
+        stood, router = self._stood, self.components.router
+        if stood is None or (stood.site, stood.slots, stood.zoom.tokens) != (site.index, slots, len(step.ids)):
+            return None
+        if not isinstance(router, Standing) or stood.units is not self.spans.lengths:
+            return None
+        return stood.zoom if router.basis(site, step) is stood.basis else None
+
+    def _standing(self, site: AttentionSite, slots: int | None, zoom: Zoom, step: Step) -> Stood | None:
+        """What this turn's choice may stand by."""
+        router = self.components.router
+        basis = router.basis(site, step) if isinstance(router, Standing) and slots is not None else None
+        return None if basis is None else Stood(site.index, basis, self.spans.lengths, slots, zoom)
 
     def _slots(self, site: AttentionSite, allowance: float) -> tuple[int | None, float]:
         """Slots of the workspace, None for as many as are needed, and the device bytes that may be filled of `allowance`."""
@@ -514,11 +544,13 @@ class SiteMemory:
     # -- ahead of a turn ---------------------------------------------------------------------------------------------
 
     def foresee(self, site: AttentionSite, allowance: float, step: Step) -> Wanted | None:
-        """Make the choice of the coming turn, whose router can tell already, and say what that turn will lack."""
+        """Make the choice of the coming turn, whose router can tell already, and say what that turn will lack; None where it stands."""
         spans = self.spans
         if spans.has_factors:
             return None
-        _, room = self._slots(site, allowance)
+        slots, room = self._slots(site, allowance)
+        if self._stands(site, slots, step) is not None:
+            return None
         score = self.components.router.score(site, step.q, spans, step).float().cpu()
         zoom = self._choose(site, score, room, step)
         self._foreseen = Foreseen(zoom, score if self.guesses else None, site.index, spans.lengths, room, step.passing)
@@ -549,35 +581,3 @@ class SiteMemory:
         copy.ahead, copy.supply = 0, None  # a copy has buffers of its own once it runs
         copy.likely, copy._foreseen = None, None
         return copy
-
-
-def _bias(seen: Tensor, device: torch.device) -> Tensor:
-    """float32 on `device`: 0 where `seen`, else -inf."""
-    bias = torch.zeros(seen.shape, dtype=torch.float32, device=seen.device)
-    return bias.masked_fill_(~seen, NEG_INF).to(device)
-
-
-def _with_block(
-    entries: Entries, k: Tensor | Quantized, v: Tensor | Quantized, positions: Tensor, bias: Tensor | None
-) -> Entries:
-    """`entries` and one more block of them."""
-    before = len(entries.block_k)
-
-    def more(given: list[Tensor | None] | None, x: Tensor | None) -> list[Tensor | None] | None:
-        return given if given is None and x is None else [*(given or [None] * before), x]
-
-    (k, k_scale), (v, v_scale) = ((x.codes, x.scale) if isinstance(x, Quantized) else (x, None) for x in (k, v))
-    return entries._replace(
-        block_k=[*entries.block_k, k],
-        block_v=[*entries.block_v, v],
-        block_positions=[*entries.block_positions, positions],
-        block_bias=more(entries.block_bias, bias),
-        block_k_scale=more(entries.block_k_scale, k_scale),
-        block_v_scale=more(entries.block_v_scale, v_scale),
-    )
-
-
-def _zoomed_units(zoom: Tensor, unit: Tensor, site: AttentionSite) -> Tensor:
-    """zoom bool [Hq, T, M], unit int64 [Hkv, s] (-1 pads) -> bool [Hq, T, s]: which gathered places each head reads."""
-    index = unit.clamp(min=0).repeat_interleave(site.group_size, 0)[:, None].expand(-1, zoom.shape[1], -1)
-    return zoom.gather(2, index) & (unit >= 0).repeat_interleave(site.group_size, 0)[:, None]

@@ -27,18 +27,73 @@ def scripts(monkeypatch):
     return reports, reports_heterocache, reports_sentencekv, reports_compresskv
 
 
+def interval(low: float | None, high: float | None) -> Interval:
+    value = 0.0 if low is None or high is None else (low + high) / 2
+    return Interval(value=value, low=low, high=high, samples=8, contexts=2)
+
+
 @pytest.mark.parametrize(
     ("low", "high", "lower", "equal", "higher"),
     [
-        (-0.3, -0.1, "yes", "no", "no"),
+        (-0.3, -0.1, "seen", "not seen", "not seen"),
         (-0.1, 0.1, "open", "open", "open"),
-        (-0.04, 0.05, "open", "yes", "open"),
-        (0.1, 0.2, "no", "no", "yes"),
+        (-0.04, 0.049, "open", "seen", "open"),
+        (0.01, 0.04, "not seen", "seen", "seen"),
+        (0.01, 0.07, "not seen", "open", "seen"),
+        (0.1, 0.2, "not seen", "not seen", "seen"),
+        (0.0, 0.0, "open", "seen", "open"),
+        (None, None, "open", "open", "open"),
     ],
 )
 def test_a_claim_is_judged_by_the_interval(scripts, low, high, lower, equal, higher):
-    change = Interval(value=(low + high) / 2, low=low, high=high, samples=8, contexts=2)
-    assert [scripts[0].verdict(change, way) for way in ("lower", "equal", "higher")] == [lower, equal, higher]
+    reports = scripts[0]
+    found = interval(low, high)
+    assert [reports.verdict(found, *reports.WAYS[way]) for way in ("lower", "equal", "higher")] == [
+        lower,
+        equal,
+        higher,
+    ]
+    assert reports.verdict(None) == "open"
+
+
+def test_what_holds_everywhere_is_judged_together(scripts):
+    together = scripts[0].together
+    assert together(["seen", "seen"]) == "seen"
+    assert together(["seen", "open"]) == "open" == together([])
+    assert together(["open", "not seen", "seen"]) == "not seen"
+
+
+def test_a_slope_and_its_interval(scripts):
+    """Against the textbook: points on a line have no spread, a fifth that is off has the residuals'."""
+    slope = scripts[0].slope
+    line = slope([(x, 2.0 * x + 1) for x in range(5)])
+    assert (line.value, line.low, line.high) == pytest.approx((2.0, 2.0, 2.0))
+    x, y = [0.0, 1.0, 2.0, 3.0, 4.0], [0.0, 1.0, 2.0, 3.0, 9.0]
+    found = slope(list(zip(x, y)))
+    # Sxx = 10, Sxy = 20; residuals 1, 0, -1, -2, 2 around 2 x - 1: s = sqrt(10 / 3), t(3) = 3.1824
+    assert found.value == pytest.approx(2.0)
+    assert found.high - found.value == pytest.approx(3.1824 * (10 / 3 / 10) ** 0.5, rel=1e-4)
+    assert slope([(1.0, 2.0), (1.0, 3.0), (1.0, 1.0)]).low is None
+    assert slope([(1.0, 2.0), (2.0, 3.0)]).low is None
+
+
+def test_costs_are_judged_over_contexts(scripts):
+    import costs
+
+    flat = {1024: [5.0, 5.1, 4.9], 2048: [5.05, 4.95, 5.0], 4096: [5.0, 5.1, 4.95]}
+    grown = {1024: [5.0, 5.1, 4.9], 2048: [6.0, 6.1, 5.9], 4096: [7.0, 7.2, 6.9]}
+    noisy = {1024: [2.0, 9.0], 2048: [8.0, 3.0], 4096: [9.0, 4.0]}
+    assert [costs.LEVEL_OVER_LENGTHS(one) for one in (flat, grown, noisy)] == ["seen", "not seen", "open"]
+    assert [costs.RISING(one) for one in (flat, grown, noisy)] == ["open", "seen", "open"]
+    assert [costs.within(high=5.5)(one) for one in (flat, grown, noisy)] == ["seen", "not seen", "open"]
+    assert [costs.at_the_end(low=6)(one) for one in (flat, grown, noisy)] == ["not seen", "seen", "open"]
+    assert costs.within(high=1)({1024: [0.5]}) == "open", "one context tells nothing"
+    one = costs.Direction(
+        "said", "figure", lambda n, at: at["a"]["step_ms"] / at["full"]["step_ms"], costs.within(high=1)
+    )
+    cost = {"full": {"step_ms": [2.0, 2.2, 1.9]}, "a": {"step_ms": [1.0, 1.2, 0.9]}}
+    assert costs.series_of({512: cost}, one) == {512: pytest.approx([0.5, 1.2 / 2.2, 0.9 / 1.9])}
+    assert costs.directions_table({512: cost}, [one]).splitlines()[-1].endswith("| seen |")
 
 
 def test_every_option_exists_and_every_claim_has_its_variants(scripts):
@@ -112,6 +167,44 @@ def test_masked_heads_are_silent_and_come_back(scripts):
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
 
 
+def test_masked_heads_are_compared_on_the_same_questions(scripts):
+    compress = scripts[3]
+    base = {"outcomes": [("one", context, 1.0) for context in range(6)]}
+    masked = {"outcomes": [("one", context, float(context == 0)) for context in range(6)]}
+    change = compress.change_of(masked, base)
+    assert change.value == pytest.approx(-5 / 6)
+    assert change.high < 0
+    assert compress.change_of(masked, {"accuracy": {}}) is None
+
+
+def test_satellites_found_again_are_judged_by_an_interval(scripts):
+    import head_transfer
+
+    assert head_transfer.seen_again(3, 3) == "open"
+    assert head_transfer.seen_again(99, 100) == "seen"
+    assert head_transfer.seen_again(30, 100) == "not seen"
+    assert head_transfer.seen_again(0, 0) == "open"
+
+
+def test_triggers_are_live_in_the_sweeps(scripts):
+    """A threshold above every overlap, or a look at every step, would bypass what is measured."""
+    hetero = scripts[1]
+    for grid in (hetero.thresholds(4, 64), hetero.transferred(4, 64)):
+        for variant in grid.variants[1:]:
+            method = find_method(variant.method, variant.options)
+            assert (method.every, method.tau_drift) == (5, 0.5)
+    uniform = next(one for one in hetero.ablations(4, 64).variants if one.options.get("uniform"))
+    assert {key: uniform.options.get(key) for key in ("every", "tau_drift")} == {"every": None, "tau_drift": 0.5}
+
+
+def test_another_model_has_pages_of_its_own(scripts):
+    import grids
+
+    arguments = grids.parser("what").parse_args(["--model", "/models/SmolLM2-135M-Instruct.Q4_1.gguf"])
+    assert grids.named("reports_sekv", arguments) == "reports_sekv_smollm2_135m_instruct"
+    assert grids.named("reports_sekv", grids.parser("what").parse_args([])) == "reports_sekv"
+
+
 def test_parts_of_mixed_are_options_that_there_are(scripts):
     import ablation_mixed
 
@@ -134,8 +227,10 @@ def test_pages_come_from_the_results_alone(scripts):
     content = compress.read_parts(compress.NAME)
     found = content["masking"]
     assert compress.draws_table(found).count("| yes |") == 4
+    assert compress.counts_in(found, "semantic") == [0, *compress.MASKED]
+    assert "open" in compress.masking_verdicts(found), "without outcomes nothing is paired"
     assert "hold heads 0.1 and 0.6" in compress.fallen(found)
     with pytest.raises(SystemExit, match="are no longer those that hold"):
         compress.fallen({**found, "random, 4": [{"heads": [[2, 2]], "accuracy": found["random, 4"][3]["accuracy"]}]})
     table = hetero.overlap_table([{"tau_similar": 0.28, "satellites": [5, 8], "both": 5, "heads": 16}], ["a", "b"])
-    assert table.splitlines()[-1] == "| 0.28 | 5 | 8 | 5 | 100 | 50 | 62 | 31 | yes, by the larger no |"
+    assert table.splitlines()[-1] == "| 0.28 | 5 | 8 | 5 | 100 | 50 | 62 | 31 | open |"

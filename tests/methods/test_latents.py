@@ -7,7 +7,9 @@ import torch
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
 from semkv.compiled import CompiledModel
+from semkv.profiles.schema.retrieval_head import PREFIX
 from tests.conftest import VOCABULARY
+from tests.methods.naive_retrieval import assert_best, naive_weights
 
 pytestmark = pytest.mark.slow  # tests/passes/test_absorb_latents.py has a family and methods by default
 
@@ -76,3 +78,28 @@ def test_a_retrieval_head_chooses_latents(latent, random_ids):
     spans = [memory.spans for memory in state.rows[0].budgeted()]
     assert all(found is not None and found.host_tokens.length > 0 for found in spans)
     torch.testing.assert_close(got, expected, rtol=0, atol=0.02 * float(expected.abs().max()))
+
+
+def test_a_retrieval_head_chooses_the_best_latents(latent, random_ids):
+    """Below the full budget: the tokens that the head gives most weight to, one choice for all query heads, and theirs are the latents that
+    are read."""
+    ids = random_ids(241, 3)[None]
+    compiled = latent.with_method("specontext", budget=0.9, window=8)
+    record = compiled.prefill_record(ids[:, :240])
+    state = compiled.compress(record)
+    compiled.extend(state, ids[:, 240:])
+    section = latent.profile.info.retrieval_head
+    tensors = {name.removeprefix(PREFIX): x for name, x in latent.profile.tensors.items() if name.startswith(PREFIX)}
+    hidden = torch.cat([record.features[site] for site in section.feature_sites], -1) if section.features else None
+    named = dict(compiled.program.selector.named_parameters())
+    (embedding,) = (x.detach() for name, x in named.items() if not name.startswith(PREFIX))
+    weights = naive_weights(section, tensors, embedding, ids[0], hidden).amax(0)
+    for memory in state.rows[0].budgeted():
+        assert memory.site.kv_heads == 1
+        folded, at = memory.spans.positions[0], memory.workspace.positions[0]
+        chosen = set(folded[memory.zoom.chosen[0]].tolist())
+        assert_best(weights, chosen, set(folded.tolist()))
+        held = at < 241
+        assert set(at[held].tolist()) == chosen
+        assert torch.equal(memory.workspace.k[0, held], record.keys[memory.site.store][0, at[held].long()])
+        assert torch.equal(memory.workspace.v[0, held], record.values[memory.site.store][0, at[held].long()])

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from semkv import bundled
 from semkv.api import compile as compile_model
@@ -298,3 +299,34 @@ def test_a_profile_without_sentences_is_refused():
 def test_wrong_options_are_refused(options, said):
     with pytest.raises(ConfigError, match=said):
         find_method("sentencekv", options)
+
+
+@pytest.mark.parametrize(
+    "layers", [1, pytest.param(8, marks=pytest.mark.slow), pytest.param(24, marks=pytest.mark.slow)]
+)
+def test_a_budget_recalls_the_same_share_at_any_depth(layers):
+    """Ranking selects: of what waits, a layer recalls what its own part of the budget holds, however many layers there are."""
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "vocab_size": 97,
+    }
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=layers, **sizes)).eval()
+    compiled = compile_model(model, method="full", config=CompileConfig(floor=0, kv_dtype="float16"))
+    ids = torch.randint(3, 97, (1, 1200), generator=torch.Generator().manual_seed(1))
+    record, shares = compiled.prefill_record(ids), []
+    for r in (1.0, 2.0, 3.0):
+        plain = {"buckets": "chunks", "query": "token", "r": r}
+        compressing = compiled.with_method("sentencekv", 0.1, config=compiled.settings, **plain)
+        state = compressing.compress(record)
+        compressing.extend(state, ids[:, :1])
+        own = [m.workspace.filled / m.spans.host_tokens.length for m in state.rows[0].budgeted()]
+        assert max(own) - min(own) < 0.15
+        shares.append(max(own))
+        assert state.stats.attended_share <= 0.1
+    assert shares[0] < 1, "even what r = 1 retains does not all come back"
+    assert shares[0] > 1.4 * shares[1] > 1.4 * 1.2 * shares[2]
+    assert shares[2] < 0.4

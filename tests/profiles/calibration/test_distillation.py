@@ -25,6 +25,7 @@ from semkv.profiles.calibration.retrieval_head import SINKS, Distillation
 from semkv.profiles.calibration.samples import SampleSet
 from semkv.profiles.schema import Profile, ProfileInfo
 from semkv.profiles.schema.retrieval_head import PREFIX, RetrievalHead, group_scores
+from tests.methods.naive_retrieval import assert_best, naive_weights
 
 LENGTH, STEPS, NEAR = 80, 12, 10
 
@@ -210,7 +211,7 @@ def write_checkpoint(folder, *, drop=(), **changes):
 
 
 def test_an_eagle_checkpoint_becomes_a_retrieval_head(deep, tmp_path):
-    model, profile, source = deep
+    _, profile, source = deep
     tensors = write_checkpoint(tmp_path / "draft")
     made = import_eagle(profile, tmp_path / "draft", trained=256)
     section = made.info.retrieval_head
@@ -226,20 +227,49 @@ def test_an_eagle_checkpoint_becomes_a_retrieval_head(deep, tmp_path):
     state = compiled.prefill(ids)
     compiled.extend(state, ids[:, :3])
     assert state.stats.peak_share <= 1
-    # the first token's features are zeros, the second's are those of the first
+
+
+@pytest.mark.parametrize("trained", [1024, 64])
+def test_an_imported_head_chooses_what_its_layer_attends_to(deep, tmp_path, trained):
+    """The tokens with the highest attention weights of the draft's layer for the newest token: rotary positions (at its own length, and
+    extended 16 times), features of the token before, groups, by the formulas; one choice per KV head."""
+    model, profile, source = deep
+    generator = torch.Generator().manual_seed(5)
+    sizes = {"q_proj": 32, "k_proj": 16}
+    own = {
+        f"midlayer.self_attn.{name}.weight": torch.randn(n, 64, generator=generator) / 8 for name, n in sizes.items()
+    }
+    tensors = write_checkpoint(tmp_path / "draft", **own)
+    made = import_eagle(profile, tmp_path / "draft", trained=trained)
+    assert made.info.retrieval_head.yarn.factor == 1024 / trained
+    compiled = CompiledModel(source, made, find_method("specontext", {"window": 8}), 0.7, CompileConfig(floor=0))
+    ids = torch.randint(0, 40, (1, 161), generator=torch.Generator().manual_seed(0))
+    state = compiled.prefill(ids[:, :160])
+    compiled.extend(state, ids[:, 160:])
     with torch.no_grad():
-        hidden = model(ids[:, :2], output_hidden_states=True).hidden_states
-    given = torch.cat([hidden[site][0, 0] for site in (2, 3, 4)])
-    projected = tensors["fc.weight"].float() @ given
-
-    def normalised(x, weight):
-        return x * (x.square().mean() + 1e-6).rsqrt() * weight.float()
-
-    own = normalised(model.model.embed_tokens.weight[ids[0, 1]], tensors["midlayer.input_layernorm.weight"])
-    inputs = torch.cat([own, normalised(projected, tensors["midlayer.hidden_norm.weight"])])
-    key = (tensors["midlayer.self_attn.k_proj.weight"].float() @ inputs).view(2, 8)
-    stored = state.rows[0].notes["retrieval.keys"][:, 1].float()
-    torch.testing.assert_close(stored.norm(dim=-1), key.norm(dim=-1), rtol=2e-3, atol=1e-3)
+        hidden = model(ids, output_hidden_states=True).hidden_states
+    named = {
+        name: tensors[f"midlayer.{place}.weight"]
+        for name, place in {
+            "input_norm": "input_layernorm",
+            "feature_norm": "hidden_norm",
+            "query": "self_attn.q_proj",
+            "key": "self_attn.k_proj",
+        }.items()
+    }
+    weights = naive_weights(
+        made.info.retrieval_head,
+        named | {"projection": tensors["fc.weight"]},
+        model.model.embed_tokens.weight.detach(),
+        ids[0],
+        torch.cat([hidden[site][0] for site in (2, 3, 4)], -1),
+    )
+    for memory in state.rows[0].budgeted():
+        folded = set(memory.spans.positions[0].tolist())
+        for head in range(memory.site.kv_heads):
+            chosen = set(memory.spans.positions[0][memory.zoom.chosen[head]].tolist())
+            own = weights if memory.site.kv_heads == 2 else weights.amax(0, keepdim=True)
+            assert_best(own[head], chosen, folded)
 
 
 @pytest.mark.parametrize(
