@@ -67,7 +67,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Finished:
-    """The profile, the held-out losses of the `sekv` step (empty where it did not run), and a note for each step.
+    """The profile, the held-out figures of the `sekv` step (empty where it did not run), and a note for each step.
 
     skipped: steps that could not measure this model; their notes say why.
     """
@@ -196,7 +196,7 @@ def _measure(
         command=job.command,
         data=job.measure_data.description,
         data_digest=job.measure_data.digest(),
-        units=measure.units,
+        units=max(1, outcome.units),
         wall_minutes=round((time.monotonic() - started) / 60, 3),
         versions=versions(),
         settings=job.measure_settings.model_dump(mode="json"),
@@ -210,21 +210,25 @@ def _measure(
 def _train(
     job: Job, program: Program, profile: Profile, path: Path | None, report: Report | None
 ) -> tuple[Profile, str, list[dict[str, float]]]:
-    """The profile with SeKV's trained parts, a note, and the held-out losses over the steps."""
+    """The profile with SeKV's trained parts, a note, and the held-out figures over the steps."""
     made = calibrate(
         job.model,
         job.data,
         job.settings,
         name=job.name,
         command=job.command,
-        checkpoint=path,
+        work=None if path is None else path.with_suffix(""),
         progress=report,
         program=program,
     )
     info, tensors = made.profile.info, made.profile.tensors
     merged = with_section(profile, "sekv", info.sekv, "sekv.", tensors, provenance=info.provenance)
-    best = min(row["total"] for row in made.history)
-    return merged, f"held-out loss {best:.4g}", made.history
+    found = info.provenance.losses
+    note = (
+        f"catches {found['caught']:.0%} of held-out attention to far spans; the mean key's direction, without training, "
+        f"{found['coarse']:.0%}; the best choice {found['oracle']:.0%}"
+    )
+    return merged, note, made.history
 
 
 def _check_measurable(program: Program, job: Job) -> None:
