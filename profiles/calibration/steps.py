@@ -52,7 +52,8 @@ class Job:
     """A model and all that its steps read.
 
     data, settings: of SeKV's training, data None where it does not run. measure_data, measure_settings: of all other
-    steps, data None where none of them runs. latents: calibrate for `CompileConfig(latents=True)`.
+    steps, data None where none of them runs. latents: calibrate for `CompileConfig(latents=True)`. program: the model's
+    `annotated_program`, where it is known.
     """
 
     model: torch.nn.Module
@@ -63,6 +64,12 @@ class Job:
     measure_data: MeasureData | None
     measure_settings: MeasureSettings
     latents: bool = False
+    program: Program | None = None
+
+
+def program_of(job: Job) -> Program:
+    """The job's program, captured where it is not known."""
+    return job.program or annotated_program(job.model, latents=job.latents)
 
 
 @dataclass(frozen=True)
@@ -120,7 +127,7 @@ def run_steps(
     ProfileError: `profile` belongs to another model. CaptureError: the model cannot be captured.
     """
     steps = check_steps(steps)
-    program = annotated_program(job.model, latents=job.latents)
+    program = program_of(job)
     fingerprint = model_fingerprint(job.model)
     if profile is not None:
         profile.check_model(fingerprint)
