@@ -21,7 +21,7 @@ TEXT_TASKS = ("niah_single_2", "niah_multikey_1", "niah_multikey_2", "niah_multi
 """What methods are compared on where the model is not the bundled one: RULER's needles in the user's own text."""
 TEXT_LENGTH = 2048
 """Tokens of a context at most that methods are compared on where the model is not the bundled one."""
-COMPRESSING, ANSWER_STEPS = 0.1, 24
+COMPRESSING, ANSWER_STEPS = 0.05, 10
 """What a method takes to compress a context, over a pass, and to read and answer a question, in steps of the full cache: usual values."""
 SHOWN = 6
 """Methods that the picture draws in colour beside those that `method="auto"` takes; the others are grey."""

@@ -21,7 +21,7 @@ def print_estimate(console: Console, job: Any, steps: Sequence[str]) -> None:
     seconds = dict(made.seconds)
     if CHOICE in steps:
         seconds[CHOICE] = choice_seconds(made.passes, bundled=job.name == "bundled", length=job.measure_settings.length)
-    table = simple_table("what this will take here, at most", "step", "time")
+    table = simple_table("time at most", "step", "time")
     for step, spent in seconds.items():
         table.add_row(step, duration(spent))
     console.print(table)
