@@ -163,7 +163,8 @@ def record_of(
         mean_v,
         coarse,
         far,
-        *spectra,
+        spectra[0],
+        spectra[1],
         piece_k,
         torch.tensor(sizes, dtype=torch.int64, device=device),
     )

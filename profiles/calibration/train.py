@@ -92,7 +92,7 @@ class Trainer:
     ) -> None:
         self.program, self.data, self.settings, self.identity = program, data, settings, identity
         self.temporary = tempfile.TemporaryDirectory(prefix="semkv-") if work is None else None
-        self.work = work or Path(self.temporary.name)  # type: ignore[union-attr]
+        self.work = work or Path(self.temporary.name)
         self.progress = progress or (lambda *_: None)
         self.device = next((p.device for p in program.body.parameters()), torch.device("cpu"))
         self.sites = [site for site in program.sites if site.treatment == "method"]
