@@ -59,7 +59,7 @@ def job_of(layers: int, length: int) -> Job:
 def seconds_of(layers: int, length: int) -> dict[str, float]:
     """Of each step, for the part of that many layers."""
     job = job_of(layers, length)
-    made = estimate(job, STEPS)
+    made = estimate(job, STEPS, clock=time.process_time)
     print(f"{layers} layers: a pass {made.passes.seconds(length):.1f} s", file=sys.stderr, flush=True)
     return made.seconds | {CHOICE: choice_seconds(made.passes, bundled=False, length=length)}
 
@@ -72,10 +72,9 @@ def whole(small: float, large: float, layers: int) -> float:
 def main() -> None:
     options = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     options.add_argument("--length", type=int, default=8192, help="tokens of a sample")
-    options.add_argument("--threads", type=int, default=1)
     arguments = options.parse_args()
     quiet_libraries()
-    torch.set_num_threads(arguments.threads)
+    torch.set_num_threads(1)  # so that the time of the processor is that of a core
     started, begun = environment.now(), time.monotonic()
     small, large = (seconds_of(layers, arguments.length) for layers in (SMALL, LARGE))
     steps = {step: whole(small[step], large[step], CONFIG["num_hidden_layers"]) for step in small}
@@ -99,7 +98,7 @@ def publish(steps: dict[str, float], arguments: argparse.Namespace, where: dict[
         "# What a calibration takes for a decoder of a billion parameters",
         f"Hours of each step with the default settings and samples of {arguments.length:,} tokens, extrapolated by "
         f"`benchmarks/calibration.py` from parts of {SMALL} and {LARGE} of the {CONFIG['num_hidden_layers']} layers of a random float32 "
-        f"Llama, in {arguments.threads} thread(s). Steps that stop when their halves agree count whole.",
+        "Llama: time of the processor, on one core. Steps that stop when their halves agree count whole.",
         table(["step", "hours"], [*lines, ["together", f"{sum(steps.values()) / 3600:.1f}"]]),
         "## Provenance",
         measured_on(where | {"started": where["started"][:16]}),

@@ -32,7 +32,7 @@ def test_every_step_is_told(job):
 
 def test_more_work_takes_longer(job, measure_settings, settings, monkeypatch):
     """Passes that cost a second each: what follows is counted."""
-    call = module._time_passes(job, job.program)[1]
+    call = module._time_passes(job, job.program, time.monotonic)[1]
     fixed = Passes(
         length=measure_settings.length + measure_settings.steps, rest=1.0, attention=0.0, look=0.25, decode=0.0
     )
