@@ -48,7 +48,7 @@ class MeasureSettings(Settings):
 
     length: int = Field(default=8192, ge=64)
     steps: int = Field(default=100, ge=1)
-    samples: int = Field(default=12, ge=1)
+    samples: int = Field(default=9, ge=1)
     agreement: float = Field(default=0.99, gt=0, le=1)
     least: int = Field(default=6, ge=2)
     held_out: int = Field(default=1, ge=1)

@@ -142,7 +142,7 @@ def profile(
     ] = None,
     samples: Annotated[
         int | None,
-        typer.Option(help="Contexts that heads are measured on at most, over all data sets; default 12, bundled 20."),
+        typer.Option(help="Contexts that heads are measured on at most, over all data sets; default 9, bundled 20."),
     ] = None,
     needle_lengths: Annotated[
         int | None, typer.Option(help="Context lengths of needle tests; default 4, bundled 3.")
