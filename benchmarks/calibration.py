@@ -1,127 +1,107 @@
-"""What decides how good a trained router is: its start, the ranking term, and the text.
+"""What all steps of `semkv-profile` take for a decoder of a billion parameters: pieces are measured on two small parts of it.
 
-    python benchmarks/calibration.py                   # as long as the committed profile's; a quarter of an hour on one core
-    python benchmarks/calibration.py --steps 60 --length 1024 --sequences 12       # three minutes
+    python benchmarks/calibration.py                       # under ten minutes on one core
+    python benchmarks/calibration.py --length 4096
 
-Each variant is calibrated on the bundled model and judged on the same unseen contexts: of the teacher's attention on spans, how
-much do the spans hold that the router unfolds first, when 6 % of the context's tokens may be unfolded? Once on prose, once
-on haystacks with questions as queries. Writes benchmarks/results/calibration.json and docs/results/calibration.md.
+The estimate that `semkv-profile` prints before it begins is made for a random Llama of `SMALL` layers and for one of `LARGE`, with the
+default settings and one file of text; what a layer adds is the slope between the two, and the whole follows for all layers. Writes
+benchmarks/results/calibration.json and docs/results/calibration.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
+import time
 from typing import Any
 
 import torch
-from grids import RESULTS, table, write_document
+from grids import RESULTS, measured_on, table, write_document
+from profiler_memory import CONFIG, random_ids
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from semkv import bundled
 from semkv.cli.common import quiet_libraries
+from semkv.cli.profile_choice import CHOICE, choice_seconds
+from semkv.cli.profile_estimate import duration
 from semkv.evaluation import environment
-from semkv.passes.assign_budgets import AssignBudgets
-from semkv.passes.base import PassOptions
-from semkv.pipeline import captured_program
-from semkv.profiles.calibration import CalibrationSettings, bundled_data
-from semkv.profiles.calibration.contexts import Context
-from semkv.profiles.calibration.metrics import COVERAGE_SHARE, caught_counts, caught_shares, mass_at_cap
-from semkv.profiles.calibration.parameters import SekvParameters
-from semkv.profiles.calibration.train import Trainer
+from semkv.profiles.calibration import STEPS, CalibrationData, CalibrationSettings, Job, MeasureData, MeasureSettings
+from semkv.profiles.calibration.calibrate import annotated_program
+from semkv.profiles.calibration.estimate import estimate
+from semkv.profiles.calibration.needles import NeedleQuestion, NeedleTest, depths, lengths
+from semkv.profiles.calibration.samples import SampleSet
 
-VARIANTS: tuple[tuple[str, dict[str, Any], bool], ...] = (
-    ("as shipped: square W from the identity, ranking term, prose", {}, False),
-    ("as shipped, but on haystacks with questions", {}, True),
-    ("without the ranking term (the paper's four losses)", {"lambda_rank": 0.0}, False),
-    ("W of D/4 rows, haystacks with questions", {"router_init": "covariance"}, True),
-    ("W of D/4 rows from the covariances", {"router_init": "covariance"}, False),
-    ("W of D/4 rows from random values", {"router_init": "random"}, False),
-)
-TEXTS = ("prose", "questions")
+SMALL, LARGE = 1, 3
+"""Layers of the two parts."""
+BAR_HOURS = 24.0
 
 
-def caught(parameters: SekvParameters, contexts: list[Context], settings: CalibrationSettings) -> float:
-    """Attention on the spans that the router takes, over all attention on spans, mean over the sites."""
-    sites = [int(key) for key in parameters.router]
-    shares = []
-    for site in sites:
-        counts = [caught_counts(parameters, context, site, COVERAGE_SHARE, settings) for context in contexts]
-        shares.append(caught_shares(counts)["caught"])
-    return sum(shares) / len(shares)
+def job_of(layers: int, length: int) -> Job:
+    """The part of that many layers, with random tokens in the place of all that the default settings read."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**CONFIG | {"num_hidden_layers": layers})).eval()
+    measures, training = MeasureSettings(length=length), CalibrationSettings(length=length)
+    ids = random_ids(length + measures.steps, 1)
+    question = NeedleQuestion(tuple(range(16)), tuple(range(16, 24)), tuple(range(40, 56)))
+    needles = tuple(
+        NeedleTest(ids[:tokens], (question,) * measures.needle_questions)
+        for tokens in lengths(measures)
+        for _ in depths(measures)
+    )
+    sample = SampleSet("random", (ids,) * measures.samples, (ids,) * measures.held_out)
+    measured = MeasureData((sample,), needles, "random tokens", bundled.load()[1])
+    sequence = random_ids(length + training.queries, 2)
+    data = CalibrationData((sequence,) * training.sequences, (sequence,) * training.held_out, "random tokens")
+    return Job(model, "random", "", data, training, measured, measures, program=annotated_program(model))
 
 
-@torch.no_grad()
-def untrained(contexts: list[Context], settings: CalibrationSettings, *, oracle: bool) -> float:
-    """The same for the direction of the mean key (no training), or for the attention itself."""
-    shares = []
-    for index in range(len(contexts[0].sites)):
-        kept = total = 0.0
-        for context in contexts:
-            site = context.sites[index]
-            keys = torch.nn.functional.normalize(site.spans.mean_k, dim=-1)
-            keys = keys.repeat_interleave(site.q.shape[0] // keys.shape[0], 0)
-            order = site.mass if oracle else site.q @ keys.mT
-            got, everything = mass_at_cap(order, site, COVERAGE_SHARE * context.tokens, settings)
-            kept, total = kept + got, total + everything
-        shares.append(kept / max(total, 1e-9))
-    return sum(shares) / len(shares)
+def seconds_of(layers: int, length: int) -> dict[str, float]:
+    """Of each step, for the part of that many layers."""
+    job = job_of(layers, length)
+    made = estimate(job, STEPS, clock=time.process_time)
+    print(f"{layers} layers: a pass {made.passes.seconds(length):.1f} s", file=sys.stderr, flush=True)
+    return made.seconds | {CHOICE: choice_seconds(made.passes, bundled=False, length=length)}
+
+
+def whole(small: float, large: float, layers: int) -> float:
+    """Seconds of all layers from those of `SMALL` and of `LARGE`."""
+    return small + max(0.0, large - small) / (LARGE - SMALL) * (layers - SMALL)
 
 
 def main() -> None:
     options = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    options.add_argument("--steps", type=int, default=240)
-    options.add_argument("--length", type=int, default=2048)
-    options.add_argument("--sequences", type=int, default=24)
-    options.add_argument("--threads", type=int, default=1)
+    options.add_argument("--length", type=int, default=8192, help="tokens of a sample")
     arguments = options.parse_args()
     quiet_libraries()
-    torch.set_num_threads(arguments.threads)
-    started = environment.now()
-    model, tokenizer = bundled.load()
-    model.requires_grad_(False)
-    program = AssignBudgets().run(captured_program(model), PassOptions(method="sekv"))
-    base = CalibrationSettings(
-        length=arguments.length,
-        max_steps=arguments.steps,
-        sequences=arguments.sequences,
-        held_out=2,
-        learning_rate=4e-3,
-    )
-    unseen: dict[str, list[Context]] = {}
-    for text in TEXTS:
-        judged = base.model_copy(update={"seed": 1, "sequences": 1, "held_out": 8})
-        data = bundled_data(tokenizer, judged, with_tasks=text == "questions")
-        reader = Trainer(program, data, judged, identity="")
-        unseen[text] = [reader.read(ids) for ids in data.held_out]
-    rows = []
-    for label, oracle in (("attention itself (oracle)", True), ("direction of the mean key, no training", False)):
-        rows.append({"label": label} | {text: untrained(unseen[text], base, oracle=oracle) for text in TEXTS})
-    for label, changes, with_tasks in VARIANTS:
-        settings = base.model_copy(update=changes)
-        data = bundled_data(tokenizer, settings, with_tasks=with_tasks)
-        result = Trainer(program, data, settings, identity="").run()
-        rows.append({"label": label} | {text: caught(result.parameters, unseen[text], settings) for text in TEXTS})
-        print(rows[-1], f"{result.minutes:.1f} min", flush=True)
-        publish(rows, base, environment.describe(started, "cpu"))
+    torch.set_num_threads(1)  # so that the time of the processor is that of a core
+    started, begun = environment.now(), time.monotonic()
+    small, large = (seconds_of(layers, arguments.length) for layers in (SMALL, LARGE))
+    steps = {step: whole(small[step], large[step], CONFIG["num_hidden_layers"]) for step in small}
+    for step, spent in steps.items():
+        print(f"{step:>16} {duration(spent):>8}")
+    total = sum(steps.values())
+    print(f"{'together':>16} {duration(total):>8}; measured in {duration(time.monotonic() - begun)}")
+    publish(steps, arguments, environment.describe(started, "cpu").model_dump(mode="json"))
+    if total > BAR_HOURS * 3600:
+        raise SystemExit(f"{total / 3600:.1f} h, more than {BAR_HOURS:g}")
 
 
-def publish(rows: list[dict[str, Any]], base: CalibrationSettings, where: environment.Environment) -> None:
-    """Write what is measured so far."""
-    content = {"settings": base.model_dump(mode="json"), "rows": rows, "environment": where.model_dump(mode="json")}
+def publish(steps: dict[str, float], arguments: argparse.Namespace, where: dict[str, Any]) -> None:
+    """Write what was measured."""
+    content = {"length": arguments.length, "config": CONFIG, "seconds": steps, "environment": where}
     RESULTS.mkdir(parents=True, exist_ok=True)
     (RESULTS / "calibration.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    lines = [[row["label"], *(f"{row[text]:.2f}" for text in TEXTS)] for row in rows]
-    note = (
-        f"Share of the teacher's attention on spans that is unfolded when {COVERAGE_SHARE:.0%} of {base.length} tokens may "
-        f"be, mean over layers, 8 unseen contexts each; {base.max_steps} steps per variant. Made by "
-        f"`benchmarks/calibration.py --steps {base.max_steps} --length {base.length} --sequences {base.sequences}` at commit "
-        f"{where.commit} on {where.machine}."
-    )
+    lines = [[f"`{step}`", f"{spent / 3600:.2f}"] for step, spent in steps.items()]
     write_document(
         "calibration",
-        "# What decides how good a trained router is",
-        note,
-        table(["router", "prose", "questions"], lines),
+        "# What a calibration takes for a decoder of a billion parameters",
+        f"Hours of each step with the default settings and samples of {arguments.length:,} tokens, extrapolated by "
+        f"`benchmarks/calibration.py` from parts of {SMALL} and {LARGE} of the {CONFIG['num_hidden_layers']} layers of a random float32 "
+        "Llama: time of the processor, on one core. Steps that stop when their halves agree count whole.",
+        table(["step", "hours"], [*lines, ["together", f"{sum(steps.values()) / 3600:.1f}"]]),
+        "## Provenance",
+        measured_on(where | {"started": where["started"][:16]}),
     )
 
 

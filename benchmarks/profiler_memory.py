@@ -5,11 +5,10 @@
     python benchmarks/profiler_memory.py --page              # the page alone, from the results that are there
 
 Each step runs alone in a process of its own, which draws the weights, captures the model and reads one sample (`sketch`
-one to measure and one held out; `sekv` an optimiser step at each length of its curriculum, at the last with as many contexts as
-fill its cache and one more). Peaks are those that the system counts for the process, the model and its capture included. The
-bar is 16 GiB. Times are of the processor, so that other programs on the machine do not count; hours of a full calibration
-on one core follow from them and from the default settings. Writes benchmarks/results/profiler_memory.json
-and docs/results/profiler_memory.md.
+one to measure and one held out; `sekv` two contexts and three optimiser steps of each layer). Peaks are those that the system counts
+for the process, the model and its capture included. The bar is 16 GiB. Times are of the processor, so that other programs on the machine
+do not count; what a whole calibration takes, benchmarks/calibration.py says. Writes benchmarks/results/profiler_memory.json and
+docs/results/profiler_memory.md.
 """
 
 from __future__ import annotations
@@ -50,9 +49,6 @@ CONFIG: dict[str, Any] = {
     "max_position_embeddings": 32768,
     "tie_word_embeddings": True,
 }
-LAST_CONTEXTS = 3
-"""Contexts of the full length that `sekv` trains on: two of 1.4 GiB stay in its cache of 4 GiB, so that the third meets a full one."""
-NEEDLE_KINDS = 3
 
 
 class Clock:
@@ -95,13 +91,10 @@ def measure_data(settings: MeasureSettings, tokenizer: Any) -> MeasureData:
 
 
 def training_data(settings: CalibrationSettings) -> CalibrationData:
-    """One sequence of each shorter length, as many of the last as a step reads, one held out."""
-    counts = dict.fromkeys(settings.lengths, 1) | {settings.length: LAST_CONTEXTS}
-    training = {
-        length: tuple(random_ids(length + settings.queries, 10 * length + i) for i in range(count))
-        for length, count in counts.items()
-    }
-    return CalibrationData(training, (random_ids(settings.length + settings.queries, 5),), "random tokens")
+    """As many sequences to train on and held out as the settings ask for."""
+    count = settings.sequences + settings.held_out
+    made = tuple(random_ids(settings.length + settings.queries, 10 + i) for i in range(count))
+    return CalibrationData(made[: settings.sequences], made[settings.sequences :], "random tokens")
 
 
 def work(step: str, length: int) -> dict[str, Any]:
@@ -110,7 +103,7 @@ def work(step: str, length: int) -> dict[str, Any]:
     model = random_model()
     with_model = peak_gib()
     measures = MeasureSettings.checked(length=length, samples=1, held_out=1)
-    settings = CalibrationSettings.checked(length=length, max_steps=3, evaluate_every=3, held_out=1)
+    settings = CalibrationSettings.checked(length=length, max_steps=3, evaluate_every=3, sequences=1, held_out=1)
     job = Job(
         model,
         "random Llama",
@@ -142,41 +135,6 @@ def work(step: str, length: int) -> dict[str, Any]:
     }
 
 
-def full_hours(row: dict[str, Any], length: int) -> float:
-    """Hours of a calibration with default settings at this length, without start and capture."""
-    measures, training = MeasureSettings(length=length), CalibrationSettings(length=length)
-    seconds = [event[2] for event in row["events"]]
-    if row["step"] == "sekv":
-        return round(_training_seconds(row["events"], training) / 3600, 2)
-    if row["step"] == "memory":  # one measurement
-        return round((row["seconds"] - row["start_seconds"]) / 3600, 2)
-    if row["step"] == "retrieval-head":  # rounds over the one sample, then the one held out
-        return round((measures.samples * sum(seconds[:-1]) + measures.held_out * seconds[-1]) / 3600, 2)
-    # Needle contexts are shorter than the one that was read: equal steps up to the length.
-    tests = measures.needle_lengths * measures.needle_depths * NEEDLE_KINDS
-    mean_length = (measures.needle_lengths + 1) / (2 * measures.needle_lengths)
-    counts: dict[str, list[float]] = {
-        "taxonomy": [measures.samples],
-        "retrieval-heads": [tests * mean_length],
-        "layer-errors": [measures.held_out],
-        "sketch": [measures.samples, measures.held_out],
-        "sentences": [measures.samples],
-    }
-    return round(sum(count * each for count, each in zip(counts[row["step"]], seconds, strict=True)) / 3600, 2)
-
-
-def _training_seconds(events: list[tuple[str, int, float]], settings: CalibrationSettings) -> float:
-    """All optimiser steps, a third at each length, each with `zoom_contexts` contexts that are read anew: the cache holds few
-    of 64."""
-    reads = [seconds for phase, _, seconds in events if phase == "teacher"]
-    steps = [seconds for phase, _, seconds in events if phase == "train"]
-    longest, shortest = reads[0], reads[1]
-    student = max(0.0, steps[2] - LAST_CONTEXTS * longest)
-    middle = min(steps[1], longest)  # one read and a step
-    each = [settings.zoom_contexts * read + student for read in (shortest, middle, longest)]
-    return settings.max_steps * sum(each) / len(each)
-
-
 def main() -> None:
     options = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     options.add_argument("--steps", default=",".join(STEPS), help="steps to run, separated by commas")
@@ -199,7 +157,6 @@ def main() -> None:
             print(f"  failed with {made.returncode} (a negative number is the signal that ended it)", file=sys.stderr)
             continue
         row = json.loads(made.stdout)
-        row["full_hours"] = full_hours(row, arguments.length)
         print(f"  peak {row['peak_gib']:.2f} GiB, {row['seconds']:.0f} s", file=sys.stderr, flush=True)
         publish(row, arguments, started)
     output.finish(arguments.out)
@@ -212,7 +169,6 @@ def page(report: dict[str, Any]) -> Path:
             f"`{row['step']}`",
             f"{row['peak_gib']:.1f}",
             f"{row['seconds'] - row['start_seconds']:.0f}",
-            f"{row['full_hours']:.1f}",
             row["environment"]["commit"],
         ]
         for row in report["steps"]
@@ -225,10 +181,10 @@ def page(report: dict[str, Any]) -> Path:
         f"Made by `benchmarks/profiler_memory.py`: random float32 weights of a Llama with {parameters:.2f} billion parameters, samples "
         f"of {report['length']:,} tokens, each step in a process of its own on one core. `peak`: the most memory that the process ever "
         f"held, model and capture included; the bar is {report['bar_gib']} GiB, the largest here {largest:.1f}. `seconds`: processor "
-        "time of one sample (`sketch`: one more held out; `sekv`: three optimiser steps and a held-out context). `hours`: of a whole "
-        "calibration with default settings on one core, from those. `choice`, which trains nothing and answers questions with each "
+        "time of one sample (`sketch`: one more held out; `sekv`: two contexts and three optimiser steps of each layer); what a whole "
+        "calibration takes is on [another page](calibration.md). `choice`, which trains nothing and answers questions with each "
         "method, is not among them: it takes the memory of prefilling and decoding.",
-        table(["step", "peak, GiB", "seconds", "hours of a whole calibration", "commit"], rows),
+        table(["step", "peak, GiB", "seconds", "commit"], rows),
         "## Provenance",
         *dict.fromkeys(
             measured_on(row["environment"] | {"started": row["environment"]["started"][:16]}) for row in report["steps"]

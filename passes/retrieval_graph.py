@@ -24,9 +24,10 @@ def queries_and_keys(
     ids: Tensor,
     positions: Tensor,
     features: Tensor | None = None,
+    rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """What the head asks and holds for tokens: queries float32 [B, Hq, T, D], scaled so that q.k is a logit, and keys
-    float32 [B, Hkv, T, D].
+    float32 [B, Hkv, T, D]. rows int64 [r]: the tokens whose queries are wanted, None for all.
 
     ids, positions [B, T]; features [B, T, F] of the token before each, zeros before the first. weights: the section's tensors
     without its prefix, the model's `embedding` [vocab, H] and `frequencies` [D / 2].
@@ -42,11 +43,12 @@ def queries_and_keys(
     angle = positions[:, None, :, None].float() * weights[FREQUENCIES]
     scale = section.head_dim**-0.5 * rotary_frequencies(section)[1]
 
-    def heads(weight: Tensor) -> Tensor:
+    def heads(weight: Tensor, inputs: Tensor, angle: Tensor) -> Tensor:
         projected = (inputs @ weight.float().T).unflatten(-1, (-1, section.head_dim)).transpose(1, 2)
         return _turned(projected, angle.cos(), angle.sin())
 
-    return heads(weights["query"]) * scale, heads(weights["key"])
+    asking = (inputs, angle) if rows is None else (inputs[:, rows], angle[:, :, rows])
+    return heads(weights["query"], *asking) * scale, heads(weights["key"], inputs, angle)
 
 
 def _normalised(x: Tensor, epsilon: float) -> Tensor:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from semkv.artifact.fingerprint import model_fingerprint
 from semkv.errors import ConfigError
@@ -20,14 +21,14 @@ from semkv.pipeline import captured_program, on_latents
 from semkv.profiles.schema import ModelFacts, Profile, ProfileInfo, Provenance, SekvSection, SiteFacts
 
 from .data import CalibrationData
-from .parameters import SekvParameters
+from .parameters import routing_rows
 from .settings import CalibrationSettings
-from .train import Progress, Result, Trainer
+from .train import Progress, Trainer
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """A finished calibration: the profile, and the held-out losses at every evaluation (with the key `step`)."""
+    """A finished calibration: the profile, and the held-out figures at every evaluation (with the key `step`)."""
 
     profile: Profile
     history: list[dict[str, float]]
@@ -40,7 +41,7 @@ def calibrate(
     *,
     name: str,
     command: str = "",
-    checkpoint: Path | None = None,
+    work: Path | None = None,
     progress: Progress | None = None,
     program: Program | None = None,
 ) -> Calibration:
@@ -50,13 +51,13 @@ def calibrate(
     ----------
     model: a decoder in evaluation mode; it is not changed.
     name: of the model, for people. command: kept in the provenance.
-    checkpoint: file that an interrupted run resumes from; it stays when the run ends.
+    work: folder that an interrupted run goes on from; it stays when the run ends.
     progress: see `semkv.profiles.calibration.train.Progress`.
     program: the model's `annotated_program`, where it is known.
 
     Raises
     ------
-    ConfigError: the model is in training mode, the data does not fit it, or the checkpoint is of another run.
+    ConfigError: the model is in training mode, the data does not fit it, or `work` is of another run.
     CaptureError: the model cannot be captured.
     """
     program = program or annotated_program(model)
@@ -64,16 +65,7 @@ def calibrate(
     fingerprint = model_fingerprint(model)
     digest = data.digest()
     identity = hashlib.sha256(f"{fingerprint} {digest} {settings.identity()}".encode()).hexdigest()
-    parameters = [*program.body.parameters(), *program.head.parameters()]
-    wanted = [parameter.requires_grad for parameter in parameters]
-    try:
-        for parameter in parameters:
-            parameter.requires_grad_(False)
-        trainer = Trainer(program, data, settings, identity=identity, checkpoint=checkpoint, progress=progress)
-        result = trainer.run()
-    finally:
-        for parameter, grad in zip(parameters, wanted):
-            parameter.requires_grad_(grad)
+    result = Trainer(program, data, settings, identity=identity, work=work, progress=progress).run()
     provenance = Provenance(
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         command=command,
@@ -86,12 +78,10 @@ def calibrate(
         wall_minutes=round(result.minutes, 3),
         versions=versions(),
         settings=settings.model_dump(mode="json"),
-        losses={key: round(value, 6) for key, value in result.losses.items()},
-        table=tuple(report(result)),
+        losses={key: round(value, 6) for key, value in result.figures.items()},
+        table=tuple({key: round(value, 4) for key, value in row.items()} for row in result.table),
     )
-    profile = to_profile(
-        program, result.parameters, settings, name=name, fingerprint=fingerprint, provenance=provenance
-    )
+    profile = to_profile(program, result.tensors, settings, name=name, fingerprint=fingerprint, provenance=provenance)
     return Calibration(profile, result.history)
 
 
@@ -158,36 +148,28 @@ def model_facts(program: Program, name: str) -> ModelFacts:
 
 def to_profile(
     program: Program,
-    parameters: SekvParameters,
+    tensors: dict[str, Tensor],
     settings: CalibrationSettings,
     *,
     name: str,
     fingerprint: str,
     provenance: Provenance | None = None,
 ) -> Profile:
-    """The profile that holds `parameters`."""
-    routers = parameters.router
-    dims = tuple(routers[str(s.index)].shape[1] if str(s.index) in routers else 0 for s in program.sites)
+    """The profile that holds a training's `tensors`, in half precision where many heads have them."""
+    dims = tuple(routing_rows(s, settings) if s.treatment == "method" else 0 for s in program.sites)
     section = SekvSection(
         routing_dims=dims,
         max_rank=settings.max_rank,
         gate_hidden=settings.gate_hidden,
-        gate_summary_dim=parameters.gates.summary_dim,
+        gate_summary_dim=max(dims),
         gate_floor=settings.gate_floor,
         router_init=settings.router_init,
     )
-    tensors = {f"sekv.{key}": value.detach().float().cpu() for key, value in parameters.state_dict().items()}
+    stored = {
+        f"sekv.{key}": value.half() if key.startswith("router.") else value.float() for key, value in tensors.items()
+    }
     info = ProfileInfo(fingerprint=fingerprint, model=model_facts(program, name), sekv=section, provenance=provenance)
-    return Profile(info, tensors)
-
-
-def report(result: Result) -> list[dict[str, float]]:
-    """Per site, on the held-out contexts: what `ratios` says, and the mean threshold."""
-    rows = []
-    for row in result.table:
-        threshold = float(result.parameters.threshold[str(int(row["site"]))].detach().mean())
-        rows.append({key: round(value, 4) for key, value in (row | {"threshold": threshold}).items()})
-    return rows
+    return Profile(info, stored)
 
 
 def versions() -> dict[str, str]:

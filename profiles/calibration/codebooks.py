@@ -13,12 +13,12 @@ LEVELS = 127
 """A vector's numbers are stored as whole multiples, up to so many, of its scale."""
 
 
-def root_of(moment: Tensor) -> Tensor:
-    """Symmetric square roots float32 [H, D, D] of second moments [H, D, D]; of zeros, the identity."""
+def root_of(moment: Tensor, rank: int) -> Tensor:
+    """Square roots float32 [H, D, rank] of second moments [H, D, D] along their largest directions; of zeros, columns of the identity."""
     values, vectors = torch.linalg.eigh(moment.double())
     largest = values.amax(-1, keepdim=True)
     values = torch.where(largest > 0, values.clamp(min=FLOOR * largest), 1.0)
-    return ((vectors * values.sqrt()[..., None, :]) @ vectors.mT).float()
+    return (vectors * values.sqrt()[..., None, :])[..., -rank:].float()
 
 
 def learn(x: Tensor, stages: int, rounds: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -19,19 +19,18 @@ from .settings import CalibrationSettings
 
 @dataclass(frozen=True)
 class CalibrationData:
-    """Token sequences for each curriculum length.
+    """Token sequences int64 [length + queries] to train on, and others held out.
 
-    training: context length -> sequences int64 [length + queries]; held_out: sequences of the largest length.
     description: what the text is, for the provenance.
     """
 
-    training: dict[int, tuple[Tensor, ...]]
+    training: tuple[Tensor, ...]
     held_out: tuple[Tensor, ...]
     description: str
 
     @property
     def sequences(self) -> tuple[Tensor, ...]:
-        return tuple(ids for length in sorted(self.training) for ids in self.training[length]) + self.held_out
+        return self.training + self.held_out
 
     @property
     def tokens(self) -> int:
@@ -80,7 +79,7 @@ def read_documents(path: Path) -> Iterator[str]:
 
 
 def text_data(paths: Sequence[str | Path], tokenizer: Any, settings: CalibrationSettings) -> CalibrationData:
-    """Cut the files' text into sequences of the curriculum's lengths.
+    """Cut the files' text into sequences.
 
     Documents are joined in order; every sequence starts with the tokenizer's bos token where it has one. The last tenth
     of the tokens (at least one sequence) is held out. Raises `ConfigError` for missing, empty or too short files.
@@ -103,13 +102,10 @@ def text_data(paths: Sequence[str | Path], tokenizer: Any, settings: Calibration
     ids = torch.tensor(stream, dtype=torch.int64, device="cpu")
     prefix = torch.tensor(bos, dtype=torch.int64, device="cpu")
     body, tail = ids[: len(ids) - held * full], ids[len(ids) - held * full :]
-    training = {}
-    for length in settings.lengths:
-        size = length + settings.queries - len(bos)
-        count = min(settings.sequences, len(body) // size)
-        # Spread over all of the text, so that few sequences still see each file.
-        starts = [round(i * (len(body) - size) / max(1, count - 1)) for i in range(count)]
-        training[length] = tuple(torch.cat([prefix, body[start : start + size]]) for start in starts)
+    count = min(settings.sequences, len(body) // full)
+    # Spread over all of the text, so that few sequences still see each file.
+    starts = [round(i * (len(body) - full) / max(1, count - 1)) for i in range(count)]
+    training = tuple(torch.cat([prefix, body[start : start + full]]) for start in starts)
     held_out = tuple(torch.cat([prefix, tail[i * full : (i + 1) * full]]) for i in range(held))
     names = ", ".join(Path(path).name for path in paths)
     return CalibrationData(training, held_out, f"plain text: {names}")
@@ -149,10 +145,7 @@ def bundled_data(tokenizer: Any, settings: CalibrationSettings, *, with_tasks: b
             raise ConfigError(f"generated text has {len(ids)} of {length + settings.queries} tokens: use fewer queries")
         return ids
 
-    training, number = {}, 0
-    for length in settings.lengths:
-        training[length] = tuple(sequence(length, number + i) for i in range(settings.sequences))
-        number += settings.sequences
-    held_out = tuple(sequence(settings.length, number + i) for i in range(settings.held_out))
+    training = tuple(sequence(settings.length, i) for i in range(settings.sequences))
+    held_out = tuple(sequence(settings.length, settings.sequences + i) for i in range(settings.held_out))
     label = "bundled text with tasks (haystacks of every family, questions and answers as queries)"
     return CalibrationData(training, held_out, label if with_tasks else "bundled text, filler prose alone")

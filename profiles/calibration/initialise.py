@@ -8,29 +8,30 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .contexts import Context
+from .contexts import SiteRecord, mass_of
 from .losses import zoom, zoom_targets
-from .parameters import SekvParameters
+from .parameters import RouterParameters
 from .settings import CalibrationSettings
 
-CLOSED = 3.0
-"""Offset above log |S| of heads that never attend to a few spans: their gates start near sigmoid(-3)."""
 
-
-def initialise(parameters: SekvParameters, contexts: Sequence[Context], settings: CalibrationSettings) -> None:
-    """Set routers and offsets in place from a few contexts (whose floats are float32)."""
-    for key in parameters.router:
-        sites = [context.sites[int(key)] for context in contexts if context.sites[int(key)].spans is not None]
-        if not sites:
-            continue
-        router = parameters.router[key]
-        if settings.router_init == "covariance":
-            queries = second_moment([site.q for site in sites])
-            # What is the same for all spans moves no span ahead of another: keys are centred within their context.
-            keys = second_moment([site.spans.mean_k - site.spans.mean_k.mean(1, keepdim=True) for site in sites])
-            keys = keys.repeat_interleave(queries.shape[0] // keys.shape[0], 0)
-            router.data.copy_(shared_projection(queries, keys, router.shape[1]))
-        _fit_scale_and_offset(parameters, int(key), sites, settings)
+def initialise(
+    parameters: RouterParameters, records: Sequence[SiteRecord], scale: float, settings: CalibrationSettings
+) -> None:
+    """Set a site's router and offsets in place from a few contexts; scale: of the site's attention."""
+    router = parameters.router
+    if settings.router_init == "covariance":
+        queries = second_moment([record.q for record in records])
+        # What is the same for all spans moves no span ahead of another: keys are centred within their context.
+        keys = second_moment([record.mean_k - record.mean_k.mean(1, keepdim=True) for record in records])
+        keys = keys.repeat_interleave(queries.shape[0] // keys.shape[0], 0)
+        router.data.copy_(shared_projection(queries, keys, router.shape[1]))
+    with torch.no_grad():
+        # Summaries are unit vectors: with their usual length on the query's side, scores begin as logits of the mean keys.
+        groups = router.shape[0] // records[0].mean_k.shape[0]
+        lengths = [(router @ record.mean_k.repeat_interleave(groups, 0).mT).norm(dim=1).mean(-1) for record in records]
+        usual = torch.stack(lengths).mean(0) * scale * math.sqrt(router.shape[1])
+        router.mul_(usual[:, None, None])
+    _fit_offset(parameters, records, settings)
 
 
 def second_moment(samples: Sequence[Tensor]) -> Tensor:
@@ -76,50 +77,31 @@ def explained(weight: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
     return 1 - lost / (queries * keys).sum((-1, -2))
 
 
-def _fit_scale_and_offset(
-    parameters: SekvParameters, site: int, sites: Sequence, settings: CalibrationSettings, steps: int = 200
+def _fit_offset(
+    parameters: RouterParameters, records: Sequence[SiteRecord], settings: CalibrationSettings, steps: int = 100
 ) -> None:
-    """Two numbers per head by logistic regression on Eq. 12's targets: the length of W, which enters Eq. 5
-    through the query alone, and the offset; heads without targets start closed."""
-    key = str(site)
-    examples = []
+    """A number per head by logistic regression on Eq. 12's targets; heads without targets start closed."""
+    examples, highest = [], torch.zeros_like(parameters.offset)
     with torch.no_grad():
-        for context in sites:
-            spans = context.spans
-            summaries = parameters.summaries(site, spans.mean_k)
-            relevance = parameters.relevance(site, context.q, summaries, spans.log_size)
-            targets, mined = zoom_targets(context.mass, settings)
-            examples.append((relevance - spans.log_size, spans.log_size, targets, mined))
-    sizes = torch.cat([example[1] for example in examples])
-    heads = parameters.offset[key].shape[0]
-    mined_any = torch.stack([example[3].any(-1) for example in examples]).any(0)
-    log_scale = torch.zeros(heads, device=sizes.device, requires_grad=True, dtype=torch.float32)
-    offset = torch.full_like(log_scale, float(sizes.mean()) + CLOSED).requires_grad_(True)
-    optimiser = torch.optim.Adam([log_scale, offset], lr=0.05)
+        for record in records:
+            scores = parameters.relevance(record.q, record.mean_k, record.log_size)
+            targets, mined = zoom_targets(mass_of(record.share, record.span, record.far), record.far, settings)
+            examples.append((scores, targets, mined, record.far))
+            highest = torch.maximum(highest, scores.amax((1, 2)))
+    mined_any = torch.stack([example[2].any(-1) for example in examples]).any(0)
+    offset = highest.clone().requires_grad_(True)
+    optimiser = torch.optim.Adam([offset], lr=0.0)
     with torch.enable_grad():
-        for _ in range(steps):
-            loss = sum(
-                (
-                    zoom(
-                        log_scale.exp()[:, None, None] * score + size - offset[:, None, None],
-                        targets,
-                        mined,
-                        settings.positive_weight,
-                    )
-                    for score, size, targets, mined in examples
-                ),
-                start=torch.zeros((), dtype=torch.float32, device="cpu"),
-            )
-            if not loss.requires_grad:
-                break
+        for step in range(steps if bool(mined_any.any()) else 0):
+            scores, targets, mined, far = examples[step % len(examples)]
+            loss = zoom(scores - offset[:, None, None], targets, mined, far, settings.positive_weight)
+            for group in optimiser.param_groups:
+                group["lr"] = 0.3 * 0.5 * (1 + math.cos(math.pi * step / steps))
             optimiser.zero_grad()
             loss.backward()
             optimiser.step()
     with torch.no_grad():
-        # A head without targets keeps its scale; W enters Eq. 5 once, since summaries are normalised.
-        scale = torch.where(mined_any, log_scale.exp(), torch.ones_like(log_scale))
-        parameters.router[key].mul_(scale[:, None, None])
-        parameters.offset[key].copy_(torch.where(mined_any, offset, sizes.mean() + CLOSED))
+        parameters.offset.copy_(torch.where(mined_any, offset, highest))
 
 
 __all__ = ["explained", "initialise", "second_moment", "shared_projection"]

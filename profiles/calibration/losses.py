@@ -1,8 +1,7 @@
-"""The losses of SeKV's training: the paper's four (Eq. 10-15) and a ranking term of ours.
+"""The losses of SeKV's training: the paper's zoom, reconstruction and budget terms (Eq. 12-15) and a ranking term of ours.
 
-The paper sums over layers, heads and spans. Here sums run over layers and heads, means over spans and query positions,
-and the reconstruction error is relative to the span's energy, so that one set of weights holds for any context length
-and any model's scale of keys.
+The paper sums over layers, heads and spans. Here sums run over heads, means over spans and query positions, and the reconstruction error
+is relative to the span's energy, so that one set of weights holds for any context length and any model's scale of keys.
 """
 
 from __future__ import annotations
@@ -13,16 +12,11 @@ from torch import Tensor
 from .settings import CalibrationSettings
 
 
-def distillation(teacher: Tensor, student: Tensor) -> Tensor:
-    """Eq. 11: KL(teacher || student) in nats, mean over positions; log-probabilities [T, vocab]."""
-    return (teacher.exp() * (teacher - student)).sum(-1).mean()
+def zoom_targets(mass: Tensor, far: Tensor, settings: CalibrationSettings) -> tuple[Tensor, Tensor]:
+    """Eq. 12: the smallest set of far spans that reaches `coverage` of the teacher's attention on far spans, where mined.
 
-
-def zoom_targets(mass: Tensor, settings: CalibrationSettings) -> tuple[Tensor, Tensor]:
-    """Eq. 12: the smallest set of spans that reaches `coverage` of the teacher's attention on spans, where mined.
-
-    mass [Hq, T, S] -> targets [Hq, T, S] bool, mined [Hq, T] bool. A position of a head is mined when its attention
-    goes beyond anchors and window, and to few spans: a head that averages over everything is served by the means.
+    mass [Hq, T, S], zero where far bool [T, S] is not -> targets [Hq, T, S] bool, mined [Hq, T] bool. A position of a head is mined
+    when its attention goes beyond anchors and window, and to few spans: a head that averages over everything is served by the means.
     """
     order = mass.argsort(dim=-1, descending=True, stable=True)
     ranked = mass.gather(-1, order)
@@ -30,30 +24,32 @@ def zoom_targets(mass: Tensor, settings: CalibrationSettings) -> tuple[Tensor, T
     before = ranked.cumsum(-1) - ranked
     targets = torch.zeros_like(mass, dtype=torch.bool).scatter(-1, order, before < settings.coverage * total)
     targets &= mass > 0
-    few = targets.sum(-1) <= max(1.0, settings.mined_share * mass.shape[-1])
+    few = targets.sum(-1) <= (settings.mined_share * far.sum(-1)).clamp(min=1.0)
     return targets, (total[..., 0] >= settings.mined_mass) & few
 
 
-def zoom(gate_logits: Tensor, targets: Tensor, mined: Tensor, positive_weight: float) -> Tensor:
-    """Eq. 13: positive-weighted BCE on the gates at mined positions, mean over them and spans, sum over heads.
+def zoom(gate_logits: Tensor, targets: Tensor, mined: Tensor, far: Tensor, positive_weight: float) -> Tensor:
+    """Eq. 13: positive-weighted BCE on the gates at mined positions, mean over them and far spans, sum over heads.
 
-    gate_logits, targets [Hq, T, S], mined [Hq, T]. Heads without a mined position add nothing.
+    gate_logits, targets [Hq, T, S], mined [Hq, T], far [T, S]. Heads without a mined position add nothing.
     """
     y = targets.to(gate_logits.dtype)
     each = positive_weight * y * torch.nn.functional.softplus(-gate_logits)
     each = each + (1 - y) * torch.nn.functional.softplus(gate_logits)
+    each = (each * far).sum(-1) / far.sum(-1).clamp(min=1)
     chosen = mined.to(each.dtype)
-    return ((each.mean(-1) * chosen).sum(-1) / chosen.sum(-1).clamp(min=1)).sum()
+    return ((each * chosen).sum(-1) / chosen.sum(-1).clamp(min=1)).sum()
 
 
-def ranking(scores: Tensor, mass: Tensor, mined: Tensor) -> Tensor:
-    """Ours: KL of the teacher's attention over spans and a softmax of the scores, at mined positions, sum over heads.
+def ranking(scores: Tensor, mass: Tensor, mined: Tensor, far: Tensor) -> Tensor:
+    """Ours: KL of the teacher's attention over far spans and a softmax of their scores, at mined positions, sum over heads.
 
-    scores, mass [Hq, T, S], mined [Hq, T]. Eq. 13 asks for membership only; under a cap the order decides, and what a
-    wrong order loses is attention.
+    scores, mass [Hq, T, S], mined [Hq, T], far [T, S]. Eq. 13 asks for membership only; under a cap the order decides, and what a wrong
+    order loses is attention.
     """
     target = mass / mass.sum(-1, keepdim=True).clamp(min=1e-20)
-    each = (torch.xlogy(target, target) - target * torch.log_softmax(scores, -1)).sum(-1)
+    log_chosen = torch.log_softmax(scores.masked_fill(~far, -1e9), -1)
+    each = (torch.xlogy(target, target) - target * log_chosen).sum(-1)
     chosen = mined.to(each.dtype)
     return ((each * chosen).sum(-1) / chosen.sum(-1).clamp(min=1)).sum()
 
@@ -68,10 +64,6 @@ def reconstruction(gates: Tensor, sigma: Tensor) -> Tensor:
     return error.mean(-1).sum()
 
 
-def budget(zooms: Tensor, gates: tuple[Tensor, ...], beta: float) -> Tensor:
-    """Eq. 15: zoomed share of the spans plus beta times the retained rank; means over spans, sums over heads.
-
-    zooms [Hq, T, S] straight-through; gates [Hkv, S, R] of keys and of values.
-    """
-    rank = sum((gate.sum(-1).mean(-1).sum() for gate in gates), zooms.new_zeros(()))
-    return zooms.mean((-1, -2)).sum() + beta * rank
+def retained_rank(gates: Tensor, sigma: Tensor) -> Tensor:
+    """Eq. 15's second term for one factorisation: the sum of the gates of components that exist, mean over spans, sum over heads."""
+    return (gates * (sigma > 0)).sum(-1).mean(-1).sum()

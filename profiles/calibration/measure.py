@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -55,12 +55,13 @@ class Subject:
 class Outcome:
     """What a step found: the fields of the profile that it sets, its tensors, and a note for people.
 
-    section: None where the step could not measure this model; `note` then says why and what to do.
+    section: None where the step could not measure this model; `note` then says why and what to do. units: that were measured.
     """
 
     section: Any
     tensors: dict[str, Tensor] = field(default_factory=dict)
     note: str = ""
+    units: int = 0
 
 
 class Sums:
@@ -116,6 +117,10 @@ class Measure(ABC):
     def finish(self, sums: Sums) -> Outcome:
         """The section that follows from all units."""
 
+    def agreement(self, sums: Sums) -> float | None:
+        """Expected correlation of what was found with what as many other units would find; None where all units are needed."""
+        return None
+
     def figures(self, sums: Sums) -> dict[str, float]:
         """What the progress line shows."""
         return {}
@@ -127,7 +132,7 @@ Report = Callable[[str, int, int, dict[str, float]], None]
 def run_measure(
     step: Measure, *, identity: str, path: Path | None, report: Report, save_seconds: float = SAVE_SECONDS
 ) -> Outcome:
-    """Run all units of a step, from its checkpoint at `path` where there is one of the same `identity`.
+    """Run the units of a step until it has enough, from its checkpoint at `path` where there is one of the same `identity`.
 
     Raises
     ------
@@ -138,9 +143,28 @@ def run_measure(
     done = int(saved.state["units"]) if saved is not None else 0
     written = time.monotonic()
     for unit in range(done, step.units):
+        if unit >= step.settings.least and (step.agreement(sums) or 0.0) >= step.settings.agreement:
+            break
         step.measure(unit, sums)
+        done = unit + 1
         if path is not None and time.monotonic() - written >= save_seconds:
             files.write(path, Checkpoint(sums.tensors, {"identity": identity, "units": unit + 1}))
             written = time.monotonic()
         report(step.name, unit + 1, step.units, step.figures(sums))
-    return step.finish(sums)
+    return replace(step.finish(sums), units=done)
+
+
+def agreed(agreement: float | None) -> str:
+    """For the note of a step."""
+    return (
+        ""
+        if agreement is None
+        else f"half of the contexts against the other half: {agreement:.3f} expected correlation of all"
+    )
+
+
+def reliability(even: Tensor, odd: Tensor) -> float:
+    """Spearman-Brown: what two halves' correlation says about the whole. even, odd [n]: the same figures from both halves."""
+    both = torch.corrcoef(torch.stack([even.flatten().double(), odd.flatten().double()]))[0, 1]
+    half = max(0.0, float(both.nan_to_num()))
+    return 2 * half / (1 + half)

@@ -67,34 +67,43 @@ def bundled_needles(tokenizer: Any, settings: MeasureSettings, seed: int) -> tup
                     questions.append(NeedleQuestion(asked, answer, tuple(inside)))
                 context = torch.tensor([tokenizer.bos_token_id, *encoded["input_ids"]], dtype=torch.int64, device="cpu")
                 tests.append(NeedleTest(context, tuple(questions)))
+    random.Random(seed).shuffle(tests)
     return tuple(tests)
 
 
 def text_needles(stream: Tensor, tokenizer: Any, settings: MeasureSettings) -> tuple[NeedleTest, ...]:
-    """Needle sentences hidden in running text [n] at the end of a sentence near each depth, over lengths and depths."""
+    """A needle of each kind hidden in running text [n] at the ends of sentences near as many depths, over lengths and depths: one
+    context serves a question about each. The order is drawn, so that the first few tests are of all lengths."""
     bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     tests = []
+    everywhere = depths(settings)
     for length in lengths(settings):
-        for turn, depth in enumerate(depths(settings)):
-            for kind in range(len(KINDS)):
-                rng = random.Random(f"{settings.seed}-{length}-{turn}-{kind}")
-                sentence, question, value = _needle(rng, kind)
-                needle = _encode(tokenizer, f" {sentence}")
-                room = length - len(bos) - len(needle)
-                if room < 1:
-                    continue
-                start = rng.randrange(max(1, len(stream) - room))
-                text = stream[start : start + room].tolist()
-                at = _sentence_end(text, round(depth * len(text)), tokenizer)
-                context = [*bos, *text[:at], *needle, *text[at:]]
+        for turn in range(len(everywhere)):
+            rng = random.Random(f"{settings.seed}-{length}-{turn}")
+            made = [_needle(rng, kind) for kind in range(len(KINDS))]
+            needles = [_encode(tokenizer, f" {sentence}") for sentence, _, _ in made]
+            room = length - len(bos) - sum(map(len, needles))
+            if room < 1:
+                continue
+            start = rng.randrange(max(1, len(stream) - room))
+            text = stream[start : start + room].tolist()
+            own = [
+                everywhere[(turn + kind * len(everywhere) // len(KINDS)) % len(everywhere)]
+                for kind in range(len(KINDS))
+            ]
+            places = [_sentence_end(text, round(depth * len(text)), tokenizer) for depth in own]
+            context, began, last = [*bos], [0] * len(KINDS), 0
+            for kind in sorted(range(len(KINDS)), key=lambda kind: (places[kind], kind)):
+                context += text[last : places[kind]]
+                began[kind], last = len(context), places[kind]
+                context += needles[kind]
+            context += text[last:]
+            questions = []
+            for (_, question, value), first, needle in zip(made, began, needles):
                 asked, answer = _ask(tokenizer, f"\n{question}", value)
-                places = range(len(bos) + at, len(bos) + at + len(needle))
-                tests.append(
-                    NeedleTest(
-                        torch.tensor(context, dtype=torch.int64, device="cpu"),
-                        (NeedleQuestion(asked, answer, tuple(places)),),
-                    )
-                )
+                questions.append(NeedleQuestion(asked, answer, tuple(range(first, first + len(needle)))))
+            tests.append(NeedleTest(torch.tensor(context, dtype=torch.int64, device="cpu"), tuple(questions)))
+    random.Random(settings.seed).shuffle(tests)
     return tuple(tests)
 
 

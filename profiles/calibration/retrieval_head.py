@@ -199,8 +199,8 @@ class Distillation(Measure):
         positions = torch.arange(len(ids), dtype=torch.int64, device=self.embedding.device)
         given, section = None if features is None else features[None], section or self.section
         weights = self.weights | {FREQUENCIES: rotary_frequencies(section)[0].to(positions.device)}
-        q, k = queries_and_keys(section, weights, ids[None].to(positions.device), positions[None], given)
-        logits = q[0, :, rows].unflatten(0, (self.section.kv_heads, -1)) @ k[0][:, None].transpose(2, 3)
+        q, k = queries_and_keys(section, weights, ids[None].to(positions.device), positions[None], given, rows)
+        logits = q[0].unflatten(0, (self.section.kv_heads, -1)) @ k[0][:, None].transpose(2, 3)
         return group_scores(logits.masked_fill(positions > rows[:, None], UNSEEN))
 
     def _train(self, ids: Tensor, unit: int, sums: Sums) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from semkv.profiles.schema import RetrievalHeads
 
 from .generation import CachedReader
-from .measure import Measure, Outcome, Sums
+from .measure import Measure, Outcome, Sums, agreed, reliability
 from .needles import NeedleQuestion
 
 
@@ -110,6 +110,18 @@ class SemanticRetrieval(Measure):
                 scores = answer_scores(steps, test.context, question.evidence, site.index)
                 for kind, score in zip(("semantic", "classic", "classic_k"), scores):
                     sums.add(f"{kind}.{site.index}", score)
+                if unit % 2:
+                    sums.add(f"odd.{site.index}", scores[0])
+            sums.add("odd", float(unit % 2))
+
+    def agreement(self, sums: Sums) -> float | None:
+        """Of the semantic scores of all heads."""
+        passed, odd = sums.get("passed"), sums.get("odd")
+        if passed is None or odd is None or not 0 < odd < passed:
+            return None
+        total = torch.cat([sums[f"semantic.{site.index}"] for site in self.subject.program.sites])
+        half = torch.cat([sums[f"odd.{site.index}"] for site in self.subject.program.sites])
+        return reliability((total - half) / (passed - odd), half / odd)
 
     def figures(self, sums: Sums) -> dict[str, float]:
         return {"passed": float(sums["passed"]), "tests": float(sums["tests"])}
@@ -137,7 +149,8 @@ class SemanticRetrieval(Measure):
             passed=passed,
             pass_recall=self.settings.pass_recall,
         )
-        return Outcome(section, note=f"{passed} of {tests} needle tests passed, mean recall {mean:.2f}")
+        said = [f"{passed} of {tests} needle tests passed, mean recall {mean:.2f}", agreed(self.agreement(sums))]
+        return Outcome(section, note="; ".join(filter(None, said)))
 
     def _rows(self, sums: Sums, kind: str, passed: int) -> tuple[tuple[float, ...], ...]:
         return tuple(

@@ -48,6 +48,11 @@ class Sketch(Measure):
         self.known: dict[int, Codebooks] = {}
 
     @property
+    def rank(self) -> int:
+        """R of the largest site."""
+        return self.settings.sketch_rank or -(-max(site.key_dim for site in self.sites.values()) // 2)
+
+    @property
     def units(self) -> int:
         return len(self.subject.data.measured) + len(self.sites) + len(self.subject.data.held_out)
 
@@ -86,7 +91,7 @@ class Sketch(Measure):
     def _learn(self, site: int, sums: Sums) -> None:
         """The site's tensors as the profile stores them; its keys and values are not needed after that."""
         keys, values = (sums.pop(f"{name}.{site}").float() for name in ("keys", "values"))
-        root = root_of(sums[f"queries.{site}"]).half()
+        root = root_of(sums[f"queries.{site}"], min(keys.shape[-1], self.rank)).half()
         mean = keys.mean(1)
         generator = torch.Generator(device="cpu").manual_seed(self.settings.seed + site)
         x = (keys - mean[:, None]) @ root.float()
@@ -99,7 +104,7 @@ class Sketch(Measure):
 
     def _books(self, site: int, sums: Sums, device: torch.device) -> Codebooks:
         if site not in self.known:
-            stored = SketchSection(stages=self.settings.sketch_stages, caught=())
+            stored = SketchSection(stages=self.settings.sketch_stages, rank=self.rank, caught=())
             heads = list(range(self.sites[site].kv_heads))
             tensors = {name: sums[name].to(device) for name in (f"sketch.{part}.{site}" for part in PARTS)}
             self.known[site] = stored.codebooks(tensors, site, heads, stored.stages)
@@ -146,6 +151,7 @@ class Sketch(Measure):
         section = SketchSection(
             stages=self.settings.sketch_stages,
             value_stages=self.settings.sketch_value_stages,
+            rank=self.rank,
             caught=tuple(rows),
             share=self.settings.sketch_share,
             sinks=SINKS,

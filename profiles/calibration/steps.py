@@ -52,7 +52,8 @@ class Job:
     """A model and all that its steps read.
 
     data, settings: of SeKV's training, data None where it does not run. measure_data, measure_settings: of all other
-    steps, data None where none of them runs. latents: calibrate for `CompileConfig(latents=True)`.
+    steps, data None where none of them runs. latents: calibrate for `CompileConfig(latents=True)`. program: the model's
+    `annotated_program`, where it is known.
     """
 
     model: torch.nn.Module
@@ -63,11 +64,17 @@ class Job:
     measure_data: MeasureData | None
     measure_settings: MeasureSettings
     latents: bool = False
+    program: Program | None = None
+
+
+def program_of(job: Job) -> Program:
+    """The job's program, captured where it is not known."""
+    return job.program or annotated_program(job.model, latents=job.latents)
 
 
 @dataclass(frozen=True)
 class Finished:
-    """The profile, the held-out losses of the `sekv` step (empty where it did not run), and a note for each step.
+    """The profile, the held-out figures of the `sekv` step (empty where it did not run), and a note for each step.
 
     skipped: steps that could not measure this model; their notes say why.
     """
@@ -120,7 +127,7 @@ def run_steps(
     ProfileError: `profile` belongs to another model. CaptureError: the model cannot be captured.
     """
     steps = check_steps(steps)
-    program = annotated_program(job.model, latents=job.latents)
+    program = program_of(job)
     fingerprint = model_fingerprint(job.model)
     if profile is not None:
         profile.check_model(fingerprint)
@@ -196,7 +203,7 @@ def _measure(
         command=job.command,
         data=job.measure_data.description,
         data_digest=job.measure_data.digest(),
-        units=measure.units,
+        units=max(1, outcome.units),
         wall_minutes=round((time.monotonic() - started) / 60, 3),
         versions=versions(),
         settings=job.measure_settings.model_dump(mode="json"),
@@ -210,21 +217,25 @@ def _measure(
 def _train(
     job: Job, program: Program, profile: Profile, path: Path | None, report: Report | None
 ) -> tuple[Profile, str, list[dict[str, float]]]:
-    """The profile with SeKV's trained parts, a note, and the held-out losses over the steps."""
+    """The profile with SeKV's trained parts, a note, and the held-out figures over the steps."""
     made = calibrate(
         job.model,
         job.data,
         job.settings,
         name=job.name,
         command=job.command,
-        checkpoint=path,
+        work=None if path is None else path.with_suffix(""),
         progress=report,
         program=program,
     )
     info, tensors = made.profile.info, made.profile.tensors
     merged = with_section(profile, "sekv", info.sekv, "sekv.", tensors, provenance=info.provenance)
-    best = min(row["total"] for row in made.history)
-    return merged, f"held-out loss {best:.4g}", made.history
+    found = info.provenance.losses
+    note = (
+        f"catches {found['caught']:.0%} of held-out attention to far spans; the mean key's direction, without training, "
+        f"{found['coarse']:.0%}; the best choice {found['oracle']:.0%}"
+    )
+    return merged, note, made.history
 
 
 def _check_measurable(program: Program, job: Job) -> None:

@@ -9,7 +9,7 @@ from semkv.profiles.schema import HeadTaxonomy
 from semkv.profiles.schema.roles import head_roles
 
 from .interpreter import SiteCall, full_attention
-from .measure import Measure, Outcome, Sums
+from .measure import Measure, Outcome, Sums, agreed, reliability
 from .weights import group_mean, smoothed, weight_blocks
 
 
@@ -79,6 +79,7 @@ class Taxonomy(Measure):
         context = len(ids) - self.settings.steps
         k = set_size(context, self.settings.top_share)
         stores = {site.index: site.store for site in self.subject.owners}
+        odd = unit // len(self.subject.data.sets) % 2  # so that both halves are of all data sets
 
         def look(call: SiteCall) -> Tensor:
             if call.site in stores:
@@ -87,14 +88,34 @@ class Taxonomy(Measure):
                 sums.add(f"stability.{place}", stability(drift))
                 sums.add(f"similarity.{place}", similarity(pairs))
                 sums.add(f"overlap.{place}", torch.quantile(pairs, 0.5, dim=0))
+                if odd:
+                    sums.add(f"odd.stability.{stores[call.site]}", stability(drift))
+                    sums.add(f"odd.overlap.{stores[call.site]}", torch.quantile(pairs, 0.5, dim=0))
             return full_attention(call)
 
         self.subject.run(ids, look)
         sums.add(f"count.{name}", 1.0)
+        sums.add("odd.count", float(odd))
+
+    def agreement(self, sums: Sums) -> float | None:
+        """Of the figures that roles are made from: stability, and overlap of heads."""
+        names = [name for name in self.subject.data.set_names if sums.get(f"count.{name}") is not None]
+        count = sum(float(sums[f"count.{name}"]) for name in names)
+        odd = float(sums["odd.count"])
+        if not 0 < odd < count:
+            return None
+        halves: tuple[list[Tensor], list[Tensor]] = ([], [])
+        for site in self.subject.owners:
+            for what in ("stability", "overlap"):
+                total = torch.stack([sums[f"{what}.{name}.{site.store}"] for name in names]).sum(0)
+                half = sums[f"odd.{what}.{site.store}"]
+                for place, values in enumerate(((total - half) / (count - odd), half / odd)):
+                    halves[place].append(values.flatten())
+        return reliability(torch.cat(halves[0]), torch.cat(halves[1]))
 
     def finish(self, sums: Sums) -> Outcome:
         """Means over all samples, and the roles that they make; the roles of each data set alone for comparison."""
-        names = self.subject.data.set_names
+        names = [name for name in self.subject.data.set_names if sums.get(f"count.{name}") is not None]
         stores = {site.store for site in self.subject.owners}
         whole = self._roles(sums, names)
         roles, clusters, stable, similar, tensors = [], [], [], [], {}
@@ -121,10 +142,10 @@ class Taxonomy(Measure):
             top_share=self.settings.top_share,
             pool=self.settings.pool,
             steps=self.settings.steps,
-            samples=self.units,
+            samples=int(sum(float(sums[f"count.{name}"]) for name in names)),
             transfer={name: _kept_satellites(whole, self._roles(sums, [name])) for name in names},
         )
-        return Outcome(section, tensors)
+        return Outcome(section, tensors, agreed(self.agreement(sums)))
 
     def _mean(self, sums: Sums, what: str, names: list[str], store: int) -> Tensor:
         total = torch.stack([sums[f"{what}.{name}.{store}"] for name in names]).sum(0)

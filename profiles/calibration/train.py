@@ -1,49 +1,52 @@
-"""The training loop of SeKV's calibration: one sequence a step, the base model frozen, resumable to the same result."""
+"""SeKV's calibration, layer by layer: records of a few contexts, then each layer's router on them, then the rank gates of all layers.
+
+No optimiser step runs the model. What interrupts the run loses at most the context or the layer that was at work.
+"""
 
 from __future__ import annotations
 
+import math
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from semkv.ir.program import Program
+from semkv.ir.site import AttentionSite
+from semkv.methods.rank_gates import RankGates
 
 from . import checkpoint as files
 from . import losses
 from .checkpoint import Checkpoint
-from .context_cache import ContextCache
-from .contexts import Context, map_tensors, read_context
+from .contexts import SiteRecord, mass_of, read_context
 from .data import CalibrationData
 from .initialise import initialise
-from .metrics import COVERAGE_SHARE, caught_counts, caught_shares, ratios, zoom_counts
-from .parameters import SekvParameters
-from .schedule import budget_weight, plan, rate_factor, stage
+from .layer import layer_output, output_error
+from .metrics import caught_counts, shares, zoom_counts
+from .parameters import RouterParameters, routing_rows, straight_through, summaries
 from .segmentation import Divider
 from .settings import CalibrationSettings
-from .student import SiteTrace, run_student
 
 Progress = Callable[[str, int, int, dict[str, float]], None]
 """Called with a phase (`teacher`, `train`), what is done and what there is to do, and the latest figures."""
 
-CACHE_BYTES = 4 << 30
-HELD_BYTES = 2 << 30
-"""Contexts that stay in memory: of training, and held-out ones; the rest is read anew."""
-
-INITIAL_CONTEXTS = 8
 CLIP = 1.0
+
+SETTLING = 32
+"""Steps on the thresholds alone."""
 
 
 @dataclass
 class Result:
-    """A finished training: the best parameters and what they reach on the held-out contexts."""
+    """A finished training. tensors: of the profile's `sekv` section, without its prefix. table: figures per site on the held-out
+    contexts. history: mean figures of all sites after so many steps. steps: the most that a site took."""
 
-    parameters: SekvParameters
-    losses: dict[str, float]
+    tensors: dict[str, Tensor]
+    figures: dict[str, float]
     table: list[dict[str, float]]
     history: list[dict[str, float]]
     steps: int
@@ -51,10 +54,30 @@ class Result:
     minutes: float
 
 
-class Trainer:
-    """Trains `SekvParameters` of one annotated program on one set of data.
+@dataclass(frozen=True)
+class Lesson:
+    """A record on the training device with what follows from it alone: mass and targets [Hq, T, S], mined [Hq, T], and the teacher's
+    output [Hq, T, Dv]."""
 
-    identity: hash of everything that decides the result; a checkpoint is resumed only where it agrees.
+    record: SiteRecord
+    mass: Tensor
+    targets: Tensor
+    mined: Tensor
+    output: Tensor
+
+    @classmethod
+    def of(cls, record: SiteRecord, settings: CalibrationSettings) -> Lesson:
+        mass = mass_of(record.share, record.span, record.far)
+        targets, mined = losses.zoom_targets(mass, record.far, settings)
+        everything = torch.arange(len(record.where), dtype=torch.int64, device=mass.device)
+        return cls(record, mass, targets, mined, layer_output(record, None, everything))
+
+
+class Trainer:
+    """Trains the `sekv` section of one annotated program on one set of data.
+
+    identity: hash of everything that decides the result; an interrupted run is resumed only where it agrees. work: folder of records
+    and finished layers; without one they lie in a temporary folder.
     """
 
     def __init__(
@@ -64,236 +87,278 @@ class Trainer:
         settings: CalibrationSettings,
         *,
         identity: str,
-        checkpoint: Path | None = None,
+        work: Path | None = None,
         progress: Progress | None = None,
     ) -> None:
-        self.program, self.data, self.settings = program, data, settings
-        self.identity, self.path = identity, checkpoint
+        self.program, self.data, self.settings, self.identity = program, data, settings, identity
+        self.temporary = tempfile.TemporaryDirectory(prefix="semkv-") if work is None else None
+        self.work = work or Path(self.temporary.name)
         self.progress = progress or (lambda *_: None)
         self.device = next((p.device for p in program.body.parameters()), torch.device("cpu"))
-        self.store = program.dtype if program.dtype.itemsize <= 4 else torch.float32
+        self.sites = [site for site in program.sites if site.treatment == "method"]
         self.divide = Divider(program, settings)
-        self.parameters = SekvParameters(program, settings).to(self.device)
-        self.optimiser = torch.optim.AdamW(
-            self.parameters.groups(settings), lr=settings.learning_rate, betas=(0.9, 0.95)
+
+    def run(self) -> Result:
+        """Train to the end, from where an earlier run stopped."""
+        started, earlier = time.monotonic(), self._minutes()
+        self._read_contexts()
+        trained = []
+        for place, site in enumerate(self.sites):
+            trained.append(self._site(site))
+            self.progress("train", place + 1, len(self.sites), trained[-1][1][-1])
+            self._keep_minutes(earlier + (time.monotonic() - started) / 60)
+        tensors = {f"{part}.{site.index}": made[part] for site, (made, _) in zip(self.sites, trained) for part in made}
+        gates, ranks = self._train_gates([made["router"] for made, _ in trained])
+        tensors |= {f"gates.{name}": tensor for name, tensor in gates.state_dict().items()}
+        table = [
+            {"site": float(site.index), **rows[-1], **rank, "threshold": float(made["threshold"].mean())}
+            for site, (made, rows), rank in zip(self.sites, trained, ranks)
+        ]
+        for row in table:
+            row.pop("step")
+        steps = max(int(rows[-2]["step"]) for _, rows in trained)
+        figures = {
+            name: sum(row[name] for row in table) / len(table)
+            for name in ("caught", "coarse", "oracle", "key_loss", "value_loss")
+        }
+        return Result(
+            {name: tensor.detach().cpu() for name, tensor in tensors.items()},
+            figures,
+            table,
+            _means([rows[:-1] for _, rows in trained]),
+            steps,
+            any(rows[-2]["step"] < self.settings.max_steps for _, rows in trained),
+            earlier + (time.monotonic() - started) / 60,
         )
-        self.step = 0
-        self.best: dict[str, Tensor] = {}
-        self.best_loss = float("inf")
-        self.stale = 0
-        self.stopped = False
-        self.history: list[dict[str, float]] = []
-        self.earlier_minutes = 0.0
-        self.contexts = ContextCache(CACHE_BYTES)
-        self.held_out = ContextCache(HELD_BYTES)
 
     # -- contexts ----------------------------------------------------------------------------------------------------
 
-    def context(self, length: int, index: int) -> Context:
-        """The context of a training sequence, from the cache where it is there; floats are float32."""
-        ids = self.data.training[length][index]
-        return self._ready(self.contexts.get((length, index), lambda: self._read(ids, index)))
+    def _read_contexts(self) -> None:
+        """Records of all contexts and sites, each in a file; those of an earlier run stay."""
+        everything = self.data.training + self.data.held_out
+        for number, ids in enumerate(everything):
+            paths = {site.index: self._path(number, site.index) for site in self.sites}
+            if not all(path.exists() for path in paths.values()):
+                budget = (
+                    self.settings.budgets[number % len(self.settings.budgets)]
+                    if number < len(self.data.training)
+                    else self.settings.budgets[0]
+                )
 
-    def _held_out(self) -> Iterator[Context]:
-        """The held-out contexts, one at a time."""
-        for index, ids in enumerate(self.data.held_out):
-            yield self._ready(self.held_out.get((len(ids), index), lambda ids=ids: self._read(ids, 0)))  # type: ignore[misc]
+                def keep(index: int, record: SiteRecord, paths: dict[int, Path] = paths) -> None:
+                    files.write(paths[index], Checkpoint(record.tensors(), {"identity": self.identity}))
 
-    def read(self, ids: Tensor) -> Context:
-        """A sequence outside the training data as a context, divided for the first budget."""
-        return self._ready(self._read(ids, 0))
+                read_context(self.program, ids.to(self.device), self.settings, self.divide, budget, keep)
+            self.progress("teacher", number + 1, len(everything), {})
 
-    def _read(self, ids: Tensor, index: int) -> Context:
-        budget = self.settings.budgets[index % len(self.settings.budgets)]
-        made = read_context(self.program, ids.to(self.device), self.settings, self.divide, budget, self.store)
-        return map_tensors(made, lambda t: t.cpu())
+    def _path(self, number: int, site: int) -> Path:
+        return self.work / f"context-{number}-{site}.safetensors"
 
-    def _ready(self, context: Context) -> Context:
-        return map_tensors(context, lambda t: (t.float() if t.is_floating_point() else t).to(self.device))
+    def _record(self, number: int, site: int) -> SiteRecord:
+        saved = files.read(self._path(number, site), self.identity)
+        assert saved is not None
+        return SiteRecord(**saved.tensors).to(self.device)
 
-    # -- running -----------------------------------------------------------------------------------------------------
+    # -- a site ------------------------------------------------------------------------------------------------------
 
-    def run(self) -> Result:
-        """Train to the end, from the checkpoint where there is one."""
-        started = time.monotonic()
-        saved = files.read(self.path, self.identity) if self.path is not None else None
-        for index, _ in enumerate(self._held_out()):
-            self.progress("teacher", index + 1, len(self.data.held_out), {})
+    def _site(self, site: AttentionSite) -> tuple[dict[str, Tensor], list[dict[str, float]]]:
+        """Router, offset and threshold of a site, and its held-out figures: a row per evaluation, then one of the best parameters."""
+        path = self.work / f"site-{site.index}.safetensors"
+        saved = files.read(path, self.identity)
         if saved is None:
-            self._start()
-        else:
-            self._restore(saved)
-        self._train(started)
-        best = {name: tensor.to(self.device) for name, tensor in self.best.items()}
-        self.parameters.load_state_dict(best)
-        figures, table = self.evaluate()
-        return Result(
-            parameters=self.parameters,
-            losses=figures,
-            table=table,
-            history=self.history,
-            steps=self.step,
-            stopped_early=self.stopped,
-            minutes=self._minutes(started),
-        )
+            first = len(self.data.training)
+            records = [self._record(number, site.index) for number in range(first + len(self.data.held_out))]
+            saved = Checkpoint(*train_site(site, records[:first], records[first:], self.settings))
+            saved.state["identity"] = self.identity
+            files.write(path, saved)
+        return saved.tensors, saved.state["rows"]
 
-    def _start(self) -> None:
-        length = self.settings.lengths[0]
-        count = min(INITIAL_CONTEXTS, len(self.data.training[length]))
-        contexts = []
-        for index in range(count):
-            contexts.append(self.context(length, index))
-            self.progress("teacher", index + 1, count, {})
-        initialise(self.parameters, contexts, self.settings)
-        self._evaluate_and_keep()
+    # -- rank gates --------------------------------------------------------------------------------------------------
 
-    def _train(self, started: float) -> None:
-        counts = {length: len(sequences) for length, sequences in self.data.training.items()}
-        for step, (length, indices) in enumerate(plan(self.settings, counts)):
-            if step < self.step or self.stopped:
-                continue
-            figures = self._one_step(length, indices)
-            self.step = step + 1
-            self.progress("train", self.step, self.settings.max_steps, figures)
-            if self.step % self.settings.evaluation_interval == 0 or self.step == self.settings.max_steps:
-                self._evaluate_and_keep()
-                if self.path is not None:
-                    files.write(self.path, self._checkpoint(started))
-            if stage(self.step, self.settings) != stage(step, self.settings):
-                self.contexts.clear()
-
-    def _one_step(self, length: int, indices: list[int]) -> dict[str, float]:
-        """The student reads the first context; the losses on teacher queries are means over all of them.
-
-        Gradients are summed up context by context, so that one context and its graph are in memory.
-        """
-        factor = rate_factor(self.step, self.settings)
-        for group in self.optimiser.param_groups:
-            group["lr"] = self.settings.learning_rate * factor * group["factor"]
-        weight = budget_weight(self.step, self.settings)
-        self.optimiser.zero_grad()
-        figures: dict[str, float] = {}
-        for turn, index in enumerate(indices):
-            context = self.context(length, index)
-            terms = {name: value / len(indices) for name, value in self._routing_terms(context).items()}
-            if not turn:
-                terms |= self._student_terms(context)[0]
-            total = self._total(terms, weight)
-            if total.requires_grad:
-                total.backward()
-            for name, value in {"loss": total, **terms}.items():
-                figures[name] = figures.get(name, 0.0) + float(value.detach())
-        torch.nn.utils.clip_grad_norm_(self.parameters.parameters(), CLIP * len(self.parameters.router))
-        self.optimiser.step()
-        return figures
-
-    # -- losses ------------------------------------------------------------------------------------------------------
-
-    def _student_terms(self, context: Context) -> tuple[dict[str, Tensor], dict[int, SiteTrace]]:
-        """The losses that need the student, before their weights, and its decisions."""
-        student, traces = run_student(self.program, context, self.parameters)
-        zero = torch.zeros((), dtype=torch.float32, device=self.device)
-        reconstruction, budget = zero, zero
-        for index, trace in traces.items():
-            spans = context.sites[index].spans
-            reconstruction = reconstruction + losses.reconstruction(trace.key_gates, spans.key_sigma)
-            reconstruction = reconstruction + losses.reconstruction(trace.value_gates, spans.value_sigma)
-            budget = budget + losses.budget(trace.zoom, (trace.key_gates, trace.value_gates), self.settings.beta)
-        terms = {"distill": losses.distillation(context.log_probs, student), "recon": reconstruction, "budget": budget}
-        return terms, traces
-
-    def _routing_terms(self, context: Context) -> dict[str, Tensor]:
-        """Eq. 13 and the ranking term, on the teacher's queries: their targets are the teacher's too."""
-        zoom = torch.zeros((), dtype=torch.float32, device=self.device)
-        rank = torch.zeros((), dtype=torch.float32, device=self.device)
-        for index, site in enumerate(context.sites):
-            if site.spans is None:
-                continue
-            summaries = self.parameters.summaries(index, site.spans.mean_k)
-            relevance = self.parameters.relevance(index, site.q, summaries, site.spans.log_size)
-            logits = relevance - self.parameters.offset[str(index)][:, None, None]
-            targets, mined = losses.zoom_targets(site.mass, self.settings)
-            zoom = zoom + losses.zoom(logits, targets, mined, self.settings.positive_weight)
-            rank = rank + losses.ranking(relevance, site.mass, mined)
-        return {"zoom": zoom, "rank": rank}
-
-    def _total(self, terms: dict[str, Tensor], weight: float) -> Tensor:
-        """The weighted sum of the losses that are there."""
+    def _train_gates(self, routers: Sequence[Tensor]) -> tuple[RankGates, list[dict[str, float]]]:
+        """Eq. 14 and the second term of Eq. 15 on pieces of all sites and sizes; figures per site on the last context."""
         s = self.settings
-        weights = {
-            "distill": 1.0,
-            "zoom": s.lambda_zoom,
-            "rank": s.lambda_rank,
-            "recon": s.lambda_recon,
-            "budget": weight,
+        dim = max(routing_rows(site, s) for site in self.sites)
+        gates = RankGates(s.max_rank, dim, s.gate_hidden, torch.Generator(device="cpu").manual_seed(s.seed)).to(
+            self.device
+        )
+        count = len(self.data.training)
+        pieces = {
+            (number, place): self._pieces(number, site, routers[place])
+            for place, site in enumerate(self.sites)
+            for number in (*range(count), count + len(self.data.held_out) - 1)
         }
-        return torch.stack([weights[name] * value for name, value in terms.items()]).sum()
+        optimiser = torch.optim.AdamW(gates.parameters(), lr=s.gate_rate, weight_decay=s.weight_decay)
+        generator = torch.Generator(device="cpu").manual_seed(s.seed)
+        for step in range(s.gate_steps):
+            for group in optimiser.param_groups:
+                group["lr"] = s.gate_rate * rate_factor(step, s.gate_steps, s.warmup)
+            at = [
+                int(torch.randint(n, (), generator=generator, dtype=torch.int64, device="cpu"))
+                for n in (count, len(self.sites))
+            ]
+            loss = sum(
+                gate_terms(gates, pieces[at[0], at[1]], s)[0].values(),
+                start=torch.zeros((), dtype=torch.float32, device=self.device),
+            )
+            optimiser.zero_grad()
+            loss.backward()
+            optimiser.step()
+        with torch.no_grad():
+            ranks = [
+                gate_terms(gates, pieces[count + len(self.data.held_out) - 1, place], s)[1]
+                for place in range(len(self.sites))
+            ]
+        return gates, ranks
 
-    @torch.no_grad()
-    def evaluate(self) -> tuple[dict[str, float], list[dict[str, float]]]:
-        """Mean losses on the held-out contexts (the budget loss at full weight), and figures per site."""
-        sums: dict[str, float] = {}
-        counts: dict[int, list[dict[str, float]]] = {}
-        for context in self._held_out():
-            terms, traces = self._student_terms(context)
-            terms |= self._routing_terms(context)
-            terms["total"] = self._total(terms, self.settings.lambda_budget)
-            for name, value in terms.items():
-                sums[name] = sums.get(name, 0.0) + float(value) / len(self.data.held_out)
-            for index, trace in traces.items():
-                site = context.sites[index]
-                seen = zoom_counts(site, trace, self.settings)
-                seen |= caught_counts(self.parameters, context, index, COVERAGE_SHARE, self.settings)
-                counts.setdefault(index, []).append(seen)
-        table = [
-            {"site": float(index), **ratios(rows), **caught_shares(rows)} for index, rows in sorted(counts.items())
-        ]
-        return sums, table
-
-    def _evaluate_and_keep(self) -> None:
-        figures, _ = self.evaluate()
-        self.history.append({"step": float(self.step), **figures})
-        if figures["total"] < self.best_loss:
-            self.best_loss, self.stale = figures["total"], 0
-            self.best = {name: tensor.detach().cpu().clone() for name, tensor in self.parameters.state_dict().items()}
-        elif 2 * self.step >= self.settings.max_steps:
-            self.stale += 1
-            self.stopped = self.stale >= self.settings.patience
+    def _pieces(self, number: int, site: AttentionSite, router: Tensor) -> dict[str, Tensor]:
+        record = self._record(number, site.index)
+        averaged = summaries(router.to(self.device), record.piece_k).unflatten(0, (site.kv_heads, -1)).mean(1)
+        return {
+            "key": record.key_sigma,
+            "value": record.value_sigma,
+            "summary": averaged,
+            "size": record.pieces.float().log(),
+        }
 
     # -- interruptions -----------------------------------------------------------------------------------------------
 
-    def _minutes(self, started: float) -> float:
-        return self.earlier_minutes + (time.monotonic() - started) / 60
+    def _minutes(self) -> float:
+        saved = files.read(self.work / "minutes.safetensors", self.identity)
+        return 0.0 if saved is None else float(saved.state["minutes"])
 
-    def _checkpoint(self, started: float) -> Checkpoint:
-        tensors = {f"now.{name}": tensor for name, tensor in self.parameters.state_dict().items()}
-        tensors |= {f"best.{name}": tensor for name, tensor in self.best.items()}
-        for number, values in self.optimiser.state_dict()["state"].items():
-            for name, tensor in values.items():
-                tensors[f"optimiser.{number}.{name}"] = tensor
-        state: dict[str, Any] = {
-            "identity": self.identity,
-            "step": self.step,
-            "best_loss": self.best_loss,
-            "stale": self.stale,
-            "stopped": self.stopped,
-            "history": self.history,
-            "minutes": self._minutes(started),
-        }
-        return Checkpoint(tensors, state)
+    def _keep_minutes(self, minutes: float) -> None:
+        files.write(self.work / "minutes.safetensors", Checkpoint({}, {"identity": self.identity, "minutes": minutes}))
 
-    def _restore(self, saved: Checkpoint) -> None:
-        def part(prefix: str) -> dict[str, Tensor]:
-            return {n.removeprefix(prefix): t for n, t in saved.tensors.items() if n.startswith(prefix)}
 
-        self.parameters.load_state_dict(part("now."))
-        self.best = part("best.")
-        packed = self.optimiser.state_dict()
-        packed["state"] = {}
-        for name, tensor in part("optimiser.").items():
-            number, field = name.split(".", 1)
-            packed["state"].setdefault(int(number), {})[field] = tensor
-        self.optimiser.load_state_dict(packed)
-        state = saved.state
-        self.step, self.best_loss, self.stale = state["step"], state["best_loss"], state["stale"]
-        self.stopped, self.history, self.earlier_minutes = state["stopped"], state["history"], state["minutes"]
+def gate_terms(
+    gates: RankGates, pieces: dict[str, Tensor], settings: CalibrationSettings
+) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """The losses of the rank gates on one site's pieces, weighted, and mean rank and relative error of keys and of values."""
+    terms, figures = {}, {}
+    for kind in ("key", "value"):
+        sigma = pieces[kind]
+        made = gates(sigma, pieces["summary"], pieces["size"].expand(sigma.shape[:2]), kind)
+        lost, rank = losses.reconstruction(made, sigma), losses.retained_rank(made, sigma)
+        terms[kind] = settings.lambda_recon * lost + settings.lambda_budget * settings.beta * rank
+        figures[f"{kind}_rank"] = float(rank.detach()) / sigma.shape[0]
+        figures[f"{kind}_loss"] = float(lost.detach()) / sigma.shape[0]
+    return terms, figures
+
+
+def train_site(
+    site: AttentionSite, records: Sequence[SiteRecord], held_out: Sequence[SiteRecord], settings: CalibrationSettings
+) -> tuple[dict[str, Tensor], dict[str, list[dict[str, float]]]]:
+    """The best `router`, `offset` and `threshold` of a site by the attention that they catch on the held-out records.
+
+    rows: `caught`, `coarse`, `oracle` after so many steps; the last row has the other figures of the best ones.
+    """
+    device = records[0].q.device
+    parameters = RouterParameters(site, settings).to(device)
+    initialise(parameters, records, site.scale, settings)
+    lessons = [Lesson.of(record, settings) for record in records]
+    optimiser = torch.optim.AdamW(parameters.groups(settings), lr=settings.learning_rate, betas=(0.9, 0.95))
+    generator = torch.Generator(device="cpu").manual_seed(settings.seed + site.index)
+    best: dict[str, Tensor] = {}
+    rows: list[dict[str, float]] = []
+    stale = 0
+    for step in range(settings.max_steps + 1):
+        if step % settings.evaluation_interval == 0 or step == settings.max_steps:
+            rows.append({"step": float(step), **shares([caught_counts(parameters, one, settings) for one in held_out])})
+            if not best or rows[-1]["caught"] > max(row["caught"] for row in rows[:-1]):
+                best = {name: tensor.detach().clone() for name, tensor in parameters.state_dict().items()}
+                stale = 0
+            else:
+                stale += 1
+            if stale >= settings.patience and 2 * step >= settings.max_steps:
+                break
+        if step == settings.max_steps:
+            break
+        for group in optimiser.param_groups:
+            group["lr"] = (
+                settings.learning_rate * rate_factor(step, settings.max_steps, settings.warmup) * group["factor"]
+            )
+        lesson = lessons[step % len(lessons)]
+        picked = torch.randperm(len(lesson.record.where), generator=generator, dtype=torch.int64, device="cpu")
+        loss = torch.stack(
+            list(router_terms(parameters, lesson, picked[: settings.batch].to(device), step, settings).values())
+        ).sum()
+        optimiser.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters.parameters(), CLIP)
+        optimiser.step()
+    parameters.load_state_dict(best)
+    settle_thresholds(parameters, lessons, site.kv_heads, settings)
+    best = {name: tensor.detach() for name, tensor in parameters.state_dict().items()}
+    counts = [caught_counts(parameters, one, settings) | zoom_counts(parameters, one, settings) for one in held_out]
+    rows.append({"step": rows[-1]["step"], **shares(counts)})
+    return best, {"rows": rows}
+
+
+def settle_thresholds(
+    parameters: RouterParameters, lessons: Sequence[Lesson], kv_heads: int, settings: CalibrationSettings
+) -> None:
+    """Move the thresholds, those of a query group together, to where the output error and the budget loss balance. The order of spans,
+    by which the best router was chosen, stays."""
+    moved = torch.zeros(kv_heads, requires_grad=True, dtype=torch.float32, device=parameters.threshold.device)
+    optimiser = torch.optim.Adam([moved], lr=0.0)
+    groups = len(parameters.threshold) // kv_heads
+    for step in range(SETTLING):
+        record = lessons[step % len(lessons)].record
+        rows = torch.arange(step % 2, len(record.where), 2, dtype=torch.int64, device=moved.device)
+        margins = parameters.margins(record).detach()[:, rows] - moved.repeat_interleave(groups)[:, None, None]
+        zoomed, far = straight_through(margins), record.far[rows]
+        share = (zoomed * far).sum((1, 2)) / far.sum().clamp(min=1)
+        error = output_error(layer_output(record, zoomed, rows), lessons[step % len(lessons)].output[:, rows])
+        for group in optimiser.param_groups:
+            group["lr"] = 0.5 * rate_factor(step, SETTLING, settings.warmup)
+        optimiser.zero_grad()
+        (error + settings.lambda_budget * share.sum()).backward()
+        optimiser.step()
+    with torch.no_grad():
+        parameters.threshold.add_(moved.repeat_interleave(groups))
+
+
+def router_terms(
+    parameters: RouterParameters, lesson: Lesson, rows: Tensor, step: int, settings: CalibrationSettings
+) -> dict[str, Tensor]:
+    """The weighted losses of some of a lesson's queries, int64 [b]."""
+    record = lesson.record
+    far, mined, mass = record.far[rows], lesson.mined[:, rows], lesson.mass[:, rows]
+    scores = parameters.relevance(record.q[:, rows], record.mean_k, record.log_size)
+    gate = scores - parameters.offset[:, None, None]
+    # The offset is trained by the zoom loss alone: it says what a gate of one half means, not how much to zoom.
+    zoomed = straight_through(scores - (parameters.offset.detach() + parameters.threshold)[:, None, None])
+    wanted = losses.zoom(gate, lesson.targets[:, rows], mined, far, settings.positive_weight)
+    share = (zoomed * far).sum((1, 2)) / far.sum().clamp(min=1)
+    return {
+        "output": output_error(layer_output(record, zoomed, rows), lesson.output[:, rows]),
+        "zoom": settings.lambda_zoom * wanted,
+        "rank": settings.lambda_rank * losses.ranking(scores, mass, mined, far),
+        "budget": budget_weight(step, settings) * share.sum(),
+    }
+
+
+def rate_factor(step: int, steps: int, warmup: float) -> float:
+    """Factor on the learning rate: linear warm-up over a share of the steps, then cosine decay to zero."""
+    warm = warmup * steps
+    if step < warm:
+        return (step + 1) / warm
+    return 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1.0, steps - warm)))
+
+
+def budget_weight(step: int, settings: CalibrationSettings) -> float:
+    """lambda_3 at a step: from 0 to its target over the first half, constant from there on."""
+    return settings.lambda_budget * min(1.0, 2 * step / settings.max_steps)
+
+
+def _means(histories: Sequence[Sequence[dict[str, float]]]) -> list[dict[str, float]]:
+    """Mean figures of all sites at every evaluation; a site that stopped counts with what it had last."""
+    longest = max(histories, key=len)
+    made = []
+    for place, row in enumerate(longest):
+        rows = [history[min(place, len(history) - 1)] for history in histories]
+        made.append(
+            {"step": row["step"]} | {name: sum(r[name] for r in rows) / len(rows) for name in row if name != "step"}
+        )
+    return made

@@ -18,9 +18,10 @@ class Codebooks:
 
     A vector is the mean, plus a vector of the first stage's book, plus one of the second's, which stands for what the first left, and so
     on. For keys all but the mean is in a space in which the distance of two keys is the mean square by which products with this head's
-    queries differ: where `root` squared is the second moment of the queries, |(k - k') root|^2 = E[(q.k - q.k')^2].
+    queries differ: where root root^T is the second moment of the queries, |(k - k') root|^2 = E[(q.k - q.k')^2]. Of that space the R
+    directions are kept along which queries are longest.
 
-    mean float32 [H, D]; books float32 [H, S, VECTORS, D]; root float32 [H, D, D], symmetric, None where vectors are compared as they are.
+    mean float32 [H, D]; books float32 [H, S, VECTORS, R]; root float32 [H, D, R], None where vectors are compared as they are (R = D).
     The first stages of a code are themselves a code, of fewer bytes.
     """
 
@@ -35,12 +36,12 @@ class Codebooks:
 
     @cached_property
     def inverse(self) -> Tensor:
-        """float32 [H, D, D] of `root`."""
+        """float32 [H, R, D] of `root`, on what it spans."""
         if self.root is None:
             return torch.eye(self.mean.shape[-1], dtype=torch.float32, device=self.mean.device).expand(
                 len(self.mean), -1, -1
             )
-        return torch.linalg.inv(self.root.double()).float()
+        return torch.linalg.pinv(self.root.double()).float()
 
     def encode(self, x: Tensor) -> Tensor:
         """Codes uint8 [H, n, S] of vectors [H, n, D]: stage by stage the nearest one."""
@@ -64,7 +65,7 @@ class Codebooks:
     def tables(self, q: Tensor) -> Tensor:
         """What each vector adds to a product with queries q [H, R, D]: float32 [H, R, S, VECTORS]. Of a decoded key's product with a
         query only the mean's is not in them, which is the same for all keys."""
-        return (q.float() @ self.inverse @ self.books.flatten(1, 2).mT).unflatten(-1, (self.stages, VECTORS))
+        return (q.float() @ self.inverse.mT @ self.books.flatten(1, 2).mT).unflatten(-1, (self.stages, VECTORS))
 
     def average(self, weights: Tensor, codes: Tensor) -> Tensor:
         """Sums float32 [H, R, D] of the vectors that codes [H, n, S] stand for, by weights [H, R, n] that add up to 1 in each row: each

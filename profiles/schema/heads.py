@@ -141,14 +141,15 @@ class SketchSection(Section):
     """A token sketch: residual codebooks of the keys of each KV head (`semkv.profiles.schema.codes.Codebooks`).
 
     Tensors, for each site index `i` with treatment `method`:
-    `sketch.mean.{i}` [Hkv, D], the mean key; `sketch.root.{i}` float16 [Hkv, D, D], symmetric, a square root of the second moment of
-    the group's queries; `sketch.books.{i}` uint8 [Hkv, S, 256, D] and `sketch.scale.{i}` float16 [Hkv, S, 256]: a number n of a vector
+    `sketch.mean.{i}` [Hkv, D], the mean key; `sketch.root.{i}` float16 [Hkv, D, R], a square root of the second moment of
+    the group's queries along their R longest directions;
+    `sketch.books.{i}` uint8 [Hkv, S, 256, R] and `sketch.scale.{i}` float16 [Hkv, S, 256]: a number n of a vector
     stands for (n - 128) times the vector's scale. `sketch.value_mean.{i}` [Hkv, Dv], `sketch.value_books.{i}` [Hkv, S', 256, Dv] and
     `sketch.value_scale.{i}`: the same of values, as they are. `sketch.caught.{i}` [Hkv, S]: `caught` with the first stages alone.
 
     Attributes
     ----------
-    stages, value_stages: S and S', books of each head and bytes of a code.
+    stages, value_stages: S and S', books of each head and bytes of a code. rank: R, at most D; None: D.
     caught: of the attention to far tokens that the best `share` of a context's tokens hold, how much those hold whose codes score best,
         on held-out samples; a row per site, empty where its treatment is not `method`.
     share: tokens chosen over tokens of the context. sinks, window: far tokens are those beyond the first and the last so many.
@@ -156,6 +157,7 @@ class SketchSection(Section):
 
     stages: int = Field(ge=1, le=16)
     value_stages: int = Field(default=1, ge=1, le=16)
+    rank: Annotated[int, Field(ge=1)] | None = None
     caught: Rows
     share: Fraction = 0.05
     sinks: int = Field(default=4, ge=0)
@@ -171,9 +173,10 @@ class SketchSection(Section):
         shapes: dict[str, tuple[int, ...]] = {}
         for site in model.method_sites:
             heads, dim, at = site.kv_heads, site.key_dim, site.index
+            rank = min(dim, self.rank or dim)
             shapes[f"sketch.mean.{at}"] = (heads, dim)
-            shapes[f"sketch.root.{at}"] = (heads, dim, dim)
-            shapes[f"sketch.books.{at}"] = (heads, self.stages, VECTORS, dim)
+            shapes[f"sketch.root.{at}"] = (heads, dim, rank)
+            shapes[f"sketch.books.{at}"] = (heads, self.stages, VECTORS, rank)
             shapes[f"sketch.scale.{at}"] = (heads, self.stages, VECTORS)
             shapes[f"sketch.value_mean.{at}"] = (heads, site.value_dim)
             shapes[f"sketch.value_books.{at}"] = (heads, self.value_stages, VECTORS, site.value_dim)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -75,13 +76,13 @@ def _profile(console: Console, model: Any, tokenizer: Any, out: Path, steps: int
             console.print(f"\n[bold]2. Profile[/bold]: {folder}, from a former run")
             return found
     console.print(
-        f"\n[bold]2. Calibrate[/bold]: {steps} steps on generated text, up to {CALIBRATION_LENGTH} tokens each"
+        f"\n[bold]2. Calibrate[/bold]: {steps} steps of each layer on generated text of {CALIBRATION_LENGTH} tokens"
     )
     settings = CalibrationSettings.checked(
-        length=CALIBRATION_LENGTH, max_steps=steps, sequences=min(steps, 32), held_out=2
+        length=CALIBRATION_LENGTH, max_steps=steps, sequences=min(steps, 8), held_out=2
     )
     out.mkdir(parents=True, exist_ok=True)
-    checkpoint = out / "calibration.resume.safetensors"
+    work = out / "calibration.resume"
     with PhaseBars("   ") as bars:
         profile = calibrate(
             model,
@@ -89,11 +90,11 @@ def _profile(console: Console, model: Any, tokenizer: Any, out: Path, steps: int
             settings,
             name="bundled",
             command="semkv demo",
-            checkpoint=checkpoint,
+            work=work,
             progress=bars,
         ).profile
     profile.save(folder)
-    checkpoint.unlink(missing_ok=True)
+    shutil.rmtree(work, ignore_errors=True)
     made = profile.info.provenance
     if made is not None:
         console.print(f"   {made.steps} steps in {made.wall_minutes:.1f} minutes; written to {folder}")

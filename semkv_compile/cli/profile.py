@@ -18,12 +18,10 @@ from semkv.errors import ConfigError
 
 BUNDLED_SETTINGS: dict[str, Any] = {
     "length": 2048,
-    "max_steps": 240,
-    "sequences": 24,
+    "sequences": 12,
     "held_out": 4,
-    "learning_rate": 4e-3,
 }
-"""Training defaults for the bundled model: a short run with a faster rate."""
+"""Training defaults for the bundled model, whose contexts are short."""
 BUNDLED_MEASURES: dict[str, Any] = {
     "length": 2048,
     "samples": 20,
@@ -37,6 +35,9 @@ BUNDLED_MEASURES: dict[str, Any] = {
 
 STEPS = ("taxonomy", "retrieval-heads", "layer-errors", "sketch", "sentences", "retrieval-head", "memory", "sekv")
 """What can be calibrated, in order; a test compares it with `semkv.profiles.calibration.STEPS`."""
+
+QUESTION = 64
+"""Tokens that are left for what is asked behind a context, where its length follows from the model's."""
 
 ALL_STEPS = (*STEPS, CHOICE)
 """What `--steps` takes: the last compares the methods that the others made possible."""
@@ -80,6 +81,9 @@ Examples:
 
   semkv-profile --steps taxonomy --tau-similar 0.3 -o bundled.profile --report pictures    # again, the rest is kept
 
+Before it begins it says how long each step will take and how much memory; --dry-run ends there. With few contexts it settles for
+less when the halves of them agree.
+
 A run that was interrupted goes on where it stopped when the command is repeated, also in the middle of a step
 (OUT.resume holds what it needs, OUT appears or changes at the end). Each --data file that is long enough counts as a data
 set of its own: taxonomy and layer errors are compared across them.
@@ -106,6 +110,8 @@ class _Request:
     report: Path | None
     workers: int | None
     latents: bool
+    length_given: bool
+    dry_run: bool
 
 
 @app.command(help=HELP)
@@ -132,17 +138,17 @@ def profile(
     ] = None,
     length: Annotated[
         int | None,
-        typer.Option(help="Tokens of context, of SeKV's at the end of its curriculum; default 8192, bundled 2048."),
+        typer.Option(help="Tokens of context, or what the model holds where that is less; default 8192, bundled 2048."),
     ] = None,
     samples: Annotated[
         int | None,
-        typer.Option(help="Contexts that heads are measured on, over all data sets; default 50, bundled 20."),
+        typer.Option(help="Contexts that heads are measured on at most, over all data sets; default 9, bundled 20."),
     ] = None,
     needle_lengths: Annotated[
-        int | None, typer.Option(help="Context lengths of needle tests; default 20, bundled 3.")
+        int | None, typer.Option(help="Context lengths of needle tests; default 4, bundled 3.")
     ] = None,
     needle_depths: Annotated[
-        int | None, typer.Option(help="Depths of needle tests, at each length; default 10, bundled 4.")
+        int | None, typer.Option(help="Depths of needle tests, at each length; default 5, bundled 4.")
     ] = None,
     tau_stable: Annotated[
         float | None, typer.Option(help="Stability from which a head alone is an anchor, not volatile; default 0.5.")
@@ -157,17 +163,20 @@ def profile(
         ),
     ] = None,
     queries: Annotated[
-        int | None, typer.Option(help="sekv: tokens behind each context that read it compressed; default 64.")
+        int | None, typer.Option(help="sekv: queries of each context that are trained on; default 64.")
     ] = None,
     max_steps: Annotated[
         int | None,
-        typer.Option(help="sekv: optimiser steps at most; held-out loss may stop earlier; default 3000, bundled 240."),
+        typer.Option(help="sekv: optimiser steps of each layer at most; it may stop earlier; default 150."),
     ] = None,
     sequences: Annotated[
-        int | None, typer.Option(help="sekv: different training sequences per length; default 64, bundled 24.")
+        int | None, typer.Option(help="sekv: contexts that are trained on; default 8, bundled 12.")
     ] = None,
     random_init: Annotated[
-        bool, typer.Option("--random-init", help="sekv: start routers at random instead of from the keys themselves.")
+        bool,
+        typer.Option(
+            "--random-init", help="sekv: start routers at random instead of from what queries and keys share."
+        ),
     ] = False,
     latents: Annotated[
         bool,
@@ -179,6 +188,9 @@ def profile(
     ] = False,
     seed: Annotated[int, typer.Option(help="Of the data, of initial values and of the order of training.")] = 0,
     device: Annotated[str, typer.Option(help="Where the model runs: cpu, cuda, cuda:1.")] = "cpu",
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what the steps will take on this machine, and end.")
+    ] = False,
     resume: Annotated[
         bool,
         typer.Option(
@@ -211,7 +223,7 @@ def profile(
         }
         defaults = (BUNDLED_SETTINGS, BUNDLED_MEASURES) if model == BUNDLED else ({}, {})
         settings = CalibrationSettings.checked(
-            **_over(defaults[0], training), seed=seed, router_init="random" if random_init else "identity"
+            **_over(defaults[0], training), seed=seed, router_init="random" if random_init else "covariance"
         )
         measures = MeasureSettings.checked(**_over(defaults[1], measuring), seed=seed)
         if workers is not None:
@@ -222,7 +234,7 @@ def profile(
             check_workers(workers, torch.device(device))
         work = output.with_name(output.name + ".resume")
         chosen = tuple(step for step in ALL_STEPS if step in named) or ALL_STEPS
-        base = _check_output(output, work, bool(named), resume)
+        base = None if dry_run else _check_output(output, work, bool(named), resume)
         _check_data(model, data, with_tasks)
         _run(
             _Request(
@@ -240,6 +252,8 @@ def profile(
                 report,
                 workers,
                 latents,
+                length is not None,
+                dry_run,
             )
         )
 
@@ -291,6 +305,20 @@ def _check_data(model: str, data: list[Path] | None, with_tasks: bool) -> None:
         )
 
 
+def _fitted(request: _Request, model: Any) -> _Request:
+    """With contexts no longer than the model holds with what is read behind them, where no length was asked for."""
+    held = getattr(model.config, "max_position_embeddings", None)
+    room = max(request.settings.queries, request.measures.steps) + QUESTION
+    if request.length_given or held is None or request.measures.length + room <= held:
+        return request
+    length = {"length": max(64, (held - room) // 64 * 64)}
+    return replace(
+        request,
+        settings=request.settings.model_copy(update=length),
+        measures=request.measures.model_copy(update=length),
+    )
+
+
 def _job(request: _Request, console: Console, model: Any, tokenizer: Any) -> Any:
     """The data of the steps that were asked for, with the model."""
     from semkv.profiles.calibration import Job, bundled_data, bundled_measure_data, text_data, text_measure_data
@@ -302,27 +330,39 @@ def _job(request: _Request, console: Console, model: Any, tokenizer: Any) -> Any
         else:
             data = bundled_data(tokenizer, request.settings, with_tasks=request.with_tasks)
         console.print(
-            f"sekv: {data.tokens:,} tokens ({data.description}), contexts of {request.settings.lengths} tokens"
+            f"sekv: {data.tokens:,} tokens ({data.description}), contexts of {request.settings.length} tokens"
         )
     if set(request.steps) - {"sekv", CHOICE}:
         if request.data:
             measured = text_measure_data(request.data, tokenizer, request.measures)
         else:
             measured = bundled_measure_data(tokenizer, request.measures)
-        tests = sum(len(test.questions) for test in measured.needles)
+        tests = (
+            f"{sum(len(test.questions) for test in measured.needles)} needle tests in {len(measured.needles)} contexts"
+        )
         console.print(
             f"other steps: {len(measured.measured)} contexts of {request.measures.length} tokens, {len(measured.held_out)} "
-            f"held out, {tests} needle tests ({measured.description})"
+            f"held out, {tests} ({measured.description})"
         )
     from semkv.evaluation.environment import command as command_line
+    from semkv.profiles.calibration.calibrate import annotated_program
 
     name = Path(request.model).name if Path(request.model).is_absolute() else request.model
     return Job(
-        model, name, command_line("semkv-profile"), data, request.settings, measured, request.measures, request.latents
+        model,
+        name,
+        command_line("semkv-profile"),
+        data,
+        request.settings,
+        measured,
+        request.measures,
+        request.latents,
+        annotated_program(model, latents=request.latents),
     )
 
 
 def _run(request: _Request) -> None:
+    from semkv.cli.profile_estimate import print_estimate
     from semkv.cli.profile_pictures import write_report
     from semkv.cli.profile_tables import print_step
     from semkv.profiles.calibration.steps import Finished, forget
@@ -331,10 +371,14 @@ def _run(request: _Request) -> None:
     console = output_console()
     model, tokenizer = load_weights(request.model)
     model = model.to(request.device)
+    request = _fitted(request, model)
     job = _job(request, console, model, tokenizer)
     steps = tuple(step for step in request.steps if step != CHOICE)
     if not steps and request.base is None:
         raise ConfigError(f"--steps {CHOICE} compares methods for a profile that exists: {request.output} does not")
+    print_estimate(console, job, request.steps)
+    if request.dry_run:
+        return
     made = Finished(request.base, [], {}) if not steps else _calibrated(request, job, steps)
     for step in steps:
         if step not in made.skipped:

@@ -19,6 +19,10 @@ from semkv.errors import ConfigError
 CHOICE = "choice"
 TEXT_TASKS = ("niah_single_2", "niah_multikey_1", "niah_multikey_2", "niah_multivalue")
 """What methods are compared on where the model is not the bundled one: RULER's needles in the user's own text."""
+TEXT_LENGTH = 2048
+"""Tokens of a context at most that methods are compared on where the model is not the bundled one."""
+COMPRESSING, ANSWER_STEPS = 0.05, 10
+"""What a method takes to compress a context, over a pass, and to read and answer a question, in steps of the full cache: usual values."""
 SHOWN = 6
 """Methods that the picture draws in colour beside those that `method="auto"` takes; the others are grey."""
 COLOURS = tuple(
@@ -48,25 +52,23 @@ def run_choice(
     """
     from semkv.api import compile as compile_model
     from semkv.config import CompileConfig
-    from semkv.evaluation.choice import Contest, choose
+    from semkv.evaluation.choice import choose
     from semkv.evaluation.identity import subject_identity
     from semkv.evaluation.tasks import build_tasks
     from semkv.evaluation.workers import default_workers
-    from semkv.methods import METHODS
     from semkv.profiles.calibration.calibrate import versions
     from semkv.profiles.schema import Measured
 
     started = time.monotonic()
-    methods = tuple(name for name, method in METHODS.items() if method.compresses)
+    contest = contest_of(bundled, length)
     if bundled:
-        contest, tasks, described = Contest(methods, length=length), {}, "the bundled model's task families"
+        tasks, described = {}, "the bundled model's task families"
     else:
         text = next((path for path in data if path.suffix != ".jsonl"), None)
         if text is None:
             raise ConfigError(
                 "--steps choice hides needles in running text: pass --data with a plain text file, or leave `choice` out"
             )
-        contest = Contest(methods, families=TEXT_TASKS, length=length)
         tasks = build_tasks(TEXT_TASKS, sources={"haystack": str(text)})
         described = f"needles in {text.name}"
     # Half precision is what the KV is kept in where models are served; in float32 every summary would look cheaper.
@@ -96,6 +98,37 @@ def run_choice(
         update={"choices": made.choices, "measured": {**profile.info.measured, CHOICE: record}}
     )
     return dataclasses.replace(profile, info=info)
+
+
+def contest_of(bundled: bool, length: int) -> Any:
+    """What methods are compared on: contexts of `length` tokens, of another model than the bundled one `TEXT_LENGTH` at most, and fewer
+    questions, as its steps are longer."""
+    from semkv.evaluation.choice import Contest
+    from semkv.methods import METHODS
+
+    methods = tuple(name for name, method in METHODS.items() if method.compresses)
+    if bundled:
+        return Contest(methods, length=length)
+    return Contest(
+        methods, families=TEXT_TASKS, length=min(length, TEXT_LENGTH), first=2, samples=8, questions_per_context=2
+    )
+
+
+def choice_seconds(passes: Any, *, bundled: bool, length: int) -> float:
+    """About how long the comparison takes, from the times of `semkv.profiles.calibration.estimate.Passes`."""
+    contest = contest_of(bundled, length)
+    entrants, asked, seconds = len(contest.methods) * len(contest.budgets), contest.first, 0.0
+    done = 0
+    while True:
+        contexts = len(contest.families) * -(-(asked - done) // contest.questions_per_context)
+        questions = len(contest.families) * (asked - done)
+        seconds += contexts * (
+            2 * passes.seconds(contest.length) + entrants * COMPRESSING * passes.seconds(contest.length)
+        )
+        seconds += questions * entrants * ANSWER_STEPS * passes.decode
+        if asked >= contest.samples:
+            return seconds
+        done, asked, entrants = asked, min(contest.samples, 2 * asked), -(-entrants // 2)
 
 
 def choice_table(console: Console, profile: Any) -> None:

@@ -17,7 +17,7 @@ LABELLED = 64
 
 
 def write_report(folder: Path, profile: Any, history: list[dict[str, float]]) -> list[str]:
-    """Write `report.json` (all sections and the losses over the steps) and a picture per section; their names."""
+    """Write `report.json` (all sections and the figures over the steps) and a picture per section; their names."""
     folder.mkdir(parents=True, exist_ok=True)
     info = profile.info
     content = info.model_dump(mode="json", exclude={"tensors", "tensors_digest"}) | {"history": history}
@@ -196,7 +196,7 @@ def _sketch(pyplot: Any, section: Any, profile: Any) -> Any:
 
 
 def _losses(pyplot: Any, history: list[dict[str, float]], profile: Any) -> Any:
-    """Held-out losses of SeKV's training over its steps."""
+    """What SeKV's routers catch on held-out text over the steps of their training, mean over sites."""
     names = [name for name in history[0] if name not in ("step", "total")]
     figure, axes = pyplot.subplots(1, len(names), figsize=(3.2 * len(names), 2.6), squeeze=False, layout="constrained")
     for axis, name in zip(axes[0], names):

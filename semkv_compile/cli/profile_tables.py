@@ -19,6 +19,7 @@ COLUMNS = (
     ("precision", "prec.", "{:.2f}"),
     ("zoom_rate", "zoomed", "{:.3f}"),
     ("caught", "caught", "{:.2f}"),
+    ("coarse", "coarse", "{:.2f}"),
     ("oracle", "oracle", "{:.2f}"),
     ("key_rank", "k rank", "{:.1f}"),
     ("value_rank", "v rank", "{:.1f}"),
@@ -27,8 +28,9 @@ COLUMNS = (
 )
 LEGEND = """recall, prec.: zoomed spans against the targets of Eq. 12, at mined queries
 zoomed: share of the spans above tau, a logit
-caught: of the attention on spans, what the router takes when 6 % of the tokens
-  may be unfolded; oracle: the most that can be taken
+caught: of the attention on far spans, what the router takes when 6 % of the
+  tokens may be unfolded; coarse: what the mean keys' directions take, without
+  training; oracle: the most that can be taken
 k rank, v rank: components that the gates keep; mined: share of the queries that
   attend to few, distant spans"""
 
@@ -186,12 +188,12 @@ def head_table(console: Console, profile: Any) -> None:
 
 
 def sekv_table(console: Console, profile: Any) -> None:
-    """Losses, and figures per site on held-out text."""
+    """Figures of all sites, and per site, on held-out text."""
     provenance = profile.info.provenance
     if profile.info.sekv is None or provenance is None:
         return
-    losses = ", ".join(f"{name} {value:.4g}" for name, value in provenance.losses.items())
-    console.print(f"held-out losses after {provenance.steps} steps: {losses}")
+    figures = ", ".join(f"{name} {value:.3g}" for name, value in provenance.losses.items())
+    console.print(f"on held-out text, after {provenance.steps} steps at most: {figures}")
     table = simple_table("per site, held-out contexts", *(title for _, title, _ in COLUMNS))
     for row in provenance.table:
         table.add_row(*(form.format(row[key]) for key, _, form in COLUMNS))

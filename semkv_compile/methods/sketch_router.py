@@ -53,7 +53,7 @@ class SketchRouter(PageRouter):
         books, there = self._books(site), spans.on(q.device)
         inverse, vectors = (
             there.constant(f"sketch.{name}.{site.store}.{site.first_head}", make)
-            for name, make in (("inverse", lambda: books.inverse), ("books", lambda: books.books.flatten(1, 2).mT))
+            for name, make in (("inverse", lambda: books.inverse.mT), ("books", lambda: books.books.flatten(1, 2).mT))
         )
         asked = q.float().unflatten(0, (site.kv_heads, site.group_size)).flatten(1, 2) * site.scale
         tables = (asked @ inverse @ vectors).unflatten(-1, (books.stages, -1))

@@ -72,13 +72,14 @@ def test_a_local_folder_is_calibrated(folder, text, tmp_path):
     output, report = tmp_path / "tiny.profile", tmp_path / "report"
     result = run(folder, "--data", text, "-o", output, "--report", report, "--device-memory", "8GB", *TINY)
     assert result.exit_code == 0, result.output
-    assert "held-out losses after 4 steps: distill" in result.output
-    columns = "site recall prec. zoomed caught oracle k rank v rank tau mined"
+    assert "on held-out text, after 4 steps at most: caught" in result.output
+    columns = "site recall prec. zoomed caught coarse oracle k rank v rank tau mined"
     assert columns in " ".join(result.output.split())
     assert "wrote" in result.output
+    assert re.search(r"together \d+ s, \d\.\d GiB of memory", result.output)
     profile = Profile.load(output)
     assert profile.info.provenance.data == "plain text: text.txt"
-    assert profile.info.sekv.routing_dims == (16, 16)
+    assert profile.info.sekv.routing_dims == (8, 8)
     assert not (tmp_path / "tiny.profile.resume").exists()
     written = json.loads((report / "report.json").read_text())
     assert [row["step"] for row in written["history"]] == [0, 1, 2, 3, 4]
@@ -152,6 +153,26 @@ def test_misuse_is_refused_before_any_work(tmp_path, monkeypatch, arguments, mes
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert re.search(message, refused(*arguments))
     assert not list(tmp_path.iterdir())
+
+
+def test_a_dry_run_says_what_it_will_take_and_ends(folder, text, tmp_path):
+    output = tmp_path / "tiny.profile"
+    result = run(folder, "--data", text, "-o", output, "--dry-run", "--steps", "taxonomy,sekv,choice", *TINY)
+    assert result.exit_code == 0, result.output
+    assert re.search(r"taxonomy +\d+ s\n +sekv +\d+ s\n +choice +[\d.]+ (s|min)\n", result.output), result.output
+    assert "together" in result.output
+    assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
+
+
+def test_contexts_are_no_longer_than_the_model_holds(folder, tmp_path):
+    """The default of 8192 tokens for a model of 512: 448 less the 100 decode steps, in whole 64s."""
+    path = tmp_path / "long.txt"
+    path.write_text("the sailors moored the wet boats near oslo . " * 400)
+    result = run(folder, "--data", path, "-o", tmp_path / "p", "--steps", "memory", "--samples", "1", "--dry-run")
+    assert result.exit_code == 0, result.output
+    assert "1 contexts of 320 tokens" in result.output
+    said = refused(folder, "--data", path, "-o", tmp_path / "p", "--steps", "memory", "--length", "500")
+    assert "length 500 with 100 decode steps needs 600 positions, the model has 512" in said
 
 
 def test_short_text_is_refused(folder, tmp_path):

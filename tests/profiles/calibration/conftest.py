@@ -34,15 +34,14 @@ def tiny_llama(seed=0, **changes) -> LlamaForCausalLM:
 
 
 def random_data(settings: CalibrationSettings, seed=0) -> CalibrationData:
-    """Random token sequences of the curriculum's lengths."""
+    """Random token sequences."""
     generator = torch.Generator().manual_seed(seed)
 
-    def draw(length: int) -> torch.Tensor:
-        return torch.randint(0, VOCABULARY, (length + settings.queries,), generator=generator)
+    def draw(count: int) -> tuple[torch.Tensor, ...]:
+        size = (settings.length + settings.queries,)
+        return tuple(torch.randint(0, VOCABULARY, size, generator=generator) for _ in range(count))
 
-    training = {length: tuple(draw(length) for _ in range(settings.sequences)) for length in settings.lengths}
-    held_out = tuple(draw(settings.length) for _ in range(settings.held_out))
-    return CalibrationData(training, held_out, "random tokens")
+    return CalibrationData(draw(settings.sequences), draw(settings.held_out), "random tokens")
 
 
 @pytest.fixture(scope="session")
@@ -57,16 +56,22 @@ def captured(model):
 
 @pytest.fixture
 def program(captured, model):
-    """The annotated program, its parameters frozen as `calibrate` freezes them."""
-    model.requires_grad_(False)
-    yield AssignBudgets().run(captured, PassOptions(method="sekv"))
-    model.requires_grad_(True)
+    """The annotated program."""
+    return AssignBudgets().run(captured, PassOptions(method="sekv"))
 
 
 @pytest.fixture(scope="session")
 def settings():
     return CalibrationSettings(
-        length=192, queries=8, max_steps=12, sequences=2, held_out=1, evaluate_every=4, gate_hidden=16, budgets=(0.5,)
+        length=192,
+        queries=8,
+        max_steps=12,
+        gate_steps=20,
+        sequences=2,
+        held_out=1,
+        evaluate_every=4,
+        gate_hidden=16,
+        budgets=(0.5,),
     )
 
 

@@ -30,13 +30,11 @@ def write(path, text):
     return path
 
 
-def test_text_is_cut_into_the_curriculums_lengths(tmp_path, settings):
+def test_text_is_cut_into_sequences_spread_over_it(tmp_path, settings):
     text = "".join(chr(97 + i % 26) for i in range(6000))
     data = text_data([write(tmp_path / "a.txt", text)], Letters(), settings)
-    assert sorted(data.training) == [64, 128]
-    for length, sequences in data.training.items():
-        assert len(sequences) == 3
-        assert all(len(ids) == length + 16 and ids[0] == 0 for ids in sequences)
+    assert len(data.training) == 3
+    assert all(len(ids) == 144 and ids[0] == 0 for ids in data.training)
     assert [len(ids) for ids in data.held_out] == [144, 144]
     assert data.description == "plain text: a.txt"
     assert data.tokens == sum(len(ids) for ids in data.sequences)
@@ -47,13 +45,13 @@ def test_held_out_text_is_not_trained_on(tmp_path, settings):
     data = text_data([write(tmp_path / "a.txt", text)], Letters(), settings)
     z = ord("z") % 100 + 1
     assert all(z in ids.tolist() for ids in data.held_out)
-    assert not any(z in ids.tolist() for length in data.training for ids in data.training[length])
+    assert not any(z in ids.tolist() for ids in data.training)
 
 
 def test_json_lines_are_joined(tmp_path, settings):
     lines = "\n".join(json.dumps({"text": "word " * 100}) for _ in range(20)) + "\n\n"
     data = text_data([write(tmp_path / "a.jsonl", lines)], Letters(), settings)
-    assert data.tokens > 900
+    assert data.tokens >= 144 * 5
 
 
 def test_the_digest_depends_on_every_token(tmp_path, settings):
@@ -94,12 +92,11 @@ def test_bundled_text_has_the_right_lengths_and_no_unknown_words(with_tasks):
     tokenizer = build_tokenizer()
     settings = CalibrationSettings(length=512, queries=32, sequences=4, held_out=1)
     data = bundled_data(tokenizer, settings, with_tasks=with_tasks)
-    for length, sequences in data.training.items():
-        assert len(sequences) == 4
-        for ids in sequences:
-            assert len(ids) == length + 32
-            assert ids[0] == tokenizer.bos_token_id
-            assert not (ids == tokenizer.unk_token_id).any()
+    assert len(data.training) == 4
+    for ids in data.training:
+        assert len(ids) == 512 + 32
+        assert ids[0] == tokenizer.bos_token_id
+        assert not (ids == tokenizer.unk_token_id).any()
     assert ("with tasks" in data.description) == with_tasks
     assert data.digest() == bundled_data(tokenizer, settings, with_tasks=with_tasks).digest()
 
@@ -110,7 +107,7 @@ def test_task_queries_can_be_answered_from_their_context():
     settings = CalibrationSettings(length=512, queries=64, sequences=8, held_out=1)
     data = bundled_data(tokenizer, settings, with_tasks=True)
     answered = 0
-    for ids in data.training[512]:
+    for ids in data.training:
         context, asked = tokenizer.decode(ids[:-64]), tokenizer.decode(ids[-64:])
         for question in asked.split(" . ")[:-1]:
             value = " ".join(question.split()[-3:])

@@ -1,11 +1,12 @@
 """The router's start: a shared projection that keeps what q.k depends on, and offsets that fit."""
 
+import pytest
 import torch
 
 from semkv.profiles.calibration import losses
-from semkv.profiles.calibration.contexts import read_context
+from semkv.profiles.calibration.contexts import mass_of, read_context
 from semkv.profiles.calibration.initialise import explained, initialise, second_moment, shared_projection
-from semkv.profiles.calibration.parameters import SekvParameters
+from semkv.profiles.calibration.parameters import RouterParameters
 from semkv.profiles.calibration.segmentation import Divider
 
 
@@ -32,35 +33,48 @@ def test_more_dimensions_explain_more():
     assert bool((shares[1] < shares[2]).all())
 
 
-def test_initialising_lowers_the_losses_on_routing(program, settings, data):
-    divide = Divider(program, settings)
-    contexts = [read_context(program, ids, settings, divide, 0.5, torch.float32) for ids in data.training[96]]
-    parameters = SekvParameters(program, settings)
-    before = routing_loss(parameters, contexts, settings)
-    initialise(parameters, contexts, settings)
-    assert routing_loss(parameters, contexts, settings) < before
+@pytest.mark.parametrize("start", ["covariance", "identity", "random"])
+def test_scores_begin_as_logits_of_mean_keys_and_offsets_fit(program, settings, data, start):
+    own = settings.model_copy(update={"router_init": start, "mined_mass": 0.0, "mined_share": 1.0})
+    divide, records = Divider(program, own), []
+    for ids in data.training:
+        read_context(program, ids, own, divide, 0.5, lambda site, made: records.append(made) if site == 0 else None)
+    records = [record.to(torch.device("cpu")) for record in records]
+    site = program.sites[0]
+    parameters = RouterParameters(site, own)
+    initialise(parameters, records, site.scale, own)
+    if start == "identity":
+        for head in range(4):
+            keys = torch.stack([record.mean_k[head // 2].norm(dim=-1).mean() for record in records]).mean()
+            torch.testing.assert_close(
+                parameters.router[head], float(keys * site.scale * 4) * torch.eye(16), rtol=1e-4, atol=1e-5
+            )
+    best = routing_loss(parameters, records, own)
+    for change in (-2.0, 2.0):
+        moved = RouterParameters(site, own)
+        moved.load_state_dict(parameters.state_dict())
+        moved.offset.data.add_(change)
+        assert routing_loss(moved, records, own) > best
 
 
-def routing_loss(parameters, contexts, settings):
+def routing_loss(parameters, records, settings):
     total = 0.0
     with torch.no_grad():
-        for context in contexts:
-            for index, site in enumerate(context.sites):
-                summaries = parameters.summaries(index, site.spans.mean_k)
-                scores = parameters.relevance(index, site.q, summaries, site.spans.log_size)
-                gates = scores - parameters.offset[str(index)][:, None, None]
-                targets, mined = losses.zoom_targets(site.mass, settings)
-                total += float(losses.zoom(gates, targets, mined, settings.positive_weight))
+        for record in records:
+            mass = mass_of(record.share, record.span, record.far)
+            targets, mined = losses.zoom_targets(mass, record.far, settings)
+            logits = parameters.margins(record) + parameters.threshold[:, None, None]
+            total += float(losses.zoom(logits, targets, mined, record.far, settings.positive_weight))
     return total
 
 
 def test_summaries_are_projected_weighted_means(program, settings):
     """Eq. 3 in a loop: the normalised mean of projected keys is the normalised projection of the mean key."""
-    parameters = SekvParameters(program, settings)
+    parameters = RouterParameters(program.sites[0], settings)
     generator = torch.Generator().manual_seed(2)
     k, weights = torch.randn(2, 5, 16, generator=generator), torch.softmax(torch.randn(5, generator=generator), 0)
-    got = parameters.summaries(0, (k * weights[None, :, None]).sum(1, keepdim=True))
-    router = parameters.router["0"].detach()
+    got = parameters.summaries((k * weights[None, :, None]).sum(1, keepdim=True))
+    router = parameters.router.detach()
     for head in range(4):
         projected = sum(weights[t] * router[head] @ k[head // 2, t] for t in range(5))
         assert torch.allclose(got[head, 0], projected / projected.norm(), atol=1e-5)

@@ -17,17 +17,28 @@ def generator(seed=0):
 def test_the_root_squared_is_the_moment():
     x = torch.randn(2, 50, 6, generator=generator())
     moment = x.mT @ x
-    root = root_of(moment)
-    torch.testing.assert_close(root @ root, moment, rtol=1e-4, atol=1e-3)
-    torch.testing.assert_close(root, root.mT)
+    root = root_of(moment, 6)
+    torch.testing.assert_close(root @ root.mT, moment, rtol=1e-4, atol=1e-3)
+
+
+def test_fewer_directions_are_the_queries_longest():
+    """Products of queries with keys that are rebuilt from R directions of the root: exact where queries have no others."""
+    basis = torch.linalg.qr(torch.randn(2, 6, 6, generator=generator())).Q
+    q = torch.randn(2, 50, 3, generator=generator(1)) @ basis[..., :3].mT
+    k = torch.randn(2, 20, 6, generator=generator(2))
+    root = root_of(q.mT @ q, 3)
+    assert root.shape == (2, 6, 3)
+    inverse = Codebooks(torch.zeros(2, 6), torch.zeros(2, 1, 256, 3), root).inverse
+    torch.testing.assert_close(q @ (k @ root @ inverse).mT, q @ k.mT, rtol=1e-3, atol=1e-4)
 
 
 def test_directions_without_queries_do_no_harm():
     moment = torch.zeros(2, 4, 4)
     moment[0, 0, 0] = 9.0  # the second head has no queries at all
-    root = root_of(moment)
-    torch.testing.assert_close(root[0].diagonal(), torch.tensor([3.0, *[3 * FLOOR**0.5] * 3]))
-    assert torch.equal(root[1], torch.eye(4))
+    root = root_of(moment, 4)
+    squared = root @ root.mT
+    torch.testing.assert_close(squared[0].diagonal(), torch.tensor([9.0, *[9 * FLOOR] * 3]))
+    torch.testing.assert_close(squared[1], torch.eye(4))
 
 
 def test_k_means_finds_groups_that_there_are():
@@ -112,7 +123,7 @@ def test_it_learns_of_the_models_keys_and_queries(subject, measure_settings):
     torch.testing.assert_close(sums["queries.1"][0], moment, rtol=1e-4, atol=1e-5)
     step.measure(len(samples), sums)
     assert sums.get("keys.0") is None, "keys are forgotten once the books are made"
-    assert sums["sketch.books.0"].shape == (2, 3, 256, 16)
+    assert sums["sketch.books.0"].shape == (2, 3, 256, 8)
 
 
 def test_what_is_caught_follows_from_the_stored_tensors(subject, model, dense_weights, measure_settings):
@@ -132,8 +143,8 @@ def test_what_is_caught_follows_from_the_stored_tensors(subject, model, dense_we
                 keys = some.decode(some.encode(call.k[:1, far]))[0]
                 guess = torch.stack([torch.softmax(keys @ call.q[h, t] * call.scale, 0) for h in range(2)])
                 caught[stages - 1] += float(true[:, guess.amax(0).argsort(descending=True)[:count]].sum())
-    torch.testing.assert_close(outcome.tensors["sketch.caught.0"][0], caught / best, rtol=0, atol=2e-3)
-    assert outcome.section.caught[0][0] == pytest.approx(float(caught[2]) / best, abs=2e-3)
+    torch.testing.assert_close(outcome.tensors["sketch.caught.0"][0], caught / best, rtol=0, atol=5e-3)  # ties
+    assert outcome.section.caught[0][0] == pytest.approx(float(caught[2]) / best, abs=5e-3)
 
 
 def test_every_head_has_codes(subject):

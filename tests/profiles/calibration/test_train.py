@@ -1,94 +1,99 @@
-"""The training step in parts: what is summed up context by context is the gradient of the whole loss."""
-
-import sys
+"""The training of a layer: what it learns to find, when it stops, and rank gates for every rank."""
 
 import pytest
 import torch
 
-from semkv.profiles.calibration import calibrate, losses
-from semkv.profiles.calibration import train as module
-from semkv.profiles.calibration.context_cache import ContextCache
-from semkv.profiles.calibration.schedule import budget_weight
-from semkv.profiles.calibration.student import run_student
-from semkv.profiles.calibration.train import Trainer
+from semkv.profiles.calibration.contexts import record_of
+from semkv.profiles.calibration.interpreter import SiteCall
+from semkv.profiles.calibration.metrics import caught_counts, shares
+from semkv.profiles.calibration.parameters import RouterParameters
+from semkv.profiles.calibration.train import Trainer, budget_weight, rate_factor, train_site
+from semkv.runtime.segments import Segmentation
 
-calibration = sys.modules["semkv.profiles.calibration.calibrate"]  # the package exports a function of that name
-
-
-def reference_loss(trainer, contexts, weight):
-    """Eq. 10 with the ranking term, all contexts in one graph."""
-    s, parameters = trainer.settings, trainer.parameters
-    student, traces = run_student(trainer.program, contexts[0], parameters)
-    total = losses.distillation(contexts[0].log_probs, student)
-    for index, trace in traces.items():
-        spans = contexts[0].sites[index].spans
-        total = total + s.lambda_recon * losses.reconstruction(trace.key_gates, spans.key_sigma)
-        total = total + s.lambda_recon * losses.reconstruction(trace.value_gates, spans.value_sigma)
-        total = total + weight * losses.budget(trace.zoom, (trace.key_gates, trace.value_gates), s.beta)
-    for context in contexts:
-        for index, site in enumerate(context.sites):
-            summaries = parameters.summaries(index, site.spans.mean_k)
-            relevance = parameters.relevance(index, site.q, summaries, site.spans.log_size)
-            targets, mined = losses.zoom_targets(site.mass, s)
-            logits = relevance - parameters.offset[str(index)][:, None, None]
-            zoom = losses.zoom(logits, targets, mined, s.positive_weight)
-            total = total + s.lambda_zoom * zoom / len(contexts)
-            total = total + s.lambda_rank * losses.ranking(relevance, site.mass, mined) / len(contexts)
-    return total
+N, QUERIES, SPAN = 256, 16, 8
 
 
-def test_a_step_has_the_gradient_of_the_whole_loss(program, settings, data, monkeypatch):
-    monkeypatch.setattr(module, "CLIP", 1e9)
-    trainer = Trainer(program, data, settings.model_copy(update={"mined_mass": 0.0, "mined_share": 1.0}), identity="")
-    monkeypatch.setattr(trainer.optimiser, "step", lambda: None)
-    trainer.step = 6  # the budget loss has its full weight
-    length = settings.lengths[-1]
-    figures = trainer._one_step(length, [0, 1])
-    got = {name: parameter.grad.clone() for name, parameter in trainer.parameters.named_parameters()}
-    trainer.optimiser.zero_grad()
-    contexts = [trainer.context(length, index) for index in (0, 1)]
-    whole = reference_loss(trainer, contexts, budget_weight(6, trainer.settings))
-    whole.backward()
-    assert figures["loss"] == pytest.approx(whole.item(), rel=1e-5)
-    for name, parameter in trainer.parameters.named_parameters():
-        torch.testing.assert_close(got[name], parameter.grad, rtol=1e-4, atol=1e-7)
-        assert "router" not in name or float(got[name].abs().max()) > 0
+def planted(seed, settings):
+    """A layer whose keys are a large part that queries do not see and a small one that they look for: without training, the direction
+    of the mean key is that of the large part."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = N + QUERIES
+    quiet, loud = torch.arange(8), torch.arange(8, 16)
+    k = torch.zeros(2, tokens, 16)
+    k[..., loud] = 6 * torch.randn(2, tokens, 8, generator=generator)
+    topic = torch.randn(2, tokens // SPAN, 8, generator=generator).repeat_interleave(SPAN, 1)
+    k[..., quiet] = topic[:, :tokens]
+    q = 0.1 * torch.randn(4, tokens, 16, generator=generator)
+    wanted = torch.randint(1, 12, (tokens,), generator=generator)
+    q[..., quiet] = 3 * k[:, wanted * SPAN][:, :, quiet].repeat_interleave(2, 0)
+    v = torch.randn(2, tokens, 16, generator=generator)
+    at = torch.arange(N - QUERIES, tokens)
+    call = SiteCall(0, q[:, at], k, v, at, None, None, None, 1.0, 0.0, 0)
+    starts = torch.arange(SPAN, N - 2 * SPAN, SPAN)
+    cut = Segmentation(torch.arange(SPAN), starts, torch.full_like(starts, SPAN), N - 2 * SPAN)
+    return record_of(call, N, cut, torch.ones(tokens), settings).to(torch.device("cpu"))
 
 
-def test_what_the_caches_hold_does_not_change_the_result(model, captured, settings, make_data, monkeypatch):
-    monkeypatch.setattr(calibration, "captured_program", lambda model: captured)
-    short = settings.model_copy(update={"max_steps": 3})
-    cached = calibrate(model, make_data(short), short, name="tiny")
-    monkeypatch.setattr(module, "CACHE_BYTES", 0)
-    monkeypatch.setattr(module, "HELD_BYTES", 0)
-    anew = calibrate(model, make_data(short), short, name="tiny")
-    assert anew.history == cached.history
-    assert all(torch.equal(tensor, anew.profile.tensors[name]) for name, tensor in cached.profile.tensors.items())
+@pytest.fixture(scope="module")
+def own(settings):
+    return settings.model_copy(
+        update={"queries": QUERIES, "max_steps": 60, "evaluate_every": 10, "learning_rate": 2e-2, "summary_bits": 8}
+    )
 
 
-class Sized:
-    def __init__(self, nbytes):
-        self.nbytes = nbytes
+@pytest.fixture
+def records(own):
+    return [planted(seed, own) for seed in range(6)]
 
 
-def test_a_cache_keeps_what_fits_and_makes_the_rest_anew():
-    cache, made = ContextCache(10), []
+def test_training_finds_what_the_mean_keys_direction_does_not(program, own, records):
+    site = program.sites[0]
+    made, state = train_site(site, records[:4], records[4:], own)
+    best = state["rows"][-1]
+    assert best["oracle"] > best["coarse"] + 0.1
+    assert best["caught"] > best["coarse"] + 0.05
+    assert best["caught"] > state["rows"][0]["caught"]
+    parameters = RouterParameters(site, own)
+    parameters.load_state_dict(made)
+    again = shares([caught_counts(parameters, one, own) for one in records[4:]])
+    assert again["caught"] == pytest.approx(best["caught"]), "the best parameters are kept"
+    assert best["caught"] == max(row["caught"] for row in state["rows"])
 
-    def ask(number, nbytes):
-        def make():
-            made.append(number)
-            return Sized(nbytes)
 
-        return cache.get((1, number), make)
+def test_training_stops_when_no_more_is_caught(program, own, records):
+    still = own.model_copy(update={"learning_rate": 1e-12, "patience": 2, "evaluate_every": 10})
+    _, state = train_site(program.sites[0], records[:2], records[2:3], still)
+    assert state["rows"][-1]["step"] == 30, "counted from the middle, when the budget loss has its full weight"
 
-    first = ask(0, 6)
-    ask(1, 5)
-    assert ask(0, 6) is first
-    ask(1, 5)
-    ask(2, 4)
-    ask(2, 4)
-    assert made == [0, 1, 1, 2]
-    assert cache.nbytes == 10
-    cache.clear()
-    assert ask(0, 6) is not first
-    assert cache.nbytes == 6
+
+def test_it_is_the_same_every_time(program, own, records):
+    short = own.model_copy(update={"max_steps": 6, "evaluate_every": 3})
+    one, two = (train_site(program.sites[0], records[:2], records[2:3], short) for _ in range(2))
+    assert one[1] == two[1]
+    assert all(torch.equal(one[0][name], two[0][name]) for name in one[0])
+
+
+def test_rank_gates_are_trained_for_every_rank(program, data, settings, tmp_path):
+    """Each of the R components' own gate moves, those beyond the longest span's too (Eq. 14-15)."""
+    longer = settings.model_copy(update={"gate_steps": 60, "max_steps": 2, "evaluate_every": 1, "max_rank": 16})
+    result = Trainer(program, data, longer, identity="x", work=tmp_path).run()
+    for kind in ("key", "value"):
+        moved = (result.tensors[f"gates.{kind}.bias"] - 3.0).abs()
+        assert moved.shape == (16,)
+        assert bool((moved > 1e-3).all())
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_only_the_budget_weight_is_annealed_over_the_first_half(settings):
+    long = settings.model_copy(update={"max_steps": 100})
+    assert budget_weight(0, long) == 0.0
+    assert budget_weight(25, long) == pytest.approx(0.5)
+    assert budget_weight(50, long) == budget_weight(99, long) == pytest.approx(1.0)
+
+
+def test_the_rate_warms_up_over_a_tenth_and_falls_to_zero():
+    factors = [rate_factor(step, 100, 0.1) for step in range(100)]
+    assert factors[0] == pytest.approx(0.1)
+    assert factors[9] == pytest.approx(1.0)
+    assert factors[-1] < 0.001
+    assert factors[10:] == sorted(factors[10:], reverse=True)
