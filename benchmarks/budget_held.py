@@ -221,7 +221,7 @@ def random_model(layers: int) -> CompiledModel:
         sketch_rounds=2,
         pass_recall=0.0,
     )
-    data = CalibrationData({length: (ids(length + 8),) for length in training.lengths}, (ids(136),), "random tokens")
+    data = CalibrationData((ids(training.length + 8),), (ids(136),), "random tokens")
     sets = tuple(SampleSet(name, (ids(104),), (ids(104),)) for name in ("one", "two"))
     questions = tuple(
         NeedleQuestion(tuple(ids(7).tolist()), tuple(ids(24).tolist()), tuple(range(20, 45))) for _ in range(8)

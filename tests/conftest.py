@@ -253,7 +253,7 @@ def profiled(random_ids, tmp_path_factory):
             pass_recall=0.0,
         )
         data = CalibrationData(
-            {length: (random_ids(length + 8, length),) for length in training.lengths},
+            (random_ids(training.length + 8, training.length),),
             (random_ids(136, 1),),
             "random tokens",
         )

@@ -176,7 +176,9 @@ def test_several_turns_equal_one_prompt(model, full):
 def test_a_row_that_ends_early_reads_none_of_its_neighbours_padding(full, small):
     """Two turns of two conversations together are the turns of each alone, though one ends first."""
     for compiled in (full, small):
-        free = compiled.generate(ids(100, 2), max_new_tokens=8, do_sample=False)[:, 100:].tolist()
+        free = compiled.generate(
+            ids(100, 2)[:, 90:], state=compiled.prefill(ids(100, 2)[:, :90]), max_new_tokens=8, do_sample=False
+        )[:, 10:].tolist()
         stops = [token for token in free[0][:5] if token not in free[1]]
         assert stops, "a token that ends one row only"
         criteria = {"eos_token_id": stops[0], "do_sample": False, "pad_token_id": 0}
@@ -257,11 +259,15 @@ HOLES = torch.tensor([[1, 1, 0, 1, 1]])
             BudgetError,
             r"'full' keeps everything: pass no budget with it \(got 0\.5\)",
         ),
-        ({"method": "sekv", "budget": 0.5}, ConfigError, "'sekv' needs a profile with a trained router"),
+        (
+            {"method": "sekv", "budget": 0.5, "options": {"router": "trained"}},
+            ConfigError,
+            "'sekv' with router='trained' needs a profile with a trained router",
+        ),
         (
             {"method": "sekv", "budget": 0.5, "options": {"router": "magic"}},
             ConfigError,
-            "'magic'; expected one of 'trained', 'coarse'",
+            "'magic'; expected one of 'coarse', 'trained'",
         ),
         (
             {"method": "sekv", "budget": 0.5, "options": {"fill": "no"}},
@@ -271,7 +277,7 @@ HOLES = torch.tensor([[1, 1, 0, 1, 1]])
         (
             {"method": "sekv", "budget": 0.5, "options": {"bits": 3}},
             ConfigError,
-            "option 'bits' .* is 3; expected 4 or 8",
+            "option 'bits' .* is 3; expected 4, 8 or 16",
         ),
         (
             {"method": "sekv", "budget": 0.5, "options": {"fixed_share": float("nan")}},

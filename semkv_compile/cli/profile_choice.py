@@ -17,8 +17,9 @@ from semkv.cli.common import progress_bar
 from semkv.errors import ConfigError
 
 CHOICE = "choice"
-TEXT_TASKS = ("niah_single_2", "niah_multikey_1", "niah_multikey_2", "niah_multivalue")
-"""What methods are compared on where the model is not the bundled one: RULER's needles in the user's own text."""
+TEXT_TASKS, TEXT, TEXT_TOKENS = ("niah_single_2", "niah_multikey_1"), "perplexity", 32
+"""What methods are compared on where the model is not the bundled one: RULER's needles in the user's own text, and what of it they recover,
+over so many tokens behind each context."""
 TEXT_LENGTH = 2048
 """Tokens of a context at most that methods are compared on where the model is not the bundled one."""
 COMPRESSING, ANSWER_STEPS = 0.05, 10
@@ -46,7 +47,8 @@ def run_choice(
 ) -> Any:
     """`profile` with its table of choices; `rows` keeps what is measured, for an interrupted run to go on.
 
-    The bundled model answers its own task families; another model looks for needles in the first of the `data` files.
+    The bundled model answers its own task families; another model looks for needles in the first of the `data` files, in its chat form
+    where the tokenizer has one, and goes on reading passages of it.
     workers: processes that measure contexts side by side; None: see `semkv.evaluation.workers.default_workers`. latents: see
     `CompileConfig`.
     """
@@ -69,10 +71,16 @@ def run_choice(
             raise ConfigError(
                 "--steps choice hides needles in running text: pass --data with a plain text file, or leave `choice` out"
             )
-        tasks = build_tasks(TEXT_TASKS, sources={"haystack": str(text)})
-        described = f"needles in {text.name}"
+        tasks = build_tasks(
+            (*contest.families, *contest.text),
+            sources={"haystack": str(text), "text": str(text)},
+            options={TEXT: {"tokens": TEXT_TOKENS}},
+            chat=bool(getattr(tokenizer, "chat_template", None)),
+        )
+        described = f"needles in {text.name}, and passages of it"
     # Half precision is what the KV is kept in where models are served; in float32 every summary would look cheaper.
-    settings = CompileConfig(kv_dtype="float16" if bundled else None, floor=0, latents=latents)
+    wide = next(model.parameters()).dtype.itemsize > 2
+    settings = CompileConfig(kv_dtype="float16" if wide else None, floor=0, latents=latents)
     compiled = compile_model(model, profile, method="full", config=settings)
     identity = subject_identity(model, profile, settings, compiled.dtype)
     workers = default_workers(model, compiled.device) if workers is None else workers
@@ -110,7 +118,13 @@ def contest_of(bundled: bool, length: int) -> Any:
     if bundled:
         return Contest(methods, length=length)
     return Contest(
-        methods, families=TEXT_TASKS, length=min(length, TEXT_LENGTH), first=2, samples=8, questions_per_context=2
+        methods,
+        families=TEXT_TASKS,
+        text=(TEXT,),
+        length=min(length, TEXT_LENGTH),
+        first=2,
+        samples=8,
+        questions_per_context=1,
     )
 
 
@@ -121,7 +135,9 @@ def choice_seconds(passes: Any, *, bundled: bool, length: int) -> float:
     done = 0
     while True:
         contexts = len(contest.families) * -(-(asked - done) // contest.questions_per_context)
+        contexts += len(contest.text) * (asked - done)
         questions = len(contest.families) * (asked - done)
+        questions += len(contest.text) * (asked - done) * TEXT_TOKENS / ANSWER_STEPS
         seconds += contexts * (
             2 * passes.seconds(contest.length) + entrants * COMPRESSING * passes.seconds(contest.length)
         )

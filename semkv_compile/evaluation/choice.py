@@ -1,4 +1,8 @@
-"""Which method is best for a model at each budget, by measurement: successive halving over one prefill per context."""
+"""Which method is best for a model at each budget, by measurement: successive halving over one prefill per context.
+
+A method's score is the mean over families: of answers, and where a family is a likelihood, of the recovered gain (`semkv.evaluation.gain`)
+of all and of far tokens, each from 0 to 1.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,8 @@ from typing import Any
 
 from semkv.errors import ConfigError
 from semkv.evaluation.fitting import which_fit
-from semkv.evaluation.runner import Progress, Refusal, cell_of, run_grid
+from semkv.evaluation.gain import WINDOW, recovered
+from semkv.evaluation.runner import Progress, Refusal, cell_of, plan_of, run_grid
 from semkv.evaluation.schema import Row
 from semkv.evaluation.settings import Grid, Variant
 from semkv.evaluation.store import RowStore
@@ -27,7 +32,8 @@ class Contest:
     """What is compared and on what.
 
     methods: names, `full` not among them. budgets: fractions of the full KV. families: names of tasks. length: tokens of
-    a context. first, samples: questions per family that every method answers, and that the finalists answer.
+    a context. first, samples: questions per family that every method answers, and that the finalists answer. text: families whose figure
+    is a likelihood.
     """
 
     methods: tuple[str, ...]
@@ -38,6 +44,7 @@ class Contest:
     samples: int = 16
     questions_per_context: int = 4
     seed: int = 1
+    text: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.methods:
@@ -48,9 +55,12 @@ class Contest:
     def grid(self, entrants: Mapping[float, tuple[str, ...]], samples: int) -> Grid:
         """The cells of one round."""
         variants = tuple(Variant(method=name, budget=budget) for budget, names in entrants.items() for name in names)
+        if self.text:
+            measured_between = (Variant(method="full"), *(Variant(method=WINDOW, budget=b) for b in entrants))
+            variants += tuple(variant for variant in measured_between if variant not in variants)
         return Grid(
             variants=variants,
-            families=self.families,
+            families=(*self.families, *self.text),
             lengths=(self.length,),
             samples=samples,
             questions_per_context=self.questions_per_context,
@@ -90,8 +100,9 @@ def choose(
     while entrants:
         grid, refusals = contest.grid(entrants, asked), list[Refusal]()
         run_grid(subject, tokenizer, grid, store, progress, tasks, workers, refusals)
-        left_out += [_left_out(refusal.variant, refusal.why) for refusal in refusals]
-        for name, budget in [(refusal.variant.method, refusal.variant.budget) for refusal in refusals]:
+        gone = [refusal for refusal in refusals if refusal.variant.method in entrants.get(refusal.variant.budget, ())]
+        left_out += [_left_out(refusal.variant, refusal.why) for refusal in gone]
+        for name, budget in [(refusal.variant.method, refusal.variant.budget) for refusal in gone]:
             entrants[budget] = tuple(other for other in entrants[budget] if other != name)
             measured.pop((name, budget), None)
         entrants = {budget: names for budget, names in entrants.items() if names}
@@ -133,14 +144,22 @@ def _measured(
     tasks: Mapping[str, Task] | None,
 ) -> Choice:
     """What the rows of one method and budget say: the mean over families, and what its steps moved."""
-    variant = Variant(method=name, budget=budget)
-    scores, rows = [], []
-    for family in contest.families:
+
+    def rows_of(method: str, family: str) -> list[Row]:
+        variant = Variant(method=method, budget=None if method == "full" else budget)
         task = (tasks or {}).get(family)
         cell = cell_of(grid, identity, variant, family, contest.length, "unseen", task)
-        found: list[Row] = store.rows(cell.key, range(grid.contexts))
-        scores.append(fmean(answer.value for row in found for answer in row.answers))
+        return store.rows(cell.key, range(plan_of(grid, task).contexts))
+
+    scores, rows = [], []
+    for family in (*contest.families, *contest.text):
+        found = rows_of(name, family)
         rows += found
+        if family in contest.families:
+            scores.append(fmean(answer.value for row in found for answer in row.answers))
+        elif (gain := recovered(found, rows_of("full", family), rows_of(WINDOW, family))) is not None:
+            parts = (gain.every, *([gain.far] if gain.far is not None else []))
+            scores.append(fmean(min(max(part.value, 0.0), 1.0) for part in parts))
     steps = sum(row.usage.steps for row in rows)
     moved = sum(row.usage.moved for row in rows) / max(1, steps) / max(1, max(row.usage.full for row in rows))
     return Choice(

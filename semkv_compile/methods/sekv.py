@@ -27,13 +27,14 @@ from semkv.runtime.components import Components, Router, Summary
 
 NO_ROUTER = (
     "method 'sekv' with router='trained' needs a profile with a trained router: make one with `semkv-profile MODEL -o OUT`, "
-    "or leave the router to the method (router='auto'), which does without one"
+    "or leave router='coarse', which needs none"
 )
 START = 0.05
 """Where thresholds begin to be trained, a probability."""
 
 PAPER: Mapping[str, Any] = MappingProxyType(
     {
+        "router": "trained",
         "spans": "paper",
         "min_span": 16,
         "max_span": 64,
@@ -54,9 +55,9 @@ class SeKV(Method):
 
     Parameters
     ----------
-    router: `auto` (trained where the profile has a router, else coarse), `trained` (needs a profile), `coarse` (the mean key's
-        direction, no training), `initial` (the gate as training begins: ablation), `untrained` (random W: the ablation "no trained
-        zoom"), `oracle` (true attention; an upper bound, not a method).
+    router: `coarse` (the mean key's direction, no training; the default, as training was not seen to pay: docs/calibration.md),
+        `trained` (the paper's; needs a profile), `initial` (the gate as training begins: ablation), `untrained` (random W: the ablation
+        "no trained zoom"), `oracle` (true attention; an upper bound, not a method).
     fill: unfold in order of gate up to the cap (Sec. 4.1); False: only above the thresholds (Sec. 3.3).
     forms: `auto` (the smallest faithful of 8-bit tokens and factors), `raw`, `int8`, `factored` (every span, Eq. 6-8; not with the
         router `oracle`, which reads the tokens).
@@ -73,7 +74,7 @@ class SeKV(Method):
     bits: of means on the device, 4 or 8; 16: in the KV dtype. fixed_share: of the budget, for what is not unfolded spans.
     """
 
-    router: Literal["auto", "trained", "coarse", "initial", "untrained", "oracle"] = "auto"
+    router: Literal["coarse", "trained", "initial", "untrained", "oracle"] = "coarse"
     fill: bool = True
     forms: Literal["auto", "raw", "int8", "factored"] = "auto"
     max_rank: Count = 32
@@ -110,7 +111,7 @@ class SeKV(Method):
             raise self.wrong("coarse", "True with unfold=False: else folded spans are never seen")
 
     def check(self, profile: Profile | None) -> None:
-        router = self._chosen(profile)
+        router = self.router
         if router == "trained" and _section(profile) is None:
             raise ConfigError(NO_ROUTER)
         if router == "initial" and (section := _section(profile)) is not None and section.router_init == "covariance":
@@ -127,10 +128,6 @@ class SeKV(Method):
 
     def notes(self, profile: Profile | None) -> tuple[str, ...]:
         said = []
-        if self.router == "auto" and self._chosen(profile) == "coarse":
-            said.append(
-                "router coarse, untrained: spans are chosen by the direction of their mean key, no profile having a trained router"
-            )
         if self.forms == "factored" and (gates := _gates(profile)) is not None and gates.trained < self.max_rank:
             said.append(
                 f"rank gates know the first {gates.trained} components of a span; further ones, up to max_rank {self.max_rank}, are "
@@ -173,14 +170,8 @@ class SeKV(Method):
             return PaperSpans(**own, anchors=self.anchors, fold_chunk=max(8, self.min_span))
         return SurprisalSpans(**own, anchor_share=0.1 if self.anchors else 0.0)
 
-    def _chosen(self, profile: Profile | None) -> str:
-        """The router that `auto` stands for."""
-        if self.router != "auto":
-            return self.router
-        return "coarse" if _section(profile) is None else "trained"
-
     def _router(self, program: Program, profile: Profile | None) -> Router:
-        router = self._chosen(profile)
+        router = self.router
         if router == "oracle":
             return OracleRouter()
         if router == "coarse":
@@ -218,7 +209,7 @@ class SeKV(Method):
         return GateRouter(weights, offsets, thresholds, self.shared_threshold)
 
     def _forms(self, profile: Profile | None) -> LowRankForms | None:
-        if self.forms in ("raw", "int8") or self._chosen(profile) == "oracle":
+        if self.forms in ("raw", "int8") or self.router == "oracle":
             return None
         if self.forms == "auto":
             return LowRankForms(self.max_rank, only_if_smaller=True)

@@ -175,8 +175,8 @@ def test_seen_questions(run, tiny_model, tmp_path):
     assert "question seen" in result.stdout
 
 
-def test_sekv_without_a_profile_says_how_to_make_one(run, tiny_model):
-    result = run("eval", "--model", tiny_model, "--methods", "sekv", "--budgets", "0.5", "--lengths", "96")
+def test_a_method_without_its_profile_says_how_to_make_one(run, tiny_model):
+    result = run("eval", "--model", tiny_model, "--methods", "sketch", "--budgets", "0.5", "--lengths", "256")
     assert result.exit_code == 2
     assert "semkv-profile" in result.stderr
     assert result.stderr.count("\n") == 1
@@ -242,7 +242,7 @@ def test_sekv_with_its_profile_draws_its_zoom_rates(run, tiny_model, tiny_profil
     assert cell.usage.host > 0
     assert cell.zoom is not None
     assert [len(rates) for rates in cell.zoom.rates] == [4, 4]
-    assert cell.cell.parameters["router"] == "trained"
+    assert cell.cell.parameters["router"] == "coarse"
 
 
 def test_a_profile_of_another_model_is_refused(run, tiny_profile):

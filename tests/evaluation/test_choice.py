@@ -6,6 +6,8 @@ import pytest
 
 from semkv.errors import ConfigError
 from semkv.evaluation.choice import Contest, _better, choose
+from semkv.evaluation.samples import Question, Sample
+from semkv.evaluation.tasks.base import Task
 from semkv.profiles.schema import Choice
 
 
@@ -73,3 +75,34 @@ def test_half_go_on_three_at_least_and_ties_go_to_what_moves_less():
 def test_contests_are_checked(values, message):
     with pytest.raises(ConfigError, match=message):
         Contest(**({"methods": ("head",)} | values))
+
+
+class Passage(Task):
+    """Likelihood of words; `lookup` finds them as likely as any."""
+
+    name, kind, has_question = "passage", "likelihood", False
+
+    def make(self, tokenizer, length, index, *, seed, questions):
+        ids = tuple(tokenizer.convert_tokens_to_ids([str(10 + i % 90) for i in range(length)]))
+        return Sample(self.name, length, index, ids, (Question("", ids[:1], "", ids[1:4], None),))
+
+
+def test_text_counts_by_what_of_it_is_recovered(lookup, tokenizer, tmp_path, monkeypatch):
+    """Of a method that recovers half of the gain, the score of text is a half, whatever its answers."""
+    from semkv.evaluation import choice
+    from semkv.evaluation.schema import Interval, Recovered
+
+    def gain(rows, full, window):
+        assert len(rows) == len(full) == len(window) == 4
+        part = Interval(value=0.5, low=None, high=None, samples=4, contexts=4)
+        return Recovered(every=part, far=part.model_copy(update={"value": 1.7}), tokens=12, far_tokens=3)
+
+    monkeypatch.setattr(choice, "recovered", gain)
+    monkeypatch.setattr(choice, "WINDOW", "head")
+    contest = Contest(("tail",), (0.95,), ("single",), text=("passage",), length=256, first=4, samples=4)
+    made = choose(lookup, tokenizer, contest, identity="a", tasks={"passage": Passage()})
+    plain = choose(
+        lookup, tokenizer, Contest(("tail",), (0.95,), ("single",), length=256, first=4, samples=4), identity="a"
+    )
+    (own,), (other,) = made.choices, plain.choices
+    assert own.score == pytest.approx((other.score + (0.5 + 1.0) / 2) / 2)

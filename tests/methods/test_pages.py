@@ -123,7 +123,7 @@ def folded(router, seed: int = 0) -> tuple[FoldedSpans, RowRecord]:
         Folding(made.keys[0], made.values[0], everything, torch.ones(N), torch.tensor(LENGTHS), None, made.ids, made)
     )
     held = sum(x.nbytes for x in spans.device_tensors())
-    assert held == pytest.approx(len(LENGTHS) * SITE.kv_heads * unit_cost_bytes(SITE, components))
+    assert held == pytest.approx(len(LENGTHS) * SITE.kv_heads * unit_cost_bytes(SITE, components, torch.float32))
     return spans, made
 
 

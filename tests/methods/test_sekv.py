@@ -19,7 +19,7 @@ from semkv.methods.forms import LowRankForms
 from semkv.methods.paper_spans import PaperSpans
 from semkv.methods.rank_gates import ProfileRankGates
 from semkv.methods.routers import CoarseRouter, GateRouter, OracleRouter
-from semkv.profiles.calibration.parameters import SekvParameters
+from semkv.profiles.calibration.parameters import RouterParameters
 from semkv.profiles.calibration.settings import CalibrationSettings
 from semkv.runtime.components import Components, Summary
 from semkv.runtime.join import stack_rows
@@ -313,7 +313,7 @@ def test_the_papers_preset():
 
 
 @pytest.mark.parametrize("options", [{"shared_threshold": True}, {"routing": "mean"}])
-@pytest.mark.parametrize("router", ["auto", "coarse", "oracle"])
+@pytest.mark.parametrize("router", ["coarse", "oracle"])
 def test_switches_of_the_gate_need_one(router, options):
     (name,) = options
     with pytest.raises(ConfigError, match=f"option '{name}' of method 'sekv' is .*; expected .* has no gate"):
@@ -323,17 +323,16 @@ def test_switches_of_the_gate_need_one(router, options):
 
 
 def test_the_initial_gate_is_where_training_begins():
-    """Of the bundled profile, whose W began as the identity; without a profile, of the calibration's defaults."""
-    settings = CalibrationSettings()
+    """Of a W that began as the identity, as the bundled profile's did."""
     program = SimpleNamespace(sites=(replace(SITE, treatment="method"),))
-    parameters = SekvParameters(program, settings)
+    began = RouterParameters(program.sites[0], CalibrationSettings(router_init="identity"))
     router = SeKV(router="initial").components(program, None).router
-    for own, began in (
-        (router.weights, parameters.router),
-        (router.offsets, parameters.offset),
-        (router.thresholds, parameters.threshold),
+    for own, start in (
+        (router.weights, began.router),
+        (router.offsets, began.offset),
+        (router.thresholds, began.threshold),
     ):
-        torch.testing.assert_close(own[0], began["0"].detach())
+        torch.testing.assert_close(own[0], start.detach())
     store, made = memory(router)
     scores = router.score(SITE, made["q"], store.spans, Step.alone(SITE, made["q"]))
     means = coarse_means(made, "k")
@@ -354,8 +353,7 @@ def test_trained_routing_needs_a_profile():
     ):
         SeKV(router="trained").components(PROGRAM, None)
     assert isinstance(SeKV().components(PROGRAM, None).router, CoarseRouter)
-    assert "router coarse, untrained" in SeKV().notes(None)[0]
-    assert SeKV(router="coarse").notes(None) == ()
+    assert SeKV().notes(None) == ()
     with pytest.raises(ConfigError, match="option 'min_span' of method 'sekv' is 99; expected 1 to max_span"):
         SeKV().with_options({"min_span": 99})
 
@@ -379,10 +377,9 @@ def sekv(whole, budget: float, **options):
     return whole.with_method("sekv", budget, config=semkv.CompileConfig(floor=0), **options)
 
 
-def test_without_a_profile_it_runs_untrained_and_says_so(haystack):
+def test_without_a_profile_it_runs(haystack):
     model = semkv.bundled.load()[0]
     compiled = semkv.compile(model, method="sekv", budget=0.1, config=semkv.CompileConfig(floor=0))
-    assert "router coarse, untrained" in semkv.explain(compiled)
     state = compiled.prefill(haystack)
     compiled.extend(state, haystack[:, :1])
     assert "standard deviations above the mean surprisal" in semkv.explain(compiled, state)

@@ -150,7 +150,7 @@ def test_delimiters_of_the_bundled_tokenizer():
         ),
         ({"delimiters": [3, -1]}, r"option 'delimiters' of method 'semanticache' is \(3, -1\)"),
         ({"chunk": 0}, "option 'chunk' of method 'semanticache' is 0; expected at least 1 token"),
-        ({"bits": 5}, "option 'bits' of method 'semanticache' is 5; expected 4 or 8"),
+        ({"bits": 5}, "option 'bits' of method 'semanticache' is 5; expected 4, 8 or 16"),
     ],
 )
 def test_options_are_checked(options, said):
