@@ -31,7 +31,7 @@ from semkv.config import CompileConfig
 from semkv.evaluation import Grid, Report, Variant, evaluate
 from semkv.evaluation.identity import subject_identity
 from semkv.evaluation.runner import Refusal
-from semkv.evaluation.schema import CellResult
+from semkv.evaluation.schema import CellResult, Interval
 from semkv.evaluation.tasks import build_tasks
 from semkv.evaluation.tasks.base import Task
 from semkv.methods import METHODS
@@ -156,15 +156,20 @@ def able(cells: Iterable[CellResult]) -> tuple[str, ...]:
     return tuple(name for name in NEEDLES if full.get(name, 0.0) >= ABLE)
 
 
-def standing(cells: Sequence[CellResult], label: str, budget: float, names: tuple[str, ...]) -> float:
+def standing(needles: Sequence[float], gains: Sequence[Interval | None]) -> float:
     """Mean of needles found and of the gain of all and of far tokens, each at most 1; below everything where nothing was measured."""
-    own = {c.cell.family: c for c in cells if (c.cell.variant.label, c.cell.variant.budget) == (label, budget)}
-    text = own.get("perplexity")
-    if text is None or text.recovered is None:
+    parts = [sum(needles) / len(needles)] if needles else []
+    parts += [max(0.0, min(1.0, gain.value)) for gain in gains if gain is not None]
+    return sum(parts) / len(parts) if parts else float("-inf")
+
+
+def standing_of(cells: Sequence[CellResult], variant: Variant, names: tuple[str, ...]) -> float:
+    """`standing` of one variant's cells, with the needle tasks `names`."""
+    own = {c.cell.family: c for c in cells if c.cell.variant == variant}
+    kept = own["perplexity"].recovered if "perplexity" in own else None
+    if kept is None:
         return float("-inf")
-    parts = [sum(own[name].accuracy.value for name in names) / len(names)] if names else []
-    parts += [x.value for x in (text.recovered.every, text.recovered.far) if x is not None]
-    return sum(max(0.0, min(1.0, part)) for part in parts) / len(parts)
+    return standing([own[name].accuracy.value for name in names if name in own], [kept.every, kept.far])
 
 
 def leaders(cells: Sequence[CellResult], named: Sequence[str]) -> list[Variant]:
@@ -173,7 +178,7 @@ def leaders(cells: Sequence[CellResult], named: Sequence[str]) -> list[Variant]:
     variants = list({(c.cell.variant.label, c.cell.variant.budget): c.cell.variant for c in cells}.values())
     for budget in BUDGETS:
         own = [v for v in variants if v.budget == budget]
-        ranked = sorted(own, key=lambda v: -standing(cells, v.label, budget, names))
+        ranked = sorted(own, key=lambda v: -standing_of(cells, v, names))
         chosen += [v for place, v in enumerate(ranked) if place < LEADERS or v.label in named]
     return chosen
 
@@ -248,24 +253,14 @@ def show(cells: Sequence[CellResult], length: int) -> None:
     """One line for each method and budget, the best first."""
     own = [c for c in cells if c.cell.length == length]
     names = able(own)
-    labels = dict.fromkeys((c.cell.variant.label, c.cell.variant.budget) for c in own)
-    for budget in (None, *BUDGETS):
-        ranked = sorted(
-            (label for label, of in labels if of == budget),
-            key=lambda label: -standing(own, label, budget or 0.0, names),
-        )
-        for label in ranked:
-            at = {c.cell.family: c for c in own if (c.cell.variant.label, c.cell.variant.budget) == (label, budget)}
-            found = " ".join(f"{100 * at[name].accuracy.value:4.0f}" for name in NEEDLES if name in at)
-            kept = at["perplexity"].recovered if "perplexity" in at else None
-            gain = (
-                "" if kept is None or kept.far is None else f"{100 * kept.every.value:5.0f} {100 * kept.far.value:5.0f}"
-            )
-            count = at["perplexity"].accuracy.contexts if "perplexity" in at else 0
-            print(
-                f"{label:>16} {'-' if budget is None else f'{100 * budget:g} %':>5}  {found}  {gain}  ({count} texts)",
-                flush=True,
-            )
+    variants = list({c.cell.variant.model_dump_json(): c.cell.variant for c in own}.values())
+    for variant in sorted(variants, key=lambda v: (v.budget or 0.0, -standing_of(own, v, names))):
+        at = {c.cell.family: c for c in own if c.cell.variant == variant}
+        found = " ".join(f"{100 * at[name].accuracy.value:4.0f}" for name in NEEDLES if name in at)
+        kept = at["perplexity"].recovered if "perplexity" in at else None
+        gain = "" if kept is None or kept.far is None else f"{100 * kept.every.value:5.0f} {100 * kept.far.value:5.0f}"
+        count = at["perplexity"].accuracy.contexts if "perplexity" in at else 0
+        print(f"{variant.label:>16} {variant.budget_text:>5}  {found}  {gain}  ({count} texts)", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,176 @@
+"""The page of a real model's long table, from the results of real_table.py and, where they are there, kvpress's answers.
+
+python benchmarks/real_page.py smollm2        # benchmarks/results/real_smollm2.json to docs/results/real_smollm2.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grids import RESULTS, ROOT, provenance_of, read_results, table, write_document
+from real import gained
+from real_model import MODELS
+from real_table import BUDGETS, NEEDLES, able, standing
+
+from semkv.evaluation import Report
+from semkv.evaluation.gain import FAR_NATS
+from semkv.evaluation.schema import CellResult, Interval
+from semkv.evaluation.statistics import Estimate, proportion, ratio_estimate
+from semkv.evaluation.tables import percent
+
+PRESSES = "peers_{model}/kvpress.jsonl"
+"""Where kvpress_run.py leaves its rows, under runs/."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One method at one budget and length. needles: by task; texts: contexts that the gain is of."""
+
+    label: str
+    package: str
+    needles: Mapping[str, Interval]
+    every: Interval | None
+    far: Interval | None
+    texts: int
+
+    def standing(self, names: Sequence[str]) -> float:
+        """See `real_table.standing`."""
+        return standing([self.needles[name].value for name in names if name in self.needles], [self.every, self.far])
+
+
+def ours(cells: Sequence[CellResult], budget: float | None) -> list[Line]:
+    """Our methods at one budget, of the cells of one length."""
+    found: dict[str, dict[str, CellResult]] = {}
+    for cell in cells:
+        if cell.cell.variant.budget == budget:
+            found.setdefault(cell.cell.variant.label, {})[cell.cell.family] = cell
+    lines = []
+    for label, at in found.items():
+        text = at.get("perplexity")
+        kept = None if text is None else text.recovered
+        needles = {name: at[name].accuracy for name in NEEDLES if name in at}
+        count = 0 if text is None else text.accuracy.contexts
+        lines.append(Line(label, "semkv", needles, kept and kept.every, kept and kept.far, count))
+    return lines
+
+
+def theirs(
+    rows: Sequence[Mapping[str, Any]], samples: Sequence[Mapping[str, Any]], length: int
+) -> dict[float, list[Line]]:
+    """kvpress at each budget: needles found in what it wrote, and gain between its own full cache and its own StreamingLLM."""
+    asked = {(s["family"], s["context"]): s["questions"][0] for s in samples}
+    at: dict[tuple[str, float | None], dict[str, dict[int, Any]]] = {}
+    for row in rows:
+        family, _, tokens = row["family"].partition(" ")
+        if "error" not in row and int(tokens) == length:
+            own = at.setdefault((row["press"], row["budget"]), {})
+            own.setdefault(family, {})[row["context"]] = row
+    lines: dict[float, list[Line]] = {}
+    for (press, budget), own in at.items():
+        if budget is None:
+            continue
+        needles = {}
+        for name in NEEDLES:
+            found = own.get(name, {})
+            if found:
+                scores = [share(row["text"][0], asked[f"{name} {length}", index]) for index, row in found.items()]
+                needles[name] = Interval.of(proportion(scores, list(found)))
+        every, far, texts = gains(own, at.get(("full", None), {}), at.get(("streaming_llm", budget), {}))
+        lines.setdefault(budget, []).append(Line(press, "kvpress", needles, every, far, texts))
+    return lines
+
+
+def share(text: str, question: Mapping[str, Any]) -> float:
+    """Share of the references that a text holds, as RULER's needle tasks score."""
+    held = [reference.lower() in text.lower() for reference in question["references"]]
+    return sum(held) / len(held)
+
+
+def gains(
+    own: Mapping[str, Any], full: Mapping[str, Any], window: Mapping[str, Any]
+) -> tuple[Interval | None, Interval | None, int]:
+    """Recovered gain of all and of far tokens, and of how many texts (`semkv.evaluation.gain`)."""
+    rows = {name: by.get("perplexity", {}) for name, by in (("own", own), ("full", full), ("window", window))}
+    both = [index for index in rows["own"] if index in rows["full"] and index in rows["window"]]
+    tokens = [
+        (index, c - a, c - b)
+        for index in both
+        for a, b, c in zip(*(rows[name][index]["nats"][0] for name in ("own", "full", "window")))
+    ]
+    far = [token for token in tokens if token[2] > FAR_NATS]
+
+    def ratio(of: list[tuple[int, float, float]]) -> Interval | None:
+        if not of or sum(whole for _, _, whole in of) <= 0:
+            return None
+        contexts, mine, whole = zip(*of)
+        estimate: Estimate = ratio_estimate(mine, whole, contexts)
+        return Interval.of(estimate)
+
+    return ratio(tokens), ratio(far), len(both)
+
+
+def page(model: str, report: Report, rows: Sequence[Mapping[str, Any]], samples: Sequence[Mapping[str, Any]]) -> Path:
+    """Write the page."""
+    parts = []
+    for length in sorted({c.cell.length for c in report.cells}):
+        cells = [c for c in report.cells if c.cell.length == length]
+        names = able(cells)
+        presses = theirs(rows, samples, length)
+        full = {line.label: line for line in ours(cells, None)}["full"]
+        parts.append(
+            f"## {length:,} tokens\n\nThe full cache finds "
+            + ", ".join(f"{percent(full.needles[name])} % of `{name}`" for name in NEEDLES)
+            + f". Lines are ordered by the mean of {', '.join(f'`{name}`' for name in names) or 'no needle task'} and of the gain of all "
+            "and of far tokens, each at most 100 %."
+        )
+        for budget in BUDGETS:
+            lines = [*ours(cells, budget), *presses.get(budget, [])]
+            lines.sort(key=lambda line: -line.standing(names))
+            shown = [
+                [
+                    f"`{line.label}`",
+                    line.package,
+                    gained(line.every),
+                    gained(line.far),
+                    *(percent(line.needles.get(name)) for name in NEEDLES),
+                    f"{line.texts}, {sum(x.samples for x in line.needles.values())}",
+                ]
+                for line in lines
+            ]
+            columns = ["method", "package", "gain, all tokens", "gain, far tokens", *(f"`{name}`" for name in NEEDLES)]
+            parts += [f"### {100 * budget:g} %", table([*columns, "texts, questions"], shown)]
+    return write_document(
+        f"real_{model}",
+        f"# {MODELS[model].name} at 3, 5 and 10 % of its memory",
+        "Made by `benchmarks/real_table.py` and `benchmarks/real_page.py`; kvpress's lines by `benchmarks/peers/`. Do not edit.",
+        "The context is read and compressed; then a text goes on, token by token, or a question comes. *Gain*: of the log-likelihood that "
+        "the full cache gains over first and recent tokens, in percent ([evaluation.md](../evaluation.md)); *far* tokens are those for "
+        "which that is more than 1 nat. In brackets 95 % intervals, clustered by context. All methods answered the first questions, the "
+        "best of them all of them: the last column says how many. For semkv every layer holds and reads no more than the budget, indexes "
+        "included; for kvpress it is the share of the context's pairs that attention sees, with what follows on top. `ceiling`: true "
+        "attention chooses, its index not charged.",
+        *parts,
+        "## Provenance",
+        provenance_of(report),
+    )
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    options.add_argument("model", choices=MODELS)
+    options.add_argument("--rows", type=Path, default=ROOT / "runs", help="folder of rows (%(default)s)")
+    asked = options.parse_args()
+    report = read_results(f"real_{asked.model}")
+    path = asked.rows / PRESSES.format(model=asked.model)
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
+    samples = json.loads((path.parent / "samples.json").read_text(encoding="utf-8"))["samples"] if rows else []
+    print(f"wrote {page(asked.model, report, rows, samples)} from {RESULTS / f'real_{asked.model}.json'}")
+
+
+if __name__ == "__main__":
+    main()
