@@ -60,19 +60,23 @@ def test_a_budget_in_which_little_can_come_back_is_refused(whole, name, budget, 
     whole.with_method(name, budget=400).prefill(prompt(3000, 1))
 
 
-@pytest.mark.parametrize(("name", "tensors"), [("sketch", "sketch.mean."), ("sekv", "sekv.router.")])
-def test_a_state_of_another_calibration_is_refused(whole, name, tensors, tmp_path, prompt):
+@pytest.mark.parametrize(
+    ("name", "options", "tensors"),
+    [("sketch", {}, "sketch.mean."), ("sekv", {"router": "trained"}, "sekv.router.")],
+)
+def test_a_state_of_another_calibration_is_refused(whole, name, options, tensors, tmp_path, prompt):
     """What units keep for routing is read with the maps that it was made with."""
     model, profile = bundled.load()[0], bundled.profile()
     changed = {key: 2 * x if key.startswith(tensors) else x for key, x in profile.tensors.items()}
-    compiled = whole.with_method(name, budget=0.6)
+    settings = whole.settings.model_copy(update={"method_options": options})
+    compiled = whole.with_method(name, budget=0.6, config=settings)
     compiled.prefill(prompt(300, 300)).save(tmp_path / "state")
-    other = compile_model(model, Profile(profile.info, changed), method=name, budget=0.6, config=whole.settings)
+    other = compile_model(model, Profile(profile.info, changed), method=name, budget=0.6, config=settings)
     with pytest.raises(
         ArtifactError, match=r"'calibrated': .* expected one of .*; compile with the same settings and profile"
     ):
         other.load_state(tmp_path / "state")
-    same = compile_model(model, profile, method=name, budget=0.6, config=whole.settings)
+    same = compile_model(model, profile, method=name, budget=0.6, config=settings)
     assert same.load_state(tmp_path / "state").lengths == [300]
 
 
