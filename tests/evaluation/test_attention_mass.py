@@ -44,12 +44,12 @@ def seen_positions(entries, q_heads, group, tokens):
     ("method", "options"),
     [
         ("streaming_llm", {}),
-        ("snapkv", {}),
-        ("h2o", {}),
+        pytest.param("snapkv", {}, marks=pytest.mark.slow),
+        pytest.param("h2o", {}, marks=pytest.mark.slow),
         ("quest", {}),
         ("sketch", {"coarse": False, "exact_form": "raw"}),
-        ("shadowkv", {}),
-        ("clusterkv", {}),
+        pytest.param("shadowkv", {}, marks=pytest.mark.slow),
+        pytest.param("clusterkv", {}, marks=pytest.mark.slow),
         ("sekv", {"fill": False}),
         ("heterocache", {"strict": True}),
     ],
@@ -113,7 +113,7 @@ def test_the_full_cache_catches_all(subject):
 def test_a_report_has_tables_and_a_picture(subject, tmp_path):
     compiled, tokenizer, _ = subject
     variants = (Variant(method="full"), *(Variant(method=m, budget=0.2) for m in ("streaming_llm", "shadowkv")))
-    asked = Grid(variants=variants, families=("dense",), lengths=(400,), samples=4, mass=True)
+    asked = Grid(variants=variants, families=("dense",), lengths=(400,), samples=2, mass=True)
     rows, steps = tmp_path / "rows.jsonl", []
     report = evaluate(compiled, tokenizer, asked, identity="x", rows=rows, progress=lambda *told: steps.append(told))
     shares = {c.cell.variant.method: c.mass.of_all for c in report.cells}

@@ -385,7 +385,13 @@ def test_without_a_profile_it_runs(haystack):
     assert "standard deviations above the mean surprisal" in semkv.explain(compiled, state)
 
 
-@pytest.mark.parametrize("options", [{"max_rank": 64}, {"max_rank": 24}, {"shared_threshold": True}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_rank": 64},
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ({"max_rank": 24}, {"shared_threshold": True})),
+    ],
+)
 def test_the_papers_preset_runs_on_the_bundled_profile(whole, haystack, options):
     """Ranks beyond those that the gates were trained for are kept by their energy; the budget holds."""
     compiled = sekv(whole, 0.25, preset="paper", **options)
@@ -432,7 +438,7 @@ def test_factors_are_sized_in_the_kv_dtype(dtype):
         assert bool(found) == (factors < 48 * 66), rank
 
 
-@pytest.mark.parametrize("options", [{}, {"preset": "paper"}])
+@pytest.mark.parametrize("options", [{}, pytest.param({"preset": "paper"}, marks=pytest.mark.slow)])
 def test_generated_tokens_are_cut_where_they_surprise(whole, haystack, options, tmp_path):
     """Against the prompt's boundary, token by token; every token stays in one place; a saved state goes on alike."""
     compiled = sekv(whole, 0.25, router="coarse", **options)
