@@ -48,7 +48,6 @@ from semkv.profiles.calibration.needles import NeedleQuestion, NeedleTest
 from semkv.profiles.calibration.samples import SampleSet
 from semkv.runtime.row_memory import RowMemory
 from semkv.runtime.site_memory import SiteMemory
-from semkv.runtime.spans import FoldedSpans
 
 RESULTS = Path(__file__).resolve().parent / "results" / "budget_held.json"
 PROMPT, NEW = 2048, 500
@@ -112,23 +111,6 @@ def code_bytes(memory: SiteMemory) -> int:
     return storages(iter(memory.spans.device_tensors())) if memory.spans is not None and memory.reads_codes else 0
 
 
-def host_bytes(spans: FoldedSpans) -> int:
-    """What one store has on the host: tokens, factors and tables."""
-    factors = spans.host_factors
-    tables = [x for name, x in vars(spans).items() if name.startswith("segment_")]
-    tables += [] if spans.components.summary is not None else [spans.lengths, spans.positions]
-    tables += [
-        *factors.offsets.values(),
-        factors.key_rank,
-        factors.value_rank,
-        factors.lengths,
-        spans.retired.data,
-        spans.mass,
-    ]
-    parts = (*spans.host_tokens.parts.values(), *factors.packed.values())
-    return sum(x.nbytes for x in tables) + sum(part.data.nbytes for part in parts)
-
-
 class Watch:
     """What the stores of one row hold and read in the steps that run inside it.
 
@@ -169,7 +151,7 @@ class Watch:
         if site.index == row.placement.budgeted[-1].index:
             caps = sum(row._store_cap(one, row.stores[one.store], tokens) for one in row.placement.budgeted)
             self.row = max(self.row, (caps + row.charged_nbytes) / row.whole_cap(tokens))
-            waiting = sum(host_bytes(memory.spans) for memory in row.budgeted() if memory.spans is not None)
+            waiting = sum(memory.host_nbytes for memory in row.budgeted())
             self.host = max(
                 self.host, waiting / sum(row.placement.budget.full_bytes(one, tokens) for one in row.placement.budgeted)
             )

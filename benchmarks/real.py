@@ -31,6 +31,11 @@ BUDGETS = "0.03,0.05,0.1"
 NEEDLES = "niah_single_1"
 LARGE = 30_000
 """Bytes of a source file that is a text of its own."""
+GAIN = (
+    "*Gain recovered*: of the log-likelihood that the full cache gains over first and recent tokens (`streaming_llm` at the same budget), "
+    "in percent; *far* tokens are those for which that is more than 1 nat ([evaluation.md](../evaluation.md))."
+)
+"""What tables of recovered gain say first."""
 CALIBRATION = ("--steps", "sketch", "--length", "2048", "--samples", "6")
 
 
@@ -110,10 +115,9 @@ def publish(report: Report, command: str) -> None:
         "# A real model at 3, 5 and 10 % of its memory",
         "`benchmarks/real.py --publish` writes this page, and `make real` prints the same on your machine. It is a short look: few "
         "texts and needles, wide intervals.",
-        "SmolLM2-135M-Instruct, whose context was read and compressed before the text behind it, or the question, came. *Gain "
-        "recovered*: of the log-likelihood that the full cache gains over first and recent tokens (`streaming_llm` at the same "
-        "budget), in percent; *far* tokens are those for which that is more than 1 nat ([evaluation.md](../evaluation.md)). "
-        "Needles: numbers found, of those hidden in the context. In brackets 95 % intervals, clustered by context. Every layer "
+        "SmolLM2-135M-Instruct, whose context was read and compressed before the text behind it, or the question, came. "
+        + GAIN
+        + " Needles: numbers found, of those hidden in the context. In brackets 95 % intervals, clustered by context. Every layer "
         "holds, and reads, no more than its budget, codes included; the codebooks of `sketch` are weights of the model. It holds exact "
         "tokens in 8 bits, the other methods in 16. A method that is missing at a budget is one that it is too small for.",
         *parts,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from grids import RESULTS, ROOT, provenance_of, read_results, table, write_document
-from real import gained
+from real import GAIN, gained
 from real_model import MODELS
 from real_table import BUDGETS, NEEDLES, able, standing
 
@@ -148,12 +148,12 @@ def page(model: str, report: Report, rows: Sequence[Mapping[str, Any]], samples:
         f"real_{model}",
         f"# {MODELS[model].name} at 3, 5 and 10 % of its memory",
         "Made by `benchmarks/real_table.py` and `benchmarks/real_page.py`; kvpress's lines by `benchmarks/peers/`. Do not edit.",
-        "The context is read and compressed; then a text goes on, token by token, or a question comes. *Gain*: of the log-likelihood that "
-        "the full cache gains over first and recent tokens, in percent ([evaluation.md](../evaluation.md)); *far* tokens are those for "
-        "which that is more than 1 nat. In brackets 95 % intervals, clustered by context. All methods answered the first questions, the "
-        "best of them all of them: the last column says how many. For semkv every layer holds and reads no more than the budget, indexes "
-        "included; for kvpress it is the share of the context's pairs that attention sees, with what follows on top. `ceiling`: true "
-        "attention chooses, its index not charged.",
+        "The context is read and compressed; then a text goes on, token by token, or a question comes. "
+        + GAIN
+        + " In brackets 95 % intervals, clustered by context. All methods answered the first questions, the best of them all of them: the "
+        "last column says how many. For semkv every layer holds and reads no more than the budget, indexes included; for kvpress it is the "
+        "share of the context's pairs that attention sees, with what follows on top. `ceiling`: true attention chooses, its index not "
+        "charged.",
         *parts,
         "## Provenance",
         provenance_of(report),

@@ -55,7 +55,7 @@ class SeKV(Method):
 
     Parameters
     ----------
-    router: `coarse` (the mean key's direction, no training; the default, as training was not seen to pay: docs/calibration.md),
+    router: `coarse` (the mean key's direction, no training; the default, as training was not seen to pay: docs/results/sekv_defaults.md),
         `trained` (the paper's; needs a profile), `initial` (the gate as training begins: ablation), `untrained` (random W: the ablation
         "no trained zoom"), `oracle` (true attention; an upper bound, not a method).
     fill: unfold in order of gate up to the cap (Sec. 4.1); False: only above the thresholds (Sec. 3.3).
