@@ -28,6 +28,8 @@ import semkv
 from semkv.cache_folder import cache_folder
 from semkv.cli.gguf import load_gguf
 from semkv.evaluation.environment import describe, now
+from semkv.profiles.calibration.codebooks import LEVELS, learn, root_of
+from semkv.profiles.schema.codes import Codebooks
 
 CORPUS = ROOT.parent / "shared" / "data" / "corpus"
 CALIBRATION = (
@@ -43,9 +45,8 @@ SINKS, WINDOW, PAGE = 4, 32, 16
 SHARES = (0.02, 0.05, 0.1)
 DRAWN = 0.05
 """The share of the picture."""
-CENTROIDS, ROUNDS = 256, 12
-FLOOR = 1e-5
-"""Of the largest eigenvalue of the queries' covariance, the least that is divided by."""
+STAGES, ROUNDS = (1, 2, 4), 12
+"""Bytes of a code; rounds of k-means."""
 
 
 @dataclass(frozen=True)
@@ -58,14 +59,15 @@ class Record:
 
 @dataclass(frozen=True)
 class Head:
-    """What calibration knows of one KV head: the mean key [D], square roots of the queries' covariance and of its inverse [D, D], principal
-    directions of keys in that space [D, D], and residual codebooks [stages, 256, D] of it."""
+    """What calibration knows of one KV head: the mean key [D]; root [D, D] and its inverse, by whose columns keys and queries are compared
+    (`semkv.profiles.calibration.codebooks.root_of`); principal directions of keys in that space [D, D]; and residual codebooks by how many
+    of the directions they keep."""
 
     mean: Tensor
     root: Tensor
     inverse: Tensor
     directions: Tensor
-    books: Tensor
+    books: dict[int, Codebooks]
 
 
 def read(compiled: Any, tokenizer: Any, path: Path, place: int) -> list[Record]:
@@ -82,40 +84,20 @@ def read(compiled: Any, tokenizer: Any, path: Path, place: int) -> list[Record]:
     ]
 
 
-def nearest(x: Tensor, book: Tensor) -> Tensor:
-    """x [n, D], book [k, D] -> int64 [n]: the nearest centroid."""
-    return (2 * x @ book.T - book.square().sum(1)).argmax(1)
-
-
-def centroids(x: Tensor, generator: torch.Generator) -> Tensor:
-    """k-means of x [n, D] -> [256, D]; a centroid that nothing is nearest to begins anew."""
-
-    def drawn(count: int) -> Tensor:
-        return x[torch.randperm(len(x), generator=generator)[:count]]
-
-    book = drawn(CENTROIDS).clone()
-    for _ in range(ROUNDS):
-        label = nearest(x, book)
-        counts = torch.bincount(label, minlength=CENTROIDS)
-        book = torch.zeros_like(book).index_add_(0, label, x) / counts.clamp(min=1)[:, None]
-        book[counts == 0] = drawn(int((counts == 0).sum()))
-    return book
-
-
-def calibrate(keys: Tensor, queries: Tensor, stages: int) -> Head:
+def calibrate(keys: Tensor, queries: Tensor) -> Head:
     """keys [n, D] and queries [m, D] of one KV head over all texts. An error of a key counts as what it does to products with queries."""
-    generator = torch.Generator().manual_seed(0)
-    values, vectors = torch.linalg.eigh((queries.T @ queries / len(queries)).double())
-    values = values.clamp(min=float(values.max()) * FLOOR)
-    root, inverse = (((vectors * values**power) @ vectors.T).float() for power in (0.5, -0.5))
-    mean = keys.mean(0)
-    x = (keys - mean) @ root
+    mean, moment = keys.mean(0), (queries.T @ queries / len(queries))[None]
+    whole = root_of(moment, keys.shape[-1])[0]
+    x = (keys - mean) @ whole
     directions = torch.linalg.eigh((x.T @ x).double())[1].flip(1).float()
-    books, rest = [], x
-    for _ in range(stages):
-        books.append(centroids(rest, generator))
-        rest = rest - books[-1][nearest(rest, books[-1])]
-    return Head(mean, root, inverse, directions, torch.stack(books))
+    books = {}
+    for rank in (keys.shape[-1], keys.shape[-1] // 2):
+        root = root_of(moment, rank)
+        generator = torch.Generator().manual_seed(0)
+        code, scale = learn(((keys - mean) @ root[0])[None], max(STAGES), ROUNDS, generator)
+        vectors = (code.float() - LEVELS - 1) * scale.float()[..., None]
+        books[rank] = Codebooks(mean[None], vectors, root)
+    return Head(mean, whole, torch.linalg.pinv(whole.double()).float().T, directions, books)
 
 
 def rounded(x: Tensor, bits: int) -> Tensor:
@@ -129,16 +111,13 @@ Scores = Callable[[Tensor, Tensor, Head], Tensor]
 """(queries [G, T, D], keys [n, D], head) -> [G, T, n], in place of their products."""
 
 
-def by_books(stages: int) -> Scores:
-    """Residual codebooks from calibration, a byte for each."""
+def by_books(stages: int, part: int = 1) -> Scores:
+    """Residual codebooks from calibration, a byte for each, along one of `part` of the directions."""
 
     def scores(q: Tensor, k: Tensor, head: Head) -> Tensor:
-        rest = (k - head.mean) @ head.root
-        found = torch.zeros_like(rest)
-        for book in head.books[:stages]:
-            part = book[nearest(rest, book)]
-            found, rest = found + part, rest - part
-        return (q @ head.inverse) @ found.T
+        books = head.books[k.shape[-1] // part]
+        found = Codebooks(books.mean, books.books[:, :stages], books.root).encode(k[None])
+        return q @ books.decode(found)[0].T
 
     return scores
 
@@ -182,9 +161,8 @@ def by_pages(kind: str) -> Scores:
 CEILING = "true attention"
 CODES: dict[str, tuple[float, Scores]] = {
     CEILING: (0, lambda q, k, head: q @ k.T),
-    "codebooks, 1 byte": (1, by_books(1)),
-    "codebooks, 2 bytes": (2, by_books(2)),
-    "codebooks, 4 bytes": (4, by_books(4)),
+    **{f"codebooks, {n} byte{'s' * (n > 1)}": (n, by_books(n)) for n in STAGES},
+    **{f"codebooks of half of the directions, {n} byte{'s' * (n > 1)}": (n, by_books(n, 2)) for n in STAGES},
     "calibrated directions, 8 of 4 bits": (4, by_calibrated_directions(8, 4)),
     "calibrated directions, 16 of 2 bits": (4, by_calibrated_directions(16, 2)),
     "calibrated directions, 16 of 4 bits": (8, by_calibrated_directions(16, 4)),
@@ -236,7 +214,7 @@ def measure(paths: list[tuple[Path, int]], texts: list[tuple[Path, int]], every:
             group = slice(kv_head * site.group_size, (kv_head + 1) * site.group_size)
             keys = torch.cat([one[at].keys[kv_head, SINKS:] for one in read_all["calibration"]])
             queries = torch.cat([one[at].queries[group].flatten(0, 1) for one in read_all["calibration"]])
-            head = calibrate(keys, queries, 4)
+            head = calibrate(keys, queries)
             for one in read_all["texts"]:
                 for name, share, mine, far in caught(one[at], kv_head, site.group_size, site.scale, head):
                     total = sums[name, share, site.index, kv_head]
@@ -298,7 +276,8 @@ def write_page(report: dict[str, Any]) -> None:
         table(["code", "bytes", "% of the KV", *chosen, "% of the ceiling, at 5 %"], lines),
         "Codebooks are learned once per model and KV head: 256 vectors, then 256 for what those leave, and so on; a token has the "
         "number of its nearest vector in each, a byte. An error of a key is weighed by what it does to products with this head's "
-        "queries. The sketch of version 0.1 has calibrated directions; its rank was chosen by attention that is mostly near.",
+        "queries. Those of a profile keep the half of the directions along which queries are longest, and take half of the room on disk. "
+        "The sketch of version 0.1 has calibrated directions; its rank was chosen by attention that is mostly near.",
         "![Far attention caught, by layer and KV head](codes/heads.png)",
         "## Provenance",
         f"Contexts of {TOKENS} tokens, {ASKED} queries each. Calibrated on {', '.join(report['calibration'])}; judged on "

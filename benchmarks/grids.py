@@ -80,6 +80,13 @@ def parser(description: str, *, page: bool = False) -> argparse.ArgumentParser:
     options.add_argument(
         "--source", type=Path, help="of another model: text for recovered gain and perplexity, a file or folder"
     )
+    options.add_argument("--haystack", type=Path, help="of another model: text that needles are hidden in")
+    options.add_argument(
+        "--workers",
+        type=int,
+        default=1,
+        help="processes; times of steps are then those of a busy machine (%(default)s)",
+    )
     options.add_argument(
         "--contexts", type=int, help="contexts of each time and byte count, instead of the published number"
     )
@@ -123,8 +130,10 @@ class Bench:
         if self.is_bundled:
             return {}
         names = [name for name in self.arguments.tasks.split(",") if name]
-        text = self.arguments.source
-        return build_tasks(names) | ({} if text is None else build_tasks(["perplexity"], sources={"text": str(text)}))
+        text, haystack = self.arguments.source, self.arguments.haystack
+        chat = bool(getattr(self.tokenizer, "chat_template", None))
+        needles = build_tasks(names, sources={} if haystack is None else {"haystack": str(haystack)}, chat=chat)
+        return needles | ({} if text is None else build_tasks(["perplexity"], sources={"text": str(text)}))
 
     @property
     def families(self) -> tuple[str, ...]:
@@ -224,6 +233,7 @@ class Bench:
                 rows=self.rows,
                 progress=progress,
                 tasks=tasks,
+                workers=self.arguments.workers,
                 refusals=refusals,
             )
         if not report.complete:

@@ -15,7 +15,7 @@ from typing import Any
 from grids import RESULTS, ROOT, provenance_of, read_results, table, write_document
 from real import GAIN, gained
 from real_model import MODELS
-from real_table import BUDGETS, NEEDLES, able, standing
+from real_table import ABLE, BUDGETS, NEEDLES, STRICT, able, standing
 
 from semkv.evaluation import Report
 from semkv.evaluation.gain import FAR_NATS
@@ -37,6 +37,13 @@ class Line:
     every: Interval | None
     far: Interval | None
     texts: int
+
+    def kept(self, names: Sequence[str], full: Line) -> str:
+        """Right answers in the tasks `names`, in percent of what the full cache gives to as many questions."""
+        own = [(self.needles[name], full.needles[name]) for name in names if name in self.needles]
+        right = sum(mine.value * mine.samples for mine, _ in own)
+        whole = sum(theirs.value * mine.samples for mine, theirs in own)
+        return f"{100 * right / whole:.0f}" if whole else "-"
 
     def standing(self, names: Sequence[str]) -> float:
         """See `real_table.standing`."""
@@ -66,8 +73,10 @@ def theirs(
     asked = {(s["family"], s["context"]): s["questions"][0] for s in samples}
     at: dict[tuple[str, float | None], dict[str, dict[int, Any]]] = {}
     for row in rows:
+        if "error" in row:
+            continue
         family, _, tokens = row["family"].partition(" ")
-        if "error" not in row and int(tokens) == length:
+        if int(tokens) == length:
             own = at.setdefault((row["press"], row["budget"]), {})
             own.setdefault(family, {})[row["context"]] = row
     lines: dict[float, list[Line]] = {}
@@ -135,6 +144,7 @@ def page(model: str, report: Report, rows: Sequence[Mapping[str, Any]], samples:
                 [
                     f"`{line.label}`",
                     line.package,
+                    line.kept(names, full),
                     gained(line.every),
                     gained(line.far),
                     *(percent(line.needles.get(name)) for name in NEEDLES),
@@ -142,7 +152,14 @@ def page(model: str, report: Report, rows: Sequence[Mapping[str, Any]], samples:
                 ]
                 for line in lines
             ]
-            columns = ["method", "package", "gain, all tokens", "gain, far tokens", *(f"`{name}`" for name in NEEDLES)]
+            columns = [
+                "method",
+                "package",
+                "answers kept, %",
+                "gain, all tokens",
+                "gain, far tokens",
+                *(f"`{name}`" for name in NEEDLES),
+            ]
             parts += [f"### {100 * budget:g} %", table([*columns, "texts, questions"], shown)]
     return write_document(
         f"real_{model}",
@@ -150,10 +167,13 @@ def page(model: str, report: Report, rows: Sequence[Mapping[str, Any]], samples:
         "Made by `benchmarks/real_table.py` and `benchmarks/real_page.py`; kvpress's lines by `benchmarks/peers/`. Do not edit.",
         "The context is read and compressed; then a text goes on, token by token, or a question comes. "
         + GAIN
-        + " In brackets 95 % intervals, clustered by context. All methods answered the first questions, the best of them all of them: the "
-        "last column says how many. For semkv every layer holds and reads no more than the budget, indexes included; for kvpress it is the "
-        "share of the context's pairs that attention sees, with what follows on top. `ceiling`: true attention chooses, its index not "
-        "charged.",
+        + " *Answers kept*: right ones in the needle tasks that the full cache answers at "
+        f"{100 * ABLE:g} % or more, in percent of the full cache's. In brackets 95 % intervals, clustered by context. All methods answered "
+        "the first questions, the best of them all of them: the last column says how many.",
+        "For semkv every layer holds and reads no more than the budget, indexes included; for kvpress it is the share of the context's "
+        "pairs that attention sees, with what follows on top. `auto`: what the profile takes at the budget. "
+        f"{', '.join(f'`{name}`' for name in STRICT)} run with `strict`, so that nothing is whole. `ceiling`: true attention chooses, its "
+        "index not charged.",
         *parts,
         "## Provenance",
         provenance_of(report),

@@ -46,7 +46,7 @@ def main() -> None:
     options.add_argument("--texts", type=Path, help="as in real_table.py")
     options.add_argument("--haystack", type=Path, help="as in real_table.py")
     options.add_argument("--lengths", default="2K,4K", help="tokens of context (%(default)s)")
-    options.add_argument("--tokens", type=int, default=96, help="that are read behind each text (%(default)s)")
+    options.add_argument("--tokens", type=int, default=64, help="that are read behind each text (%(default)s)")
     options.add_argument("--folder", type=Path, help="where the files go (runs/peers_MODEL)")
     asked = options.parse_args()
     folder = asked.folder or ROOT / "runs" / f"peers_{asked.model}"

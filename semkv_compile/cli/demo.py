@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,12 @@ from rich.table import Table
 
 from semkv.cli.common import PhaseBars, output_console, progress_bar, quiet_libraries
 
-METHODS = ("full", "streaming_llm", "snapkv", "sekv")
+METHODS = ("full", "streaming_llm", "snapkv", "sekv", "sketch")
 EXAMPLE_SEED = 11
-CALIBRATION_LENGTH = 1024
 
 
-def run_demo(out: Path, length: int, budget: int | float, samples: int, calibrate_steps: int, seed: int) -> None:
-    """Calibrate, compile, answer one question in sight, evaluate four methods, draw. Writes into `out`."""
+def run_demo(out: Path, length: int, budget: int | float, samples: int, contexts: int, seed: int) -> None:
+    """Calibrate, compile, answer one question in sight, evaluate five methods, draw. Writes into `out`."""
     started = time.monotonic()
     quiet_libraries()
     from semkv.evaluation.settings import Grid, build_variants
@@ -44,11 +42,11 @@ def run_demo(out: Path, length: int, budget: int | float, samples: int, calibrat
         f"[bold]1. The bundled model[/bold]: {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters, "
         f"{sizes.num_hidden_layers} layers, {sizes.num_attention_heads} query and {sizes.num_key_value_heads} KV heads"
     )
-    profile = _profile(console, model, tokenizer, out, calibrate_steps)
-    console.print(f"\n[bold]3. Compile[/bold]: sekv, {grid.variants[-1].budget_text} of the full KV on the device")
+    profile = _profile(console, model, tokenizer, out, contexts, length)
+    console.print(f"\n[bold]3. Compile[/bold]: sketch, {grid.variants[-1].budget_text} of the full KV on the device")
     # The weights are stored in float16; the memory is measured against keys and values in the same.
     config = CompileConfig(kv_dtype="float16", floor=0)
-    compiled = compile_model(model, profile, method="sekv", budget=budget, config=config)
+    compiled = compile_model(model, profile, method="sketch", budget=budget, config=config)
     console.print(f"   {compiled}")
     _example(console, compiled, tokenizer, length, budget)
     console.print(
@@ -58,46 +56,48 @@ def run_demo(out: Path, length: int, budget: int | float, samples: int, calibrat
     console.print(f"\nDone in {(time.monotonic() - started) / 60:.1f} minutes.")
 
 
-def _profile(console: Console, model: Any, tokenizer: Any, out: Path, steps: int) -> Any:
+def _profile(console: Console, model: Any, tokenizer: Any, out: Path, contexts: int, length: int) -> Any:
     """The committed profile, or one calibrated into `out` (taken as it is where a former run finished it)."""
     from semkv import bundled
     from semkv.artifact.fingerprint import model_fingerprint
-    from semkv.profiles.calibration import CalibrationSettings, bundled_data, calibrate
+    from semkv.profiles.calibration import (
+        CalibrationSettings,
+        Job,
+        MeasureSettings,
+        bundled_measure_data,
+        run_steps,
+    )
+    from semkv.profiles.calibration.steps import forget
     from semkv.profiles.schema import Profile
 
-    if steps == 0:
+    if contexts == 0:
         console.print("\n[bold]2. Profile[/bold]: the committed one")
         return bundled.profile()
-    folder = out / "profile"
+    folder, wanted = out / "profile", {"samples": contexts, "length": length}
     if (folder / "profile.json").is_file():
         found = Profile.load(folder)
-        same = found.fingerprint == model_fingerprint(model)
-        if same and found.info.provenance is not None and found.info.provenance.settings.get("max_steps") == steps:
+        made = found.info.measured.get("sketch")
+        if (
+            found.fingerprint == model_fingerprint(model)
+            and made is not None
+            and wanted.items() <= made.settings.items()
+        ):
             console.print(f"\n[bold]2. Profile[/bold]: {folder}, from a former run")
             return found
     console.print(
-        f"\n[bold]2. Calibrate[/bold]: {steps} steps of each layer on generated text of {CALIBRATION_LENGTH} tokens"
+        f"\n[bold]2. Calibrate[/bold]: codebooks of the keys, from {contexts} contexts of {length} tokens of generated text"
     )
-    settings = CalibrationSettings.checked(
-        length=CALIBRATION_LENGTH, max_steps=steps, sequences=min(steps, 8), held_out=2
-    )
-    out.mkdir(parents=True, exist_ok=True)
+    measures = MeasureSettings.checked(**wanted, held_out=1)
+    data = bundled_measure_data(tokenizer, measures)
+    job = Job(model, "bundled", "semkv demo", None, CalibrationSettings(), data, measures)
     work = out / "calibration.resume"
+    out.mkdir(parents=True, exist_ok=True)
     with PhaseBars("   ") as bars:
-        profile = calibrate(
-            model,
-            bundled_data(tokenizer, settings),
-            settings,
-            name="bundled",
-            command="semkv demo",
-            work=work,
-            progress=bars,
-        ).profile
+        profile = run_steps(job, ("sketch",), work=work, report=bars).profile
     profile.save(folder)
-    shutil.rmtree(work, ignore_errors=True)
-    made = profile.info.provenance
-    if made is not None:
-        console.print(f"   {made.steps} steps in {made.wall_minutes:.1f} minutes; written to {folder}")
+    forget(work)
+    minutes = profile.info.measured["sketch"].wall_minutes
+    console.print(f"   {minutes:.1f} minutes; written to {folder}")
     return profile
 
 

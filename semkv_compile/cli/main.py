@@ -413,7 +413,7 @@ def info_command(
 
     $ semkv demo
 
-    $ semkv demo --calibrate-steps 300 --samples 40 --out demo_output
+    $ semkv demo --contexts 12 --samples 40 --out demo_output
     """,
 )
 def demo_command(
@@ -421,9 +421,12 @@ def demo_command(
     length: Annotated[str, typer.Option(help="Context length of the evaluation, tokens.")] = "2K",
     budget: Annotated[str, typer.Option(help="Fraction of the full KV, or tokens per KV head and layer.")] = "0.1",
     samples: Annotated[int, typer.Option(help="Questions per task family.")] = 40,
-    calibrate_steps: Annotated[
-        int, typer.Option(help="Steps of the calibration; 0 takes the profile that is committed with the model.")
-    ] = 60,
+    contexts: Annotated[
+        int,
+        typer.Option(
+            help="Contexts that the codebooks of `sketch` are learned from; 0 takes the profile that is committed with the model."
+        ),
+    ] = 6,
     seed: Annotated[int, typer.Option(help="Which contexts are drawn.")] = 0,
 ) -> None:
     """The whole road on the bundled model, in minutes: calibrate, compile to a tenth of the KV, ask, evaluate, draw."""
@@ -431,12 +434,12 @@ def demo_command(
         parsed, lengths = parse_budgets(budget, "--budget"), whole_numbers(length, "--length")
         if len(parsed) != 1 or len(lengths) != 1:
             refuse("the demo takes one --budget and one --length")
-        if samples < 1 or calibrate_steps < 0 or seed < 0:
-            refuse("--samples must be at least 1, --calibrate-steps and --seed at least 0")
+        if samples < 1 or contexts < 0 or seed < 0:
+            refuse("--samples must be at least 1, --contexts and --seed at least 0")
         check_writable(out, "--out", folder=True)
         from semkv.cli.demo import run_demo
 
-        run_demo(out, lengths[0], parsed[0], samples, calibrate_steps, seed)
+        run_demo(out, lengths[0], parsed[0], samples, contexts, seed)
 
 
 if __name__ == "__main__":

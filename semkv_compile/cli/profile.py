@@ -376,7 +376,7 @@ def _run(request: _Request) -> None:
     steps = tuple(step for step in request.steps if step != CHOICE)
     if not steps and request.base is None:
         raise ConfigError(f"--steps {CHOICE} compares methods for a profile that exists: {request.output} does not")
-    print_estimate(console, job, request.steps)
+    print_estimate(console, job, request.steps, request.workers)
     if request.dry_run:
         return
     made = Finished(request.base, [], {}) if not steps else _calibrated(request, job, steps)

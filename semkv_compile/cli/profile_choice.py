@@ -20,10 +20,15 @@ CHOICE = "choice"
 TEXT_TASKS, TEXT, TEXT_TOKENS = ("niah_single_2", "niah_multikey_1"), "perplexity", 32
 """What methods are compared on where the model is not the bundled one: RULER's needles in the user's own text, and what of it they recover,
 over so many tokens behind each context."""
+TEXT_BUDGETS = (0.03, 0.05, 0.1)
+"""Where methods are furthest apart."""
 TEXT_LENGTH = 2048
 """Tokens of a context at most that methods are compared on where the model is not the bundled one."""
-COMPRESSING, ANSWER_STEPS = 0.05, 10
-"""What a method takes to compress a context, over a pass, and to read and answer a question, in steps of the full cache: usual values."""
+ANSWER_TOKENS = 32
+"""Of a needle's answer, which begins with the number where it was found."""
+COMPRESSING, ANSWER_STEPS, STEP, PROCESS = 0.15, 55, 2.3, 0.5
+"""Usual values: what a method takes to compress a context, over a pass; steps of a question, whose tokens run one by one, and its answer; a
+method's step, over the full cache's; and what of the time every further process leaves."""
 SHOWN = 6
 """Methods that the picture draws in colour beside those that `method="auto"` takes; the others are grey."""
 COLOURS = tuple(
@@ -74,7 +79,8 @@ def run_choice(
         tasks = build_tasks(
             (*contest.families, *contest.text),
             sources={"haystack": str(text), "text": str(text)},
-            options={TEXT: {"tokens": TEXT_TOKENS}},
+            options={TEXT: {"tokens": TEXT_TOKENS}}
+            | {name: {"new_tokens": ANSWER_TOKENS} for name in contest.families},
             chat=bool(getattr(tokenizer, "chat_template", None)),
         )
         described = f"needles in {text.name}, and passages of it"
@@ -119,6 +125,7 @@ def contest_of(bundled: bool, length: int) -> Any:
         return Contest(methods, length=length)
     return Contest(
         methods,
+        budgets=TEXT_BUDGETS,
         families=TEXT_TASKS,
         text=(TEXT,),
         length=min(length, TEXT_LENGTH),
@@ -128,8 +135,10 @@ def contest_of(bundled: bool, length: int) -> Any:
     )
 
 
-def choice_seconds(passes: Any, *, bundled: bool, length: int) -> float:
-    """About how long the comparison takes, from the times of `semkv.profiles.calibration.estimate.Passes`."""
+def choice_seconds(passes: Any, *, bundled: bool, length: int, workers: int = 1) -> float:
+    """About how long the comparison takes, from the times of `semkv.profiles.calibration.estimate.Passes`; workers: see `run_choice`."""
+    from semkv.evaluation.choice import FINALISTS
+
     contest = contest_of(bundled, length)
     entrants, asked, seconds = len(contest.methods) * len(contest.budgets), contest.first, 0.0
     done = 0
@@ -141,10 +150,11 @@ def choice_seconds(passes: Any, *, bundled: bool, length: int) -> float:
         seconds += contexts * (
             2 * passes.seconds(contest.length) + entrants * COMPRESSING * passes.seconds(contest.length)
         )
-        seconds += questions * entrants * ANSWER_STEPS * passes.decode
+        seconds += questions * entrants * ANSWER_STEPS * STEP * passes.decode
         if asked >= contest.samples:
-            return seconds
-        done, asked, entrants = asked, min(contest.samples, 2 * asked), -(-entrants // 2)
+            return seconds * PROCESS ** (workers - 1)
+        done, asked = asked, min(contest.samples, 2 * asked)
+        entrants = len(contest.budgets) * max(FINALISTS, -(-entrants // (3 * len(contest.budgets))))
 
 
 def choice_table(console: Console, profile: Any) -> None:

@@ -10,9 +10,10 @@ from rich.console import Console
 from semkv.cli.profile_choice import CHOICE, choice_seconds
 
 
-def print_estimate(console: Console, job: Any, steps: Sequence[str]) -> None:
-    """Time pieces of the work, and print how long each step will take and the most memory."""
+def print_estimate(console: Console, job: Any, steps: Sequence[str], workers: int | None = None) -> None:
+    """Time pieces of the work, and print how long each step will take and the most memory. workers: of `choice`, as in `run_choice`."""
     from semkv.cli.profile_tables import simple_table
+    from semkv.evaluation.workers import default_workers
     from semkv.profiles.calibration.estimate import estimate
 
     with console.status("timing") as status:
@@ -20,7 +21,9 @@ def print_estimate(console: Console, job: Any, steps: Sequence[str]) -> None:
         made = estimate(job, own, lambda what: status.update(f"timing {what}"))
     seconds = dict(made.seconds)
     if CHOICE in steps:
-        seconds[CHOICE] = choice_seconds(made.passes, bundled=job.name == "bundled", length=job.measure_settings.length)
+        workers = default_workers(job.model, next(job.model.parameters()).device) if workers is None else workers
+        length = job.measure_settings.length
+        seconds[CHOICE] = choice_seconds(made.passes, bundled=job.name == "bundled", length=length, workers=workers)
     table = simple_table("time at most", "step", "time")
     for step, spent in seconds.items():
         table.add_row(step, duration(spent))

@@ -1,4 +1,4 @@
-"""Which method is best for a model at each budget, by measurement: successive halving over one prefill per context.
+"""Which method is best for a model at each budget, by measurement: successive elimination over one prefill per context.
 
 A method's score is the mean over families: of answers, and where a family is a likelihood, of the recovered gain (`semkv.evaluation.gain`)
 of all and of far tokens, each from 0 to 1.
@@ -12,10 +12,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from semkv.errors import ConfigError
-from semkv.evaluation.fitting import which_fit
+from semkv.errors import BudgetError, ConfigError
 from semkv.evaluation.gain import WINDOW, recovered
-from semkv.evaluation.runner import Progress, Refusal, cell_of, plan_of, run_grid
+from semkv.evaluation.runner import Progress, Refusal, cell_of, check_variant, plan_of, run_grid
 from semkv.evaluation.schema import Row
 from semkv.evaluation.settings import Grid, Variant
 from semkv.evaluation.store import RowStore
@@ -87,14 +86,14 @@ def choose(
     tasks: Mapping[str, Task] | None = None,
     workers: int = 1,
 ) -> Outcome:
-    """Measure every method at every budget on a few questions, and the better half on twice as many until `samples`.
+    """Measure every method at every budget on a few questions, and the best third on twice as many, until `samples`.
 
     compiled: a `CompiledModel` that holds what the methods need (profile, weights); its own method does not matter.
     identity, rows, workers: as in `evaluate`; a run that stopped goes on. A method that a budget is too small for in one of the
     contexts, or that lacks something in the profile, is left out there. Ties are broken by the bytes that a step moves.
     """
     subject, store = Subject(compiled, identity), RowStore(rows)
-    entrants, left_out = _able(subject, tokenizer, contest, tasks)
+    entrants, left_out = _able(subject, contest)
     measured: dict[tuple[str, float], Choice] = {}
     asked = contest.first
     while entrants:
@@ -116,18 +115,21 @@ def choose(
     return Outcome(tuple(measured.values()), tuple(left_out))
 
 
-def _able(
-    subject: Subject, tokenizer: Any, contest: Contest, tasks: Mapping[str, Task] | None
-) -> tuple[dict[float, tuple[str, ...]], list[str]]:
-    """The methods that can run at each budget, all tried on one context, and why others cannot."""
-    variants = tuple(Variant(method=name, budget=budget) for budget in contest.budgets for name in contest.methods)
-    grid = contest.grid(dict.fromkeys(contest.budgets, contest.methods), contest.first)
-    fitting, refused = which_fit(subject, tokenizer, grid.model_copy(update={"variants": variants}), tasks)
+def _able(subject: Subject, contest: Contest) -> tuple[dict[float, tuple[str, ...]], list[str]]:
+    """The methods that the profile and each budget are enough for, and why others cannot run. Those that a context turns out to be too
+    small for are refused when they meet it."""
     able: dict[float, tuple[str, ...]] = {}
-    for variant in fitting:
-        assert isinstance(variant.budget, float)
-        able[variant.budget] = (*able.get(variant.budget, ()), variant.method)
-    return able, [_left_out(variant, why) for variant, why in refused]
+    left_out = []
+    for budget in contest.budgets:
+        for name in contest.methods:
+            variant = Variant(method=name, budget=budget)
+            try:
+                check_variant(variant, subject, contest.length)
+            except (BudgetError, ConfigError) as error:
+                left_out.append(_left_out(variant, str(error)))
+            else:
+                able[budget] = (*able.get(budget, ()), name)
+    return able, left_out
 
 
 def _left_out(variant: Variant, why: str) -> str:
@@ -173,9 +175,9 @@ def _measured(
 
 
 def _better(found: list[Choice]) -> tuple[str, ...]:
-    """The better half of one budget's methods, `FINALISTS` at least, in their order."""
+    """The best third of one budget's methods, `FINALISTS` at least, in their order."""
     ranked = sorted(found, key=lambda choice: (-choice.score, choice.moved))
-    kept = {choice.method for choice in ranked[: max(FINALISTS, -(-len(ranked) // 2))]}
+    kept = {choice.method for choice in ranked[: max(FINALISTS, -(-len(ranked) // 3))]}
     return tuple(choice.method for choice in found if choice.method in kept)
 
 

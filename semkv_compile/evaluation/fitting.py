@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from semkv.errors import BudgetError, ConfigError
-from semkv.evaluation.runner import all_tasks, check_grid
+from semkv.evaluation.runner import FULL, all_tasks, check_grid, check_variant
 from semkv.evaluation.settings import Grid, Variant
 from semkv.evaluation.subject import Subject
 from semkv.evaluation.tasks.base import Task
@@ -18,11 +18,12 @@ def which_fit(
 
     A method refuses a budget below its smallest, or a profile without its section.
     """
+    check_grid(grid.model_copy(update={"variants": (FULL,)}), subject, tokenizer, tasks)
     refused: dict[int, str] = {}
     sound = []
     for place, variant in enumerate(grid.variants):
         try:
-            check_grid(grid.model_copy(update={"variants": (variant,)}), subject, tokenizer, tasks)
+            check_variant(variant, subject, min(grid.lengths))
         except (BudgetError, ConfigError) as error:
             refused[place] = str(error)
         else:

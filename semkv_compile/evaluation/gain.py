@@ -29,6 +29,25 @@ def recovered(rows: Sequence[Row], full: Sequence[Row], window: Sequence[Row]) -
     return Recovered(every=_ratio(found), far=_ratio(far) if far else None, tokens=len(found), far_tokens=len(far))
 
 
+def gain_change(
+    rows: Sequence[Row], base: Sequence[Row], full: Sequence[Row], window: Sequence[Row], *, far: bool = False
+) -> Interval | None:
+    """The gain of `rows` less the gain of `base` at the same budget, on the tokens that both predicted; `far`: on far ones alone.
+
+    None where they share no such token, or the full cache gains nothing over the window.
+    """
+    mine, theirs = gains(rows, full, window), gains(base, full, window)
+    shared = {one[0] for one in mine} & {one[0] for one in theirs}
+    pairs = [
+        (context, a - b, whole)
+        for (context, a, whole), (_, b, _) in zip(
+            *([one for one in side if one[0] in shared] for side in (mine, theirs)), strict=True
+        )
+        if not far or whole > FAR_NATS
+    ]
+    return _ratio(pairs) if pairs and sum(whole for _, _, whole in pairs) > 0 else None
+
+
 def gains(rows: Sequence[Row], full: Sequence[Row], window: Sequence[Row]) -> Tokens:
     """Of every token that all three predicted."""
     theirs, least = ({row.context: row for row in given} for given in (full, window))

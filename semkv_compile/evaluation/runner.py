@@ -25,7 +25,6 @@ from semkv.evaluation.tasks.base import Task
 from semkv.evaluation.tasks.bundled import family_tasks
 from semkv.evaluation.workers import check_workers, in_processes
 from semkv.methods import METHODS
-from semkv.runtime.placement import Placement
 
 FULL = Variant(method="full")
 Progress = Callable[[int, int, str], None]
@@ -110,15 +109,17 @@ def check_grid(grid: Grid, subject: Subject, tokenizer: Any, tasks: Mapping[str,
                 f"task {family!r} asks no question after its context: question 'seen' means nothing for it, take 'unseen'"
             )
     for variant in grid.variants:
-        _check_smallest(variant, subject.variant(variant).placement, min(grid.lengths))
+        check_variant(variant, subject, min(grid.lengths))
     for family in tasks or {}:
         if family in grid.families:
             plan = plan_of(grid, known[family])
             known[family].make(tokenizer, min(grid.lengths), 0, seed=grid.seed, questions=plan.asked(0))
 
 
-def _check_smallest(variant: Variant, placement: Placement, length: int) -> None:
-    """Refuse a budget that at `length` tokens is below the method's smallest; contexts may be a few tokens shorter."""
+def check_variant(variant: Variant, subject: Subject, length: int) -> None:
+    """Refuse a method that the profile lacks something for, wrong options, and a budget that at `length` tokens is below the method's
+    smallest; contexts may be a few tokens shorter."""
+    placement = subject.variant(variant).placement
     if variant.budget is None:
         return
     tokens = placement.budget.average_tokens(length)

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from semkv.evaluation.gain import FAR_NATS, recovered
+from semkv.evaluation.gain import FAR_NATS, gain_change, recovered
 from semkv.evaluation.schema import Answer, Row, Usage
 
 USAGE = Usage(device=1, full=2, budget_used=0.5, workspace=0, host=0, disk=0, reserved=0, window=0, moved=0.0, steps=1)
@@ -96,3 +96,25 @@ def test_without_far_tokens_there_is_no_share_of_them():
     window = {c: [x + 0.4 for x in given] for c, given in full.items()}
     found = recovered(rows_of(full), rows_of(full), rows_of(window))
     assert (found.far, found.far_tokens, found.every.value) == (None, 0, pytest.approx(1.0))
+
+
+def test_a_change_of_gain_is_of_the_tokens_that_both_predicted():
+    full, window, method = drawn(5)
+    other = {c: [a + 0.5 * (b - a) for a, b in zip(full[c], window[c])] for c in (0, 1, 2, 4)}
+    change = gain_change(*(rows_of(x) for x in (method, other, full, window)))
+    shared = [{c: given[c] for c in other} for given in (method, other, full, window)]
+    mine, theirs = (recovered(*(rows_of(x) for x in (side, *shared[2:]))) for side in shared[:2])
+    assert change.value == pytest.approx(mine.every.value - theirs.every.value)
+    assert (change.contexts, change.low < change.value < change.high) == (4, True)
+    far = gain_change(*(rows_of(x) for x in (method, other, full, window)), far=True)
+    assert far.value == pytest.approx(mine.far.value - theirs.far.value)
+    assert far.samples < change.samples
+
+
+def test_a_method_does_not_change_against_itself_and_nothing_is_said_where_nothing_is_shared():
+    full, window, method = drawn(6)
+    assert gain_change(*(rows_of(x) for x in (method, method, full, window))).value == 0.0
+    apart = {9: method[0]}
+    assert gain_change(rows_of(method), rows_of(apart), rows_of(full), rows_of(window)) is None
+    assert gain_change(rows_of(method), [], rows_of(full), rows_of(window)) is None
+    assert gain_change(rows_of(method), rows_of(method), rows_of(window), rows_of(full)) is None

@@ -99,7 +99,7 @@ def test_small_models_have_a_process_per_thread():
     assert default_workers(small, CPU) == torch.get_num_threads()
     assert default_workers(small, torch.device("cuda:0")) == 1
     with torch.device("meta"):
-        large = torch.nn.Linear(20_000, 10_000)
+        large = torch.nn.Linear(60_000, 10_000)
     assert default_workers(large, CPU) == 1
 
 

@@ -66,8 +66,10 @@ def instruction(kind: str, single: bool) -> str:
     )
 
 
-def question(kind: str, keys: Sequence[str], values: Sequence[str], depth: float | None) -> Ask:
-    """What is asked of the haystack: one value, or all of them."""
+def question(
+    kind: str, keys: Sequence[str], values: Sequence[str], depth: float | None, new_tokens: int = NEW_TOKENS
+) -> Ask:
+    """What is asked of the haystack: one value, or all of them; new_tokens: what an answer may have."""
     if len(values) == 1:
         one = kind.removesuffix("s")
         text = f"\nWhat is the special magic {one} for {keys[0]} mentioned in the provided text?"
@@ -76,7 +78,7 @@ def question(kind: str, keys: Sequence[str], values: Sequence[str], depth: float
         names = listed(keys)
         text = f"\nWhat are all the special magic {kind} for {names} mentioned in the provided text?"
         prefix = f" The special magic {kind} for {names} mentioned in the provided text are"
-    return Ask(text, tuple(values), NEW_TOKENS, prefix, depth)
+    return Ask(text, tuple(values), new_tokens, prefix, depth)
 
 
 class TextHaystack:
@@ -102,7 +104,7 @@ class RulerNeedles(TextTask):
 
     within: what hides the needles: `noise` (one sentence repeated), `text` (the haystack, or generated prose) or
     `needles` (others like them). keys, values: needles' keys, and values of each. asked: keys that are asked for.
-    key_form, value_form: words, numbers or uuids. haystack: a text.
+    key_form, value_form: words, numbers or uuids. new_tokens: that an answer may have, RULER's 128. haystack: a text.
     """
 
     within: Literal["noise", "text", "needles"] = "text"
@@ -111,6 +113,7 @@ class RulerNeedles(TextTask):
     asked: int = 1
     key_form: Form = "words"
     value_form: Form = "numbers"
+    new_tokens: int = NEW_TOKENS
     haystack: Source | None = None
 
     monotone: ClassVar[bool] = True
@@ -161,13 +164,15 @@ class RulerNeedles(TextTask):
                 hidden = "\n".join(lines)
             context = instruction(self.value_form, len(answers) == 1) + hidden
             depth = min(context.index(answer) for answer in answers) / len(context)
-            return Prompt(context, (question(self.value_form, [keys[i] for i in chosen], answers, depth),))
+            return Prompt(
+                context, (question(self.value_form, [keys[i] for i in chosen], answers, depth, self.new_tokens),)
+            )
 
         low = max(len(needles), 1)
         guess = length if self.within == "text" else length // 25
         made = fill(render, count, length, low, max(guess * 3 // 4, low))
         if made is None:
-            raise self.too_short(length, f"the needles, the question and {NEW_TOKENS} tokens of answer need more")
+            raise self.too_short(length, f"the needles, the question and {self.new_tokens} tokens of answer need more")
         return made
 
     def _needle(self, key: str, value: str) -> str:
