@@ -28,10 +28,12 @@ from semkv.cache_folder import cache_folder
 from semkv.cli.common import progress_bar, quiet_libraries, whole_numbers, words
 from semkv.cli.models import load_model
 from semkv.config import CompileConfig
+from semkv.errors import BudgetError
 from semkv.evaluation import Grid, Report, Variant, evaluate
 from semkv.evaluation.identity import subject_identity
-from semkv.evaluation.runner import Refusal
+from semkv.evaluation.runner import Refusal, check_variant
 from semkv.evaluation.schema import CellResult, Interval
+from semkv.evaluation.subject import Subject
 from semkv.evaluation.tasks import build_tasks
 from semkv.evaluation.tasks.base import Task
 from semkv.methods import METHODS
@@ -62,6 +64,8 @@ BOTH = ("full", "streaming_llm")
 """What recovered gain is measured between."""
 CEILING = Variant(method="sketch", budget=0.05, options={"oracle": True}, label="ceiling")
 """The choice of `sketch` made by true attention, its index not charged."""
+STEP, ASKED = 2.0, 80
+"""Usual values: a method's step, over the full cache's; tokens of a question, which run one by one, and of its answer."""
 LEADERS = 3
 AUTO = "auto"
 """What the profile takes at a budget, under this name as well."""
@@ -130,10 +134,10 @@ class Table:
     def _measure(
         self, variants: list[Variant], families: tuple[str, ...], samples: int, length: int, plain: bool, title: str
     ) -> Report:
-        left = [v for v in variants if (v.label, v.budget or 0.0, length) not in self.refused]
-        grid = Grid(variants=tuple(left), families=families, lengths=(length,), samples=samples)
         compiled, refusals = self.compiled(plain), list[Refusal]()
         profile = None if plain else self.loaded.profile
+        left = [v for v in variants if self._serves(v, Subject(compiled, ""), length)]
+        grid = Grid(variants=tuple(left), families=families, lengths=(length,), samples=samples)
         with progress_bar(f"{title}, {families[0]}") as progress:
             report = evaluate(
                 compiled,
@@ -156,6 +160,16 @@ class Table:
         self.report = report
         self.commits.update(report.commits)
         return report
+
+    def _serves(self, variant: Variant, subject: Subject, length: int) -> bool:
+        """Whether a method can live in a budget at this length."""
+        key = (variant.label, variant.budget or 0.0, length)
+        if key not in self.refused:
+            try:
+                check_variant(variant, subject, length)
+            except BudgetError as error:
+                self.refused[key] = str(error)
+        return key not in self.refused
 
 
 def able(cells: Iterable[CellResult]) -> tuple[str, ...]:
@@ -198,11 +212,11 @@ def leaders(cells: Sequence[CellResult], named: Sequence[str]) -> list[Variant]:
     return chosen
 
 
-def hours(table: Table, variants: int, size: Size) -> float:
-    """About how long the first round takes: from one prompt and a few steps of the full cache at each length; steps of other methods
-    are taken to be twice as long."""
+def hours(table: Table, variants: int, first: Size, whole: Size, named: int) -> float:
+    """About how long both rounds take: from one prompt and a few steps of the full cache at each length."""
     seconds = 0.0
     compiled = table.compiled(True)
+    more = Size(whole.questions - first.questions, whole.texts - first.texts)
     for length in table.lengths:
         sample = table.tasks["perplexity"].make(table.loaded.tokenizer, length, 0, seed=0, questions=1)
         began = time.perf_counter()
@@ -211,10 +225,11 @@ def hours(table: Table, variants: int, size: Size) -> float:
         began = time.perf_counter()
         for token in sample.questions[0].answer[:8]:
             compiled.extend(state, torch.tensor([[token]], dtype=torch.int64, device="cpu"))
-        step = 2 * (time.perf_counter() - began) / 8
-        questions = len(NEEDLES) * size.questions
-        seconds += 2 * read * (questions + size.texts)
-        seconds += variants * step * (questions * 40 + size.texts * table.asked.tokens)
+        step = STEP * (time.perf_counter() - began) / 8
+        for size, count in ((first, variants), (more, len(BUDGETS) * (LEADERS + named))):
+            questions = len(NEEDLES) * size.questions
+            seconds += 2 * read * (questions + size.texts)
+            seconds += count * step * (questions * ASKED + size.texts * table.asked.tokens)
     return seconds / 3600 / table.asked.workers
 
 
@@ -251,7 +266,8 @@ def main() -> None:
     if "sketch" in methods:
         variants += [CEILING.model_copy(update={"budget": budget}) for budget in BUDGETS]
     first, whole = (Size(*whole_numbers(text, "sizes")) for text in (asked.first, asked.whole))
-    print(f"about {hours(table, len(variants), first):.1f} hours for the first round", flush=True)
+    named = words(asked.always, "--always")
+    print(f"about {hours(table, len(variants), first, whole, len(named)):.1f} hours", flush=True)
     cells: list[CellResult] = []
     for length in table.lengths:
         tried = table.run(variants, first, length, f"all methods, {length:,} tokens")
@@ -259,7 +275,7 @@ def main() -> None:
             f"{length:,} tokens, needle tasks that the full cache answers: {', '.join(able(tried)) or 'none'}",
             flush=True,
         )
-        chosen = leaders(tried, words(asked.always, "--always"))
+        chosen = leaders(tried, named)
         print("to the end:", ", ".join(f"{v.label} {v.budget_text}" for v in chosen), flush=True)
         done = table.run(chosen, whole, length, f"the best, {length:,} tokens")
         known = {(c.cell.variant.label, c.cell.variant.budget, c.cell.family) for c in done}
