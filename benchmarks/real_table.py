@@ -222,8 +222,8 @@ def hours(table: Table, variants: int, first: Size, whole: Size, named: int) -> 
         began = time.perf_counter()
         state = compiled.prefill(torch.tensor([list(sample.ids)], dtype=torch.int64, device="cpu"))
         read = time.perf_counter() - began
-        began = time.perf_counter()
-        for token in sample.questions[0].answer[:8]:
+        for place, token in enumerate(sample.questions[0].answer[:9]):
+            began = time.perf_counter() if place == 1 else began  # the first step makes what the others run
             compiled.extend(state, torch.tensor([[token]], dtype=torch.int64, device="cpu"))
         step = STEP * (time.perf_counter() - began) / 8
         for size, count in ((first, variants), (more, len(BUDGETS) * (LEADERS + named))):
