@@ -115,9 +115,9 @@ def by_books(stages: int, part: int = 1) -> Scores:
     """Residual codebooks from calibration, a byte for each, along one of `part` of the directions."""
 
     def scores(q: Tensor, k: Tensor, head: Head) -> Tensor:
-        books = head.books[k.shape[-1] // part]
-        found = Codebooks(books.mean, books.books[:, :stages], books.root).encode(k[None])
-        return q @ books.decode(found)[0].T
+        whole = head.books[k.shape[-1] // part]
+        books = Codebooks(whole.mean, whole.books[:, :stages], whole.root)
+        return q @ books.decode(books.encode(k[None]))[0].T
 
     return scores
 

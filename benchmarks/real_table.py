@@ -108,6 +108,7 @@ class Table:
         self._compiled: dict[bool, Any] = {}
         self.commits: set[str] = set()
         self.refused: dict[tuple[str, float, int], str] = {}
+        self._subjects: dict[bool, Subject] = {}
 
     def compiled(self, plain: bool) -> Any:
         """The model with its profile, or without it."""
@@ -136,7 +137,7 @@ class Table:
     ) -> Report:
         compiled, refusals = self.compiled(plain), list[Refusal]()
         profile = None if plain else self.loaded.profile
-        left = [v for v in variants if self._serves(v, Subject(compiled, ""), length)]
+        left = [v for v in variants if self._serves(v, plain, length)]
         grid = Grid(variants=tuple(left), families=families, lengths=(length,), samples=samples)
         with progress_bar(f"{title}, {families[0]}") as progress:
             report = evaluate(
@@ -161,9 +162,10 @@ class Table:
         self.commits.update(report.commits)
         return report
 
-    def _serves(self, variant: Variant, subject: Subject, length: int) -> bool:
+    def _serves(self, variant: Variant, plain: bool, length: int) -> bool:
         """Whether a method can live in a budget at this length."""
         key = (variant.label, variant.budget or 0.0, length)
+        subject = self._subjects.setdefault(plain, Subject(self.compiled(plain), ""))
         if key not in self.refused:
             try:
                 check_variant(variant, subject, length)

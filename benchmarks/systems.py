@@ -65,6 +65,8 @@ MODES: Lines = {
     "snapkv, paper": ("snapkv", KEPT),
     "pyramidkv": ("pyramidkv", {}),
     "pyramidkv, paper": ("pyramidkv", KEPT),
+    "cake, paper": ("cake", KEPT),
+    "omnikv, strict": ("omnikv", STRICT),
     "streaming_llm": ("streaming_llm", {}),
     "h2o": ("h2o", {}),
     "chunkkv": ("chunkkv", {}),
@@ -76,7 +78,7 @@ MODES: Lines = {
 """Measured at every budget. `paper`: the paper's own mode; the others hold generated tokens within the budget."""
 
 CHUNK = 16
-"""Tokens of an equal chunk: about a sentence."""
+"""Tokens of an equal chunk, where no profile says how long a sentence is."""
 FACTORS = (1.0, 2.0, 3.0, 5.0, 8.0)
 THRESHOLDS = tuple((stable, similar) for stable in (0.3, 0.5, 0.7) for similar in (0.3, 0.5, 0.7))
 HEADS: dict[int, Way] = {2: "lower", 6: "equal"}
@@ -155,8 +157,8 @@ SAID: dict[str, tuple[Said, ...]] = {
     "SeKV": (
         *behind(
             "sekv, paper",
-            ("streaming_llm", "snapkv, paper", "chunkkv", "sentencekv, paper"),
-            "the others answer less (Tables 1, 2)",
+            ("streaming_llm", "snapkv, paper", "pyramidkv, paper", "chunkkv", "sentencekv, paper"),
+            "the others answer less, at 10 % (Table 1)",
             "unseen",
         ),
         *(
@@ -173,8 +175,8 @@ SAID: dict[str, tuple[Said, ...]] = {
     "HeteroCache": (
         *behind(
             "heterocache, paper",
-            ("snapkv, paper", "pyramidkv, paper", "quest", "shadowkv"),
-            "the others answer less (Tables 1, 2)",
+            ("quest", "shadowkv", "omnikv, strict", "cake, paper"),
+            "the others answer less, at 30 and 50 % (Tables 1, 2)",
             "unseen",
         ),
         Said("heterocache, strict, uniform allocation", "heterocache, strict", "lower", TABLE_4[0]),
@@ -202,8 +204,8 @@ SAID: dict[str, tuple[Said, ...]] = {
     "SentenceKV": (
         *behind(
             "sentencekv, paper",
-            ("h2o", "snapkv, paper", "quest"),
-            "the others answer less (Tables 1, 2)",
+            ("h2o", "snapkv, paper", "quest", "shadowkv"),
+            "the others answer less (Table 1, Fig. 4)",
             "seen",
         ),
         Said(
@@ -232,8 +234,8 @@ SAID: dict[str, tuple[Said, ...]] = {
     "CompressKV": (
         *behind(
             "compresskv, paper",
-            ("streaming_llm", "snapkv, paper", "pyramidkv, paper"),
-            "the others answer less (Tables 1, 4)",
+            ("streaming_llm", "snapkv, paper", "pyramidkv, paper", "cake, paper"),
+            "the others answer less (Tables 1, 5)",
             "seen",
         ),
         Said(
@@ -282,8 +284,8 @@ SAID: dict[str, tuple[Said, ...]] = {
 }
 
 
-def variants(question: QuestionMode | None = None) -> tuple[Variant, ...]:
-    """All that is measured, `full` first; of one question mode the switches that something is said of in it."""
+def variants(question: QuestionMode | None = None, chunk: int = CHUNK) -> tuple[Variant, ...]:
+    """All that is measured, `full` first; of one question mode the switches that something is said of in it. chunk: see `CHUNK`."""
     lines: list[tuple[str, tuple[str, Mapping[str, Any]], tuple[float, ...]]]
     lines = [(label, line, BUDGETS) for label, line in MODES.items()]
     lines += [(label, line, (SWITCHED,)) for own in SWITCHED_LINES.values() for label, line in own.items()]
@@ -293,7 +295,12 @@ def variants(question: QuestionMode | None = None) -> tuple[Variant, ...]:
     return (
         Variant(method="full"),
         *(
-            Variant(method=method, budget=budget, label=label, options=dict(options))
+            Variant(
+                method=method,
+                budget=budget,
+                label=label,
+                options=dict(options) | ({"chunk": chunk} if "chunk" in options else {}),
+            )
             for label, (method, options), budgets in lines
             if label in MODES or label in named
             for budget in budgets
@@ -309,10 +316,12 @@ class Systems:
         needles = {name: task for name, task in bench.tasks.items() if task.has_question}
         if TEXT not in bench.tasks or not needles:
             raise SystemExit("--source with texts and --tasks with a needle task are needed")
+        sentences = bench.profile.info.sentences
+        chunk = CHUNK if sentences is None else round(sentences.mean_tokens)
         served = {
             question: tuple(
                 v
-                for v in variants(question)
+                for v in variants(question, chunk)
                 if v.budget is None or bench.serves(v.method, v.budget, v.options, v.label)
             )
             for question in ("unseen", "seen")

@@ -23,8 +23,7 @@ POLL_SECONDS = 1.0
 """After which it is looked whether a worker has died."""
 
 SMALL_PARAMETERS = 500_000_000
-"""Parameters of a model up to which processes of one thread are faster together than one of several: at 135M, two against one of two
-threads, by a half."""
+"""Parameters of a model up to which processes of one thread are taken to be faster together than one process of several threads."""
 
 
 def default_workers(model: nn.Module, device: torch.device) -> int:
