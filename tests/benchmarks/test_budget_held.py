@@ -16,7 +16,7 @@ COMPRESSING = [name for name, method in METHODS.items() if method.compresses]
 REFUSED = {("infllm", 0.05), ("clusterkv", 0.05)}
 """Budgets in which the index leaves no room for a unit."""
 TOKENS, NEW = 2048, 6
-QUICK = ("snapkv", "sekv", "sketch", "heterocache", "specontext", "mixed")
+QUICK = ("snapkv", "sekv", "sketch", "mixed")
 """By default; the others run with the slow tests."""
 
 

@@ -85,7 +85,7 @@ def test_cap_over_forms_of_folded_spans(wide_program, compile_as, prompt, reside
     assert state.stats.moved_bytes_per_step > 0
 
 
-@pytest.mark.parametrize("method", quick_ones(COMPRESSING, ("snapkv", "sekv", "h2o", "semanticache")))
+@pytest.mark.parametrize("method", quick_ones(COMPRESSING, ("sekv", "h2o")))
 def test_generation_far_beyond_a_budget_in_tokens(wide_program, compile_as, prompt, resident, folded, method):
     """Spans merge, then old ones are archived; the host keeps every token."""
     compiled = compile_as(wide_program, method, 60, kv_dtype="float16")
