@@ -85,7 +85,10 @@ def test_tests_are_collected_without_packages() -> None:
 def test_bundled_weights_are_small() -> None:
     weights = [ROOT / name for name in _tracked() if name.endswith(".safetensors")]
     assert weights
-    assert sum(path.stat().st_size for path in weights) <= 16e6
+    own = [
+        path for path in weights if "smollm2_135m" not in path.parts
+    ]  # which tests/profiles/test_smollm2.py holds to its size
+    assert sum(path.stat().st_size for path in own) <= 16e6
     assert (ROOT / "profiles/bundled/model/model.safetensors").stat().st_size <= 12e6
 
 
