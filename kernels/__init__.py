@@ -3,6 +3,6 @@
 Importing this package registers the operators' implementations with PyTorch.
 """
 
-from semkv.kernels import attention, linear, mixed_attention
+from semkv.kernels import attention, linear, mixed_attention, state
 
-__all__ = ["attention", "linear", "mixed_attention"]
+__all__ = ["attention", "linear", "mixed_attention", "state"]
