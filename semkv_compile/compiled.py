@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import Any
 
 from transformers.configuration_utils import PreTrainedConfig
@@ -15,7 +16,7 @@ from semkv.errors import BudgetError
 from semkv.generation import Generation
 from semkv.huggingface import register_causal_lm
 from semkv.ir.program import Program
-from semkv.kernel_builds import check_graphs, start_builds
+from semkv.kernel_builds import as_step, check_graphs, start_builds
 from semkv.kernel_layouts import site_layouts, tune_program
 from semkv.kernels.mixed_attention.dispatch import form_of
 from semkv.kernels.tuning import Tuning
@@ -29,6 +30,7 @@ from semkv.runtime.budget import Budget
 from semkv.runtime.floor import Demand, with_floor
 from semkv.runtime.host_tier import HostTier
 from semkv.runtime.placement import Placement, in_pages
+from semkv.runtime.row_turns import GraphedSteps, serves
 from semkv.runtime.state import State
 
 
@@ -107,6 +109,8 @@ class CompiledModel(Generation):
             ),
         )
         kernels = form_of(settings.kernels, device)[0]
+        graphed = device.type == "cpu" and serves(plan)
+        steps = GraphedSteps(program, partial(as_step, settings.kernels, program.dtype)) if graphed else None
         placement = Placement(
             program=program,
             method=method.name,
@@ -123,10 +127,11 @@ class CompiledModel(Generation):
             device=device,
             thresholds=limits,
             rows=settings.rows if limits else None,
-            prefetch=settings.prefetches,
+            prefetch=settings.prefetches and steps is None,
             guesses=settings.guesses,
             kernels=kernels == "triton",
             weights=None if self._live is None else self._live.weights,
+            steps=steps,
         )
         object.__setattr__(self, "_source", source)
         object.__setattr__(self, "program", program)

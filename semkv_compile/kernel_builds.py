@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from functools import partial
 
 import torch
+from torch import Tensor
+from torch.fx import GraphModule
 
 from semkv.errors import ConfigError
 from semkv.ir import ops
@@ -72,6 +75,15 @@ def as_run(program: Program, kernels: str, device: torch.device, *, cuda_graphs:
             node.target = mixed_attention
     decode.recompile()
     return program.evolve(decode=decode)
+
+
+def as_step(kernels: str, dtype: torch.dtype, module: GraphModule) -> Callable[..., tuple[Tensor, ...]]:
+    """The graph of a step on a CPU as it runs there: attention is called without PyTorch's dispatcher."""
+    for node in module.graph.nodes:
+        if node.target == ops.mixed_attention:
+            node.target = mixed_attention
+    module.recompile()
+    return module
 
 
 def _fuses(program: Program, kernels: str, device: torch.device) -> bool:

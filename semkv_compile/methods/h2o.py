@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from semkv.ir.program import Program
+from semkv.ir import state_ops
 from semkv.ir.site import AttentionSite
 from semkv.methods.base import Method
 from semkv.methods.options import Inner
 from semkv.methods.window_scores import attention_received, softmax_weights
 from semkv.profiles.schema import Profile
-from semkv.runtime.components import Components
+from semkv.runtime.components import Components, ExactKeys
 from semkv.runtime.record import RowRecord
 
 
@@ -32,6 +35,16 @@ class HeavyHitters:
 
     def added(self, site: AttentionSite, q: Tensor, k: Tensor, hidden: Tensor) -> Tensor:
         return softmax_weights(site, q, k, hidden).sum(dim=2).mean(dim=1)
+
+    def given(self, site: AttentionSite, q: Tensor, held: Sequence[ExactKeys], asked: Tensor) -> list[Tensor]:
+        logits = []
+        for keys in held:
+            own = state_ops.products(q * site.scale, keys.k, keys.scale, 16 if keys.scale is None else 8)
+            own = site.softcap * torch.tanh(own / site.softcap) if site.softcap else own
+            hidden = keys.positions > asked[:, :, None]  # [B, Hkv|1, n]
+            logits.append(own.masked_fill(hidden[:, :, None], float("-inf")))
+        mass = torch.stack([own.logsumexp(-1) for own in logits]).logsumexp(0)[..., None]
+        return [(own - mass).exp().mean(2) for own in logits]
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,7 @@ class MixedRouter(SketchRouter):
     sentences: keeps a sentence's queries; None without them.
     """
 
+    scores: ClassVar[None] = None  # type: ignore[assignment]
     sentences: SentenceRouter | None = None
     sentence: float = 0.0
     prior: float = 0.0

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from semkv.ir import state_ops
 from semkv.ir.site import AttentionSite
 from semkv.kernels.log_softmax import log_softmax
 from semkv.runtime.components import IndexPart, Summary
@@ -15,6 +16,7 @@ from semkv.runtime.record import RowRecord
 from semkv.runtime.segments import Folding
 from semkv.runtime.spans import FoldedSpans
 from semkv.runtime.step import Step
+from semkv.runtime.units import Units
 
 
 def grouped(site: AttentionSite, q: Tensor) -> Tensor:
@@ -34,9 +36,17 @@ class PageRouter(ABC):
         raise ValueError(f"the index {name!r} merges by itself")
 
     @abstractmethod
-    def logits(self, site: AttentionSite, q: Tensor, spans: FoldedSpans) -> Tensor:
-        """Unnormalised scores [Hkv, group * T, M] of grouped queries [Hkv, group * T, D], to which they are linear, but for a number
+    def logits(self, site: AttentionSite, q: Tensor, spans: FoldedSpans | Units) -> Tensor:
+        """Unnormalised scores [..., Hkv, R, M] of grouped queries [..., Hkv, R, D], to which they are linear, but for a number
         that is the same for all units of a query. A tensor of its own: it is written over."""
+
+    def constants(self, site: AttentionSite) -> dict[str, Tensor]:
+        """See `semkv.runtime.components.Scorer`."""
+        return {}
+
+    def scores(self, site: AttentionSite, q: Tensor, units: Units) -> Tensor:
+        """See `semkv.runtime.components.Scorer`."""
+        return state_ops.scores(self.logits(site, q * site.scale, units), units.count)[0]
 
     def score(self, site: AttentionSite, q: Tensor, spans: FoldedSpans, step: Step) -> Tensor:
         logits = self.logits(site, grouped(site, q) * site.scale, spans)
@@ -66,7 +76,7 @@ class MinMaxRouter(PageRouter):
         k = folding.k.float()
         return {"low": folding.smallest(k), "high": folding.largest(k)}
 
-    def logits(self, site: AttentionSite, q: Tensor, spans: FoldedSpans) -> Tensor:
+    def logits(self, site: AttentionSite, q: Tensor, spans: FoldedSpans | Units) -> Tensor:
         return spans.products(q.clamp(min=0), "high") + spans.products(q.clamp(max=0), "low")
 
 
@@ -87,7 +97,7 @@ class MeanKeyRouter(PageRouter):
         mean = folding.mean(folding.k)
         return {"mean": torch.nn.functional.normalize(mean, dim=-1) if self.direction else mean}
 
-    def logits(self, site: AttentionSite, q: Tensor, spans: FoldedSpans) -> Tensor:
+    def logits(self, site: AttentionSite, q: Tensor, spans: FoldedSpans | Units) -> Tensor:
         return spans.products(q, "mean")
 
 
@@ -136,7 +146,7 @@ class RepresentativeRouter(PageRouter):
             record.known[name] = representative_scores(site, record, self.local)
         return record.known[name]
 
-    def logits(self, site: AttentionSite, q: Tensor, spans: FoldedSpans) -> Tensor:
+    def logits(self, site: AttentionSite, q: Tensor, spans: FoldedSpans | Units) -> Tensor:
         return torch.stack([spans.products(q, f"key{place}") for place in range(self.count)]).sum(0)
 
 

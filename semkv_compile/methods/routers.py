@@ -14,6 +14,7 @@ from semkv.runtime.quantization import Quantized, norms, products
 from semkv.runtime.segments import Folding
 from semkv.runtime.spans import FACTORS, FoldedSpans
 from semkv.runtime.step import Step
+from semkv.runtime.units import Units
 
 
 class MeansSuffice:
@@ -120,6 +121,30 @@ class GateRouter:
             bits=mean.bits,
         )
 
+    def constants(self, site: AttentionSite) -> dict[str, Tensor]:
+        """See `semkv.runtime.components.Scorer`."""
+        sizes = (site.kv_heads, site.group_size)
+        return {"weight": self._weight(site).float().unflatten(0, sizes), "limit": self._limit(site).float().unflatten(0, sizes)}
+
+    def scores(self, site: AttentionSite, q: Tensor, units: Units) -> Tensor:
+        """See `semkv.runtime.components.Scorer`."""
+        w, limit = units.constant("weight"), units.constant("limit")
+        query = (q[:, :, :, None] @ w.mT)[:, :, :, 0]  # [B, Hkv, G, d']
+        size = units.tensors["lengths"].float().log()[:, :, None]
+        if "vector_length" in units.tensors:
+            raw = units.products(query.flatten(1, 2)[:, :, None], "vectors").view(*query.shape[:3], -1)
+            raw = raw / units.tensors["vector_length"].view(*query.shape[:3], -1)
+        else:
+            back = (query[:, :, :, None] @ w)[:, :, :, 0]  # W^T W q
+            raw = units.products(back, "mean_k") / units.tensors["norms"].view(*query.shape[:3], -1)
+        return raw / w.shape[2] ** 0.5 + size - limit[..., None]
+
+    def derived(self, spans: FoldedSpans) -> dict[str, Quantized | Tensor]:
+        """See `semkv.runtime.components.Scorer`."""
+        if "vectors" not in spans.index:
+            return {}
+        return {"vector_length": norms(spans.index["vectors"]).clamp(min=1e-12)}
+
     def threshold(self, site: AttentionSite) -> Tensor:
         """Zero: `score` is measured from the limit."""
         return torch.zeros(site.q_heads, dtype=torch.float32, device="cpu")
@@ -136,6 +161,18 @@ class CoarseRouter(MeansSuffice):
     def score(self, site: AttentionSite, q: Tensor, spans: FoldedSpans, step: Step) -> Tensor:
         grouped = q.float().cpu().unflatten(0, (site.kv_heads, site.group_size)).flatten(1, 2)
         return products(grouped, spans.mean_directions).reshape(site.q_heads, q.shape[1], -1)
+
+    def constants(self, site: AttentionSite) -> dict[str, Tensor]:
+        """See `semkv.runtime.components.Scorer`."""
+        return {}
+
+    def scores(self, site: AttentionSite, q: Tensor, units: Units) -> Tensor:
+        """See `semkv.runtime.components.Scorer`."""
+        return units.products(q, "direction")
+
+    def derived(self, spans: FoldedSpans) -> dict[str, Quantized | Tensor]:
+        """See `semkv.runtime.components.Scorer`."""
+        return {"direction": spans.mean_directions}
 
     def threshold(self, site: AttentionSite) -> Tensor:
         return torch.zeros(site.q_heads, dtype=torch.float32, device="cpu")

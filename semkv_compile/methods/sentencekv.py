@@ -121,6 +121,8 @@ class SentenceRouter(MeanKeyRouter):
 
     classes: Tensor | None = None
 
+    scores: ClassVar[None] = None  # type: ignore[assignment]
+
     def score(self, site: AttentionSite, q: Tensor, spans: FoldedSpans, step: Step) -> Tensor:
         if self.classes is not None:
             q = self.sentence_queries(site, q, step)

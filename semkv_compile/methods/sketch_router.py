@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from semkv.ir import state_ops
 from semkv.ir.site import AttentionSite
 from semkv.kernels.sketch_scores import sketch_logits
 from semkv.methods.page_routers import PageRouter, ungrouped
@@ -15,6 +16,7 @@ from semkv.runtime.components import IndexPart, Summary
 from semkv.runtime.segments import Folding
 from semkv.runtime.spans import FoldedSpans
 from semkv.runtime.step import Step
+from semkv.runtime.units import Units
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +61,36 @@ class SketchRouter(PageRouter):
         tables = (asked @ inverse @ vectors).unflatten(-1, (books.stages, -1))
         return ungrouped(site, sketch_scores_triton(tables, there.indexed("codes")), q.shape[1])
 
-    def logits(self, site: AttentionSite, q: Tensor, spans: FoldedSpans) -> Tensor:
+    def constants(self, site: AttentionSite) -> dict[str, Tensor]:
+        books, values = self._books(site), self.values.get((site.store, site.first_head))
+        # [H, D, S * 256]: from a query to what each vector adds to a product with it
+        found = {"tables": books.inverse.mT @ books.books.flatten(1, 2).mT, "mean": books.mean}
+        if values is not None:
+            eye = torch.eye(site.group_size, dtype=torch.bool, device="cpu")
+            found |= {"value_books": values.books, "value_mean": values.mean, "eye": eye}
+        return found
+
+    def scores(self, site: AttentionSite, q: Tensor, units: Units) -> Tensor:
+        asked, stages = q * site.scale, units.tensors["codes"].shape[-1]
+        tables = (asked @ units.constant("tables")).unflatten(-1, (stages, -1))
+        score, mass = state_ops.scores(state_ops.look_up(tables, units.tensors["codes"]), units.count)
+        if self.has_rest(site):
+            units.passing["shift"] = mass + asked @ units.constant("mean")[..., None]  # from a score to the logit of a token
+        return score
+
+    def has_rest(self, site: AttentionSite) -> bool:
+        """See `semkv.runtime.components.Rest`."""
+        return (site.store, site.first_head) in self.values and not site.has_bias
+
+    def rest(
+        self, site: AttentionSite, score: Tensor, chosen: Tensor, own: Tensor | None, units: Units
+    ) -> tuple[Tensor, Tensor]:
+        """See `semkv.runtime.components.Rest`."""
+        books, mean = units.constant("value_books"), units.constant("value_mean")
+        codes, shift = units.tensors["values"], units.passing["shift"]
+        return state_ops.coarse_attention(score, shift, chosen, units.count, codes, books, mean, site.softcap, own)
+
+    def logits(self, site: AttentionSite, q: Tensor, spans: FoldedSpans) -> Tensor:  # type: ignore[override]
         codes = spans.index["codes"]
         assert isinstance(codes, Tensor)
         return sketch_logits(self._books(site).tables(q), codes)

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from semkv.ir.site import AttentionSite
-from semkv.runtime.quantization import bytes_per_vector
+from semkv.runtime.quantization import Quantized, bytes_per_vector
 from semkv.runtime.segments import Boundary, Folding, Segmentation
 
 if TYPE_CHECKING:
     from semkv.runtime.record import RowRecord
     from semkv.runtime.spans import FoldedSpans
     from semkv.runtime.step import Step
+    from semkv.runtime.units import Units
 
 
 class Segmenter(Protocol):
@@ -105,6 +106,24 @@ class Evictor(Protocol):
         [Hkv|1, 1, T, N]: later than the query."""
 
 
+class ExactKeys(NamedTuple):
+    """Keys of exact tokens in a step's graph: k [B, Hkv, n, D], codes of 8 bits where there is a scale [B, Hkv, n, 1]; positions int32
+    [B, Hkv|1, n], later than every query where there is no token."""
+
+    k: Tensor
+    scale: Tensor | None
+    positions: Tensor
+
+
+@runtime_checkable
+class Giver(Protocol):
+    """What an evictor has that adds to scores within a step's graph."""
+
+    def given(self, site: AttentionSite, q: Tensor, held: Sequence[ExactKeys], asked: Tensor) -> list[Tensor]:
+        """What the queries q float32 [B, Hkv, G, D] of one token a row, at position `asked` int64 [B, 1], add to the scores of the exact
+        tokens, [B, Hkv, n] each."""
+
+
 class Allocator(Protocol):
     """How the budget of a row is divided among its layers once the prompt was read."""
 
@@ -155,6 +174,40 @@ class Router(Protocol):
 
     def threshold(self, site: AttentionSite) -> Tensor:
         """Logits [Hq] above which a unit is unfolded."""
+
+
+@runtime_checkable
+class Scorer(Protocol):
+    """What a router has that scores within a step's graph."""
+
+    def constants(self, site: AttentionSite) -> Mapping[str, Tensor]:
+        """Tensors that `scores` reads of the site by `Units.constant`."""
+
+    def scores(self, site: AttentionSite, q: Tensor, units: Units) -> Tensor:
+        """q float32 [B, Hkv, R, D] -> [B, Hkv, R, M]: `Router.score` for one token of each row, in plain PyTorch without a question to the
+        host, and without a size of what grows. Numbers beyond `Units.count` are never read."""
+
+
+@runtime_checkable
+class Rest(Protocol):
+    """What a `Scorer` has that knows enough of the units that stay folded to attend to them, where the method has no summaries."""
+
+    def has_rest(self, site: AttentionSite) -> bool:
+        """Whether it does at this site."""
+
+    def rest(
+        self, site: AttentionSite, score: Tensor, chosen: Tensor, own: Tensor | None, units: Units
+    ) -> tuple[Tensor, Tensor]:
+        """`Coarse.attend` within a step's graph: of score float32 [B, Hkv, R, M] and the units chosen bool [B, Hkv, M], or own bool
+        [B, Hkv, R, M] where rows differ, -> float32 [B, Hkv, R, Dv] and [B, Hkv, R]."""
+
+
+@runtime_checkable
+class Derived(Protocol):
+    """What a router has that reads more than the index, made again whenever units change."""
+
+    def derived(self, spans: FoldedSpans) -> Mapping[str, Quantized | Tensor]:
+        """Tensors [H, M, ...] by the names under which `Units.tensors` has them."""
 
 
 @runtime_checkable

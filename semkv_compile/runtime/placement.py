@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
+from typing import TYPE_CHECKING, Protocol
 
 import torch
+from torch import Tensor
 
 from semkv.ir.program import Program
 from semkv.ir.site import AttentionSite
@@ -16,6 +18,9 @@ from semkv.runtime.components import Components, Part, Plan
 from semkv.runtime.host_tier import HostTier
 from semkv.runtime.weights import Weights
 
+if TYPE_CHECKING:
+    from semkv.runtime.row_memory import RowMemory
+
 PAGE = 8
 """Tokens in a page at which methods declare their smallest sizes."""
 
@@ -23,6 +28,12 @@ PAGE = 8
 def in_pages(tokens: int, page_size: int) -> int:
     """`tokens`, declared for pages of 8, in pages of `page_size`: larger pages need as many of them."""
     return max(tokens, -(-tokens // PAGE) * page_size)
+
+
+class Steps(Protocol):
+    """Decode steps as graphs, see `semkv.runtime.row_turns.GraphedSteps`."""
+
+    def step(self, rows: Sequence[RowMemory], ids: Tensor, positions: Tensor, known: Tensor, surprisal: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -34,7 +45,8 @@ class Placement:
         sites' `host_from` follow from. rows: sequences that these are for; None: any number.
     prefetch: whether rows fetch ahead of their layers what those will unfold; guesses: and what they are likely to.
     kernels: whether Triton's kernels score and select units where there are some, see `semkv.kernels.mixed_attention.dispatch`.
-    weights: those of the model at that time, where it may change.
+    weights: those of the model at that time, where it may change. steps: runs single tokens as graphs; None where the method, or the
+    device, has none.
     """
 
     program: Program
@@ -51,6 +63,7 @@ class Placement:
     guesses: bool = True
     kernels: bool = False
     weights: Weights | None = None
+    steps: Steps | None = None
 
     def where(self, site: AttentionSite, tokens: int) -> torch.device | None:
         """Where the folded tokens of a site wait when its sequence has `tokens` tokens: a device, or None for the host."""

@@ -461,12 +461,8 @@ class RowMemory:
         store, memories = self.placement.stores[site.store], self.stores[site.store]
         parts, tokens = self.placement.parts(store), self.tokens + q.shape[1]
         if owner:
-            for part, memory in zip(parts, memories):
+            for part, memory, (allowance, limit) in zip(parts, memories, self._making_room(store, tokens)):
                 heads = slice(part.first, part.last)
-                if store.treatment == "window":
-                    memory.slide(store.window)
-                limit = self.cap_bytes(tokens) / 4 / store.kv_heads
-                allowance = self._step_allowance(store, part, tokens)
                 memory.append(k[heads], v[heads], positions, ids, surprisal, allowance, limit)
         if self.past is not None:
             self.past.asked(site, q)
@@ -478,10 +474,23 @@ class RowMemory:
             memory.entries(own, q[own.query_heads] if len(parts) > 1 else q, room, step)
             for own, memory, room in zip(sites, memories, self.workspace_allowance(store, tokens))
         ]
-        self._account(site, store, memories, tokens)
+        self.account(site, store, memories, tokens)
         if self.lookahead is not None:
             self.lookahead.advance(self, site, ids)
         return join_parts(made, sites, q.shape[1])
+
+    def _making_room(self, store: AttentionSite, tokens: int) -> Iterator[tuple[float, float]]:
+        """Before new tokens enter a store, for each of its parts: device bytes for fixed parts, and for an unfolded span per KV head."""
+        limit = self.cap_bytes(tokens) / 4 / store.kv_heads
+        for part, memory in zip(self.placement.parts(store), self.stores[store.store]):
+            if store.treatment == "window":
+                memory.slide(store.window)
+            yield self._step_allowance(store, part, tokens), limit
+
+    def admit(self, store: AttentionSite, ids: Tensor, surprisal: Tensor) -> list[int]:
+        """Have room for a token, ids int64 [1] of surprisal [1], in a store, whose key and value a step's graph fills in; where, per part."""
+        made = zip(self.stores[store.store], self._making_room(store, self.tokens + 1))
+        return [memory.admit(ids, surprisal, *room) for memory, room in made]
 
     def step_of(self, site: AttentionSite, ids: Tensor, q: Tensor) -> Step:
         """The turn of `site` in a step over ids [T], with all of its queries [Hq, T, D]."""
@@ -491,9 +500,10 @@ class RowMemory:
         kernels = self.placement.kernels and q.dtype in DTYPES
         return Step(ids, self.tokens, site, q, self.stores[site.store], caps, self.notes, self.passing, kernels)
 
-    def _account(
+    def account(
         self, site: AttentionSite, store: AttentionSite, memories: tuple[SiteMemory, ...], tokens: int
     ) -> None:
+        """Count the turn of a site in a step after which the row has `tokens` tokens."""
         traffic = self.traffic
         traffic.moved_bytes += sum(memory.moved_nbytes for memory in memories)
         traffic.held_bytes += sum(memory.held_nbytes for memory in memories)
@@ -508,13 +518,13 @@ class RowMemory:
             charged = self.charged_nbytes * self.shares.get(store.store, 0.0)
             attended = sum(memory.attended_nbytes for memory in memories)
             traffic.turn(held + charged, attended, _beyond(held, cap), self.placement.budget.full_bytes(store, tokens))
-        if any(memory.zoom is not None for memory in memories):
+        if any(memory.counts is not None for memory in memories):
             zooms = traffic.zooms.setdefault(
                 site.index, torch.zeros(2, site.q_heads, dtype=torch.float32, device="cpu")
             )
             for part, memory in zip(self.placement.parts(store), memories):
-                if memory.zoom is not None:
-                    read, taken = memory.zoom.counts()
+                if memory.counts is not None:
+                    read, taken = memory.counts
                     counts = zooms[:, part.first * site.group_size : part.last * site.group_size]
                     counts[0] += read
                     counts[1] += taken

@@ -11,11 +11,12 @@ from semkv.ir.memory import Entries
 from semkv.ir.site import AttentionSite
 from semkv.runtime.blocks import NEG_INF, bias_of, with_block, zoomed_units
 from semkv.runtime.choosing import Zoom, choose_there, choose_units, threshold_of
-from semkv.runtime.components import Coarse, Components, Continuing, Cutting, Foresight, Standing
+from semkv.runtime.components import Coarse, Components, Continuing, Cutting, Foresight, Rest, Standing
 from semkv.runtime.prediction import Certain, Likely, Whereabouts
 from semkv.runtime.prefetch import Wanted
 from semkv.runtime.quantization import quantize, tensors_of
 from semkv.runtime.segments import Boundary, Folding
+from semkv.runtime.slots import Slots
 from semkv.runtime.spans import FoldedSpans, exact_nbytes
 from semkv.runtime.step import Step
 from semkv.runtime.supply import Supplied, Supply
@@ -109,9 +110,11 @@ class SiteMemory:
         )
         self.unit_state, self.of_prompt, self.boundary = unit_state, of_prompt, boundary
         self.workspace: Workspace | None = None
+        self.slots: Slots | None = None
         self.moved_nbytes = self.held_nbytes = 0
         self.reads_codes = False
         self.zoom: Zoom | None = None
+        self._read: Tensor | None = None
         self.ahead, self.guesses = 0, False
         self.supply: Supply | None = None
         self.supplied = Supplied()
@@ -145,6 +148,8 @@ class SiteMemory:
         read = (self.kept.length + self.recent.length) * size
         if spans is None or not spans.count:
             return read
+        if self.slots is not None:
+            read += self.slots.filled * size // site.kv_heads
         if workspace is not None and self.unfolds:
             read += workspace.filled * size // site.kv_heads
             read += 0 if workspace.factors is None else workspace.factors.nbytes
@@ -155,6 +160,8 @@ class SiteMemory:
     @property
     def workspace_nbytes(self) -> int:
         """Device bytes of what is unfolded, empty slots included."""
+        if self.slots is not None:
+            return self.slots.nbytes
         return 0 if self.workspace is None else self.workspace.nbytes
 
     @property
@@ -165,6 +172,7 @@ class SiteMemory:
     def reserved_nbytes(self) -> int:
         """Device bytes that are allocated ahead of need."""
         ahead = self.kept.reserved_nbytes + self.recent.reserved_nbytes
+        ahead += 0 if self.slots is None else self.slots.reserved_nbytes
         return ahead + self.spans.reserved_nbytes if self.spans is not None and self.on_device else ahead
 
     @property
@@ -209,6 +217,13 @@ class SiteMemory:
         """bool [Hq, T, M]: the units that each query head reads unfolded in the last step; None where nothing is folded."""
         return None if self.zoom is None else self.zoom.heads
 
+    @property
+    def counts(self) -> tuple[Tensor, int] | None:
+        """(units read in the last step, summed over tokens, int64 [Hq], decisions that each query head took); None where nothing is folded."""
+        if self._read is not None:
+            return self._read, self.spans.count
+        return None if self.zoom is None else self.zoom.counts()
+
     def slide(self, window: int) -> None:
         """Drop whole pages of what a sliding window of `window` tokens no longer sees."""
         excess = self.recent.length - (window - 1)
@@ -234,6 +249,10 @@ class SiteMemory:
         if allowance != float("inf"):
             self._make_room(k.shape[1], allowance, span_limit)
         self.recent.append(k, v, positions[None])
+        self._note(ids, surprisal)
+
+    def _note(self, ids: Tensor, surprisal: Tensor) -> None:
+        """New recent tokens are ids [t] of surprisal [t]."""
         if self.spans is not None:
             self.recent_ids = torch.cat([self.recent_ids, ids.cpu()])
             self.recent_surprisal = torch.cat([self.recent_surprisal, surprisal])
@@ -359,6 +378,60 @@ class SiteMemory:
                 if self.workspace is not None:
                     self.workspace.renumber(gone)
 
+    # -- a step's graph ----------------------------------------------------------------------------------------------
+
+    def admit(self, ids: Tensor, surprisal: Tensor, allowance: float, span_limit: float) -> int:
+        """`append` of one token, ids and surprisal [1], whose key and value a step's graph fills in: their place among the recent ones."""
+        if allowance != float("inf"):
+            self._make_room(1, allowance, span_limit)
+        self.recent.reserve_one()
+        self.recent.take_in()
+        self._note(ids, surprisal)
+        return self.recent.length - 1
+
+    @property
+    def reads_units(self) -> bool:
+        """Whether a step's graph chooses among units."""
+        return self.unfolds and self.spans is not None and self.spans.count > 0
+
+    def prepare(self, site: AttentionSite, allowance: float) -> tuple[int, int, int, int]:
+        """Have slots within `allowance` bytes, for the turn of `site`: `semkv.runtime.layer_step.NUMBERS` but for the first."""
+        self.zoom, self._read, self.moved_nbytes, self.held_nbytes = None, None, 0, 0
+        self.supplied, self.workspace = Supplied(), None
+        spans = self.spans
+        if spans is None or not self.reads_units:
+            return (0 if spans is None else spans.count), 0, 0, 0
+        usable, _ = self._slots(site, allowance)
+        assert usable is not None
+        if self.slots is None:
+            self.slots = Slots(site.kv_heads, spans.room_kinds, self.device)
+        self.slots.allow(usable)
+        places = spans.places
+        return spans.count, usable // places.length if places.length else usable, places.start, places.shift
+
+    def step_tensors(self) -> dict[str, Tensor]:
+        """What a step's graph reads and writes, by name, without a dimension of rows; numbers behind what is stored say nothing."""
+        out = {f"recent.{name}": x for name, x in self.recent.tensors.items()}
+        if self.kept.length:
+            out |= {f"kept.{name}": x for name, x in self.kept.tensors.items()}
+        if self.spans is not None and self.spans.count:
+            out |= self.spans.step_tensors()
+            if self.slots is not None and self.reads_units:
+                out |= {f"slots.{name}": x for name, x in self.slots.tensors().items()}
+        return out
+
+    def took(self, moved: int, held: int, read: Tensor) -> None:
+        """A turn has copied so many tokens to the slots, over all heads, and found so many there; each KV head, or query head, has read
+        so many units, int64 [H]."""
+        assert self.slots is not None
+        assert self.spans is not None
+        size = self.spans.host_tokens.token_nbytes
+        self.slots.filled = moved + held
+        self.moved_nbytes, self.held_nbytes = (0 if self.on_device else moved * size), held * size
+        self._read = read.repeat_interleave(self.site.q_heads // len(read))
+        router = self.components.router
+        self.reads_codes = isinstance(router, Rest) and router.has_rest(self.site)
+
     # -- attention ---------------------------------------------------------------------------------------------------
 
     def entries(self, site: AttentionSite, q: Tensor, workspace_allowance: float, step: Step) -> Entries:
@@ -367,7 +440,7 @@ class SiteMemory:
         The result has no batch dimension; keys and values are in the KV dtype, those of coarse entries in codes.
         """
         self.moved_nbytes = self.held_nbytes = 0
-        self.zoom, self.supplied, self.reads_codes = None, Supplied(), False
+        self.zoom, self._read, self.supplied, self.reads_codes, self.slots = None, None, Supplied(), False, None
         if self.components.evictor is not None and site.index == self.site.index:
             self._score(site, q, step)
         stored = [part for part in (self.kept, self.recent) if part.length]
@@ -578,6 +651,7 @@ class SiteMemory:
         copy.kept, copy.recent = self.kept.clone(), self.recent.clone()
         copy.spans = self.spans.clone() if self.spans is not None else None
         copy.workspace = self.workspace.clone() if self.workspace is not None else None
+        copy.slots = None if self.slots is None else self.slots.clone()
         copy.ahead, copy.supply = 0, None  # a copy has buffers of its own once it runs
         copy.likely, copy._foreseen = None, None
         return copy

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from semkv.ir.site import AttentionSite
+from semkv.ir.state_ops import EMPTY
 from semkv.kernels.slots import Segments
-from semkv.runtime.components import Components, IndexPart
+from semkv.runtime.components import Components, Derived, IndexPart
 from semkv.runtime.device_index import DeviceIndex
 from semkv.runtime.host_pool import GrowingTensor, HostFactors, HostTokens, RoomKinds, room_kinds
 from semkv.runtime.host_tier import HostTier
+from semkv.runtime.places import Places, places_of
 from semkv.runtime.prefetch import Source
 from semkv.runtime.quantization import (
     Quantized,
@@ -26,6 +28,7 @@ from semkv.runtime.quantization import (
     quantize,
     tensors_of,
 )
+from semkv.runtime.roomy import Roomy
 from semkv.runtime.segments import Folding
 from semkv.runtime.workspace import UnfoldedFactors, Workspace, ranges
 
@@ -112,6 +115,9 @@ class FoldedSpans:
         self._segments: Segments | None = None
         self._run: tuple[Tensor, int | None] | None = None
         self._there: DeviceIndex | None = None
+        self._places: tuple[Tensor, Places] | None = None
+        self._step: tuple[tuple[object, ...], dict[str, Tensor]] | None = None
+        self.room = Roomy()
 
     @property
     def index_parts(self) -> Mapping[str, IndexPart]:
@@ -264,10 +270,10 @@ class FoldedSpans:
         if summary is not None:
             weights = folding.surprisal_weights() if summary.weights == "surprisal" else None
             mean_k = folding.mean(folding.k, weights)
-            self.mean_k = _joined(self.mean_k, held(mean_k, summary.bits, self.dtype))
+            self.mean_k = self._joined("mean_k", self.mean_k, held(mean_k, summary.bits, self.dtype))
             if summary.attend:
                 mean_v = folding.mean(folding.v, weights)
-                self.mean_v = _joined(self.mean_v, held(mean_v, summary.bits, self.dtype))
+                self.mean_v = self._joined("mean_v", self.mean_v, held(mean_v, summary.bits, self.dtype))
             if weights is not None:
                 self.mass = _same_rows(self.mass, folding.surprisal_mass(), heads)
         parts = self.index_parts
@@ -284,7 +290,17 @@ class FoldedSpans:
 
     def _append_index(self, name: str, part: IndexPart, x: Tensor) -> None:
         new = x.to(part.dtype) if part.bits is None else quantize(x, part.bits)
-        self.index[name] = _joined(self.index.get(name), new)
+        self.index[name] = self._joined(name, self.index.get(name), new)
+
+    def _joined(self, name: str, old: Quantized | Tensor | None, new: Quantized | Tensor) -> Quantized | Tensor:
+        """What is held under a name, and more units [H, m, ...] behind it."""
+        if isinstance(new, Tensor):
+            assert old is None or isinstance(old, Tensor)
+            return self.room.joined(name, old, new)
+        assert old is None or isinstance(old, Quantized)
+        codes = self.room.joined(f"{name}.codes", None if old is None else old.codes, new.codes)
+        scale = self.room.joined(f"{name}.scale", None if old is None else old.scale, new.scale)
+        return Quantized(codes, scale, new.bits, new.dim)
 
     def _store(self, folding: Folding, mean_k: Tensor | None) -> None:
         k, v, positions, lengths = folding.k, folding.v, folding.positions, folding.lengths
@@ -449,6 +465,52 @@ class FoldedSpans:
 
     # -- unfolding ---------------------------------------------------------------------------------------------------
 
+    @property
+    def places(self) -> Places:
+        """Where the tokens of each unit wait."""
+        if self._places is None or self._places[0] is not self.segment_unit:  # replaced whenever units change
+            waiting, retired = self.host_tokens.length, self.retired.data[0]
+            self._places = (self.segment_unit, places_of(self.segments, self.segment_unit, self.count, waiting, retired))
+        return self._places[1]
+
+    def step_tensors(self) -> dict[str, Tensor]:
+        """What a step's graph reads of the units, in buffers: numbers beyond `count`, and beyond the tokens that wait, say nothing."""
+        made_of = (self.lengths, self.segment_unit, self.host_tokens)  # replaced whenever units change, or leave the device
+        if self._step is None or any(old is not new for old, new in zip(self._step[0], made_of)):
+            self._step = (made_of, self._step_tensors())
+        return self._step[1]
+
+    def _step_tensors(self) -> dict[str, Tensor]:
+        out: dict[str, Tensor] = {}
+        parts: dict[str, Quantized | Tensor | None] = dict(self.index)
+        if self.components.summary is not None:
+            parts |= {"mean_k": self.mean_k, "mean_v": self.mean_v, "lengths": self.lengths, "positions": self.positions}
+        if self.components.unfold and self.components.router is not None:
+            out |= self._waiting_tensors()
+            parts |= {"lengths": self.lengths} if self.places.bounds is not None else {}
+            parts |= self.components.router.derived(self) if isinstance(self.components.router, Derived) else {}
+        for name, part in parts.items():
+            if isinstance(part, Quantized):
+                out[f"{name}.codes"] = self.room.whole(f"{name}.codes", part.codes)
+                out[f"{name}.scale"] = self.room.whole(f"{name}.scale", part.scale)
+            elif part is not None:
+                out[name] = self.room.whole(name, part)
+        return out
+
+    def _waiting_tensors(self) -> dict[str, Tensor]:
+        """What waits, and where."""
+        places, waiting = self.places, {name: part.stored for name, part in self.host_tokens.parts.items()}
+        out = {f"waiting.{name}": x for name, x in waiting.items()}
+        if places.bounds is not None:
+            bounds = out["places.bounds"] = self.room.whole("places.bounds", places.bounds)
+            bounds[:, places.bounds.shape[1] :] = EMPTY  # they stay in order
+        if places.order is not None:  # as many places as there is room for
+            behind = waiting["k"].shape[1] - places.order.shape[1]
+            out["places.order"] = torch.nn.functional.pad(places.order, (0, behind))
+        if places.where is not None:
+            out["places.where"] = self.room.whole("places.where", places.where)
+        return out
+
     def workspace(self, device: torch.device) -> Workspace:
         """An empty workspace for what is unfolded, on `device`."""
         return Workspace(self.site.kv_heads, self.room_kinds, device)
@@ -552,17 +614,13 @@ class FoldedSpans:
 
     def clone(self) -> FoldedSpans:
         copy = object.__new__(FoldedSpans)
+        self.room = Roomy()  # what was in the old one belongs to both
         copy.__dict__.update(self.__dict__)
+        copy.room, self._step, copy._step = Roomy(), None, None
         copy.host_tokens, copy.host_factors = self.host_tokens.clone(), self.host_factors.clone()
         copy.retired = self.retired.clone()
         copy.index, copy._there = dict(self.index), None
         return copy  # every other tensor is replaced, never written in place
-
-
-def _joined(old: Quantized | Tensor | None, new: Quantized | Tensor) -> Quantized | Tensor:
-    if isinstance(old, Quantized) and isinstance(new, Quantized):
-        return concatenate([old, new], 1)
-    return torch.cat([old, new], 1) if isinstance(old, Tensor) and isinstance(new, Tensor) else new
 
 
 def _replaced(held: Held, keep: Tensor, at: Tensor, made: Tensor) -> Held:

@@ -323,6 +323,20 @@ class State:
             [first[:, None], torch.zeros(ids.shape[0], ids.shape[1] - 1, dtype=torch.float32, device=first.device)], 1
         ).cpu()
 
+    def steps_as_graph(self, tokens: int) -> bool:
+        """Whether the step of so many tokens that has begun is one graph of tensors."""
+        return tokens == 1 and self.placement.steps is not None and self.watch is None and self.timeline is None
+
+    def graph_step(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """The step that has begun, over ids int64 [B, 1] at `positions` int64 [B, 1], as one graph -> hidden [B, 1, H]."""
+        steps = self.placement.steps
+        assert steps is not None
+        if self.placement.program.batched:
+            return steps.step(self.rows, ids, positions, self._ids, self._surprisal)
+        rows = [slice(row, row + 1) for row in range(len(self.rows))]
+        given = (self.rows, ids, positions, self._ids, self._surprisal)
+        return torch.cat([steps.step(*(x[row] for x in given)) for row in rows])
+
     def alone(self, row: int) -> State:
         """One row in the step that has begun: for programs that take one at a time."""
         one = State(self.placement, [self.rows[row]], self.logits[row : row + 1])

@@ -63,7 +63,9 @@ def step(program: Program, state: State, ids: Tensor, *, all_logits: bool = Fals
     start = torch.tensor(state.lengths, dtype=torch.int64, device=ids.device)[:, None]
     positions = start + torch.arange(ids.shape[1], dtype=torch.int64, device=ids.device)
     state.begin_step(ids)
-    if program.batched or len(state.rows) == 1:
+    if state.steps_as_graph(ids.shape[1]):
+        hidden = state.graph_step(ids, positions)
+    elif program.batched or len(state.rows) == 1:
         hidden = graph(ids, positions, state)
     else:
         parts = []

@@ -5,7 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from semkv.ir.state_ops import EMPTY
 from semkv.runtime.quantization import Quantized, dequantize, quantize
+
+AHEAD, SHARE = 32, 32
+"""Room that a step's graph finds behind what is stored: tokens at least, and one for each so many that there are."""
 
 
 def plain(x: Tensor | Quantized) -> Tensor:
@@ -45,7 +49,8 @@ class TokenStore:
             4 * given[name].shape[0] for name in ("positions", "scores") if name in given
         )
         capacity = self._pages(self.length) * page_size
-        self._held = {name: _grown(x, capacity) for name, x in given.items()}
+        self._held = {name: _grown(name, x, capacity) for name, x in given.items()}
+        self._ahead = False
 
     def _pages(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
@@ -88,14 +93,31 @@ class TokenStore:
         """Bytes allocated ahead of need."""
         return sum(x.nbytes for x in self.buffers) - self.nbytes
 
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """What a step's graph reads and writes, by name; behind the tokens are zeros, and positions that hide them."""
+        return self._held
+
+    def reserve_one(self) -> None:
+        """Have a place for one more token, which a step's graph fills in."""
+        if self.length == self._held["k"].shape[1]:
+            self._ahead = True
+            self._grow(self.length + 1 + max(AHEAD, self.length // SHARE))
+
+    def take_in(self, tokens: int = 1) -> None:
+        """Count tokens in that were filled in."""
+        self.length += tokens
+
+    def _grow(self, tokens: int) -> None:
+        capacity = self._pages(tokens) * self.page_size
+        self._held = {name: _grown(name, x[:, : self.length], capacity) for name, x in self._held.items()}
+
     def append(self, k: Tensor, v: Tensor, positions: Tensor) -> None:
         """Add tokens: k [Hkv, t, D], v [Hkv, t, Dv], of any dtype, positions [Hkv|1, t]."""
         end = self.length + k.shape[1]
         capacity = self._held["k"].shape[1]
         if end > capacity:
-            wanted = max(end, capacity * 5 // 4) if self.reserve else end
-            capacity = self._pages(wanted) * self.page_size
-            self._held = {name: _grown(x[:, : self.length], capacity) for name, x in self._held.items()}
+            self._grow(max(end, capacity * 5 // 4) if self.reserve else end)
         new = {"positions": positions}
         for name, x in (("k", k), ("v", v)):
             new |= _parts(name, quantize(x, 8) if self.in_codes else x)
@@ -111,8 +133,11 @@ class TokenStore:
         positions = self.positions[:, :count].clone()
         rest = {name: x[:, count : self.length] for name, x in self._held.items()}
         self.length -= count
-        capacity = self._held["k"].shape[1] if self.reserve else self._pages(self.length) * self.page_size
-        self._held = {name: _grown(x, capacity) for name, x in rest.items()}
+        capacity = self._held["k"].shape[1]
+        most = self._pages(self.length + 3 * max(AHEAD, self.length // SHARE)) * self.page_size
+        if not self.reserve and not (self._ahead and capacity <= most):
+            capacity = self._pages(self.length) * self.page_size
+        self._held = {name: _grown(name, x, capacity) for name, x in rest.items()}
         return k, v, positions
 
     def clone(self) -> TokenStore:
@@ -126,10 +151,11 @@ def _parts(name: str, x: Tensor | Quantized) -> dict[str, Tensor]:
     return {name: x.codes, f"{name}_scale": x.scale} if isinstance(x, Quantized) else {name: x}
 
 
-def _grown(x: Tensor, capacity: int) -> Tensor:
+def _grown(name: str, x: Tensor, capacity: int) -> Tensor:
+    """x [H, n, ...] with room up to `capacity`: zeros, and positions of no token."""
     out = x.new_empty((x.shape[0], capacity, *x.shape[2:]))
     out[:, : x.shape[1]] = x
-    out[:, x.shape[1] :] = 0
+    out[:, x.shape[1] :] = EMPTY if name == "positions" else 0
     return out
 
 

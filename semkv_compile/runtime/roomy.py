@@ -1,0 +1,55 @@
+"""Tensors that grow along their second dimension, in buffers with room behind them, whose sizes seldom change: what a step's graph reads."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+AHEAD, SHARE = 32, 32
+"""Room behind what is stored: columns at least, and one for each so many that there are."""
+
+
+class Roomy:
+    """Buffers by name. What stands behind a tensor in its buffer is finite and says nothing."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+
+    def joined(self, name: str, old: Tensor | None, new: Tensor) -> Tensor:
+        """old [H, n, ...] and new [H, m, ...] one behind the other; where `old` begins its buffer, only `new` is copied."""
+        if old is None:
+            return new
+        count = old.shape[1] + new.shape[1]
+        buffer = self._buffers.get(name)
+        if buffer is None or not _begins(old, buffer) or count > buffer.shape[1] or new.dtype != old.dtype:
+            return torch.cat([old, new], 1)
+        buffer[:, old.shape[1] : count] = new
+        return buffer[:, :count]
+
+    def whole(self, name: str, x: Tensor) -> Tensor:
+        """A buffer that begins with x [H, n, ...]: its own, or one that it is copied to."""
+        buffer = self._buffers.get(name)
+        if buffer is not None and _begins(x, buffer):
+            return buffer
+        alike = buffer is not None and buffer.dtype == x.dtype and buffer.shape[0] == x.shape[0] and buffer.shape[2:] == x.shape[2:]
+        if not alike or not x.shape[1] <= buffer.shape[1] <= 2 * x.shape[1] + 4 * AHEAD:
+            capacity = x.shape[1] + max(AHEAD, x.shape[1] // SHARE)
+            buffer = self._buffers[name] = torch.zeros(
+                (x.shape[0], capacity, *x.shape[2:]), dtype=x.dtype, device=x.device
+            )
+        buffer[:, : x.shape[1]] = x
+        return buffer
+
+
+def _begins(x: Tensor, buffer: Tensor) -> bool:
+    """Whether x [H, n, ...] is the first columns of a buffer."""
+    return (
+        x.data_ptr() == buffer.data_ptr()
+        and x.dtype == buffer.dtype
+        and x.shape[1] <= buffer.shape[1]
+        and x.shape[:1] + x.shape[2:] == buffer.shape[:1] + buffer.shape[2:]
+        and x.stride() == buffer.stride()
+    )
+
+
+__all__ = ["Roomy"]

@@ -1,0 +1,137 @@
+"""What one row brings to a step's graph and takes from it: between steps its memory makes room, inside a step nothing asks the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from semkv.ir.ops import mixed_attention
+from semkv.ir.program import Program
+from semkv.ir.site import AttentionSite
+from semkv.runtime.components import Components, Giver, Plan, Scorer
+from semkv.runtime.layer_step import Layer
+from semkv.runtime.row_memory import RowMemory
+from semkv.runtime.site_memory import SiteMemory
+from semkv.runtime.step_graph import TERMS, StepGraphs, Turn
+
+
+def serves(plan: Plan) -> bool:
+    """Whether steps of a method are graphs: all that it does in one is told in tensors."""
+    if plan.before is not None or plan.at_site or plan.features:
+        return False
+    return all(_serves(components) for components in plan.all_components())
+
+
+def _serves(components: Components) -> bool:
+    if components.evictor is not None and not isinstance(components.evictor, Giver):
+        return False
+    reads = components.unfold and components.router is not None
+    return components.forms is None and (not reads or isinstance(components.router, Scorer))
+
+
+@dataclass
+class Layers:
+    """The layers of a program as traces know them. settings: what the attention of each site is called with, but for tensors."""
+
+    settings: Mapping[int, Mapping[str, object]]
+    _known: dict[tuple[object, ...], tuple[Layer, dict[str, Tensor]]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, program: Program) -> Layers:
+        """Of a lowered program."""
+        assert program.decode is not None
+        found = {}
+        for node in program.decode.graph.nodes:
+            if node.target == mixed_attention:
+                found[node.args[2].args[0].args[1]] = {k: v for k, v in node.kwargs.items() if k not in TERMS}
+        return cls(found)
+
+    def layer(self, site: AttentionSite, owner: bool, memory: SiteMemory, tensors: dict[str, Tensor], length: int) -> tuple[Layer, dict[str, Tensor]]:
+        """The layer of a part's site, and its constants."""
+        components, reads = memory.components, memory.reads_units
+        key = (id(components), site.index, site.first_head, owner, reads, length, tuple(tensors))
+        if key not in self._known:
+            constants = _constants(site, components) if reads else {}
+            names = (*tensors, *constants)
+            self._known[key] = Layer(site, components, owner, reads, length, names, self.settings[site.index]), constants
+        return self._known[key]
+
+
+def _constants(site: AttentionSite, components: Components) -> dict[str, Tensor]:
+    router = components.router
+    assert isinstance(router, Scorer)
+    found = {f"constant.{name}": x for name, x in router.constants(site).items()}
+    if not components.fill:
+        found["threshold"] = router.threshold(site).float().view(site.kv_heads, site.group_size)  # type: ignore[attr-defined]
+    return found
+
+
+def turns_of(row: RowMemory, ids: Tensor, surprisal: Tensor, layers: Layers) -> list[list[Turn]]:
+    """Make room for a token ids int64 [1] of surprisal float32 [1] in every store, and say what each part of each site brings."""
+    placement, tokens = row.placement, row.tokens + 1
+    turns = []
+    for site in placement.program.sites:
+        store, memories = placement.stores[site.store], row.stores[site.store]
+        parts, owner = placement.parts(store), site.index == store.index
+        places = row.admit(store, ids, surprisal) if owner else [0] * len(parts)
+        rooms = row.workspace_allowance(store, tokens)
+        own = []
+        for part, memory, at, room in zip(parts, memories, places, rooms):
+            mine = site.part(part.first, part.last, 1.0)
+            count, usable, start, shift = memory.prepare(mine, room)
+            tensors = memory.step_tensors()
+            length = memory.spans.places.length if memory.reads_units else 0
+            layer, constants = layers.layer(mine, owner, memory, tensors, length)
+            own.append(Turn(layer, (at, count, usable, start, shift), tensors, constants))
+        turns.append(own)
+    return turns
+
+
+def take_turns(
+    row: RowMemory, turns: Sequence[Sequence[Turn]], told: Iterator[tuple[list[int], Tensor]]
+) -> None:
+    """Count what a step did to a row; told: for each turn that reads units, tokens copied and there, and units read int64 [H]."""
+    placement, tokens = row.placement, row.tokens + 1
+    for site, own in zip(placement.program.sites, turns):
+        store, memories = placement.stores[site.store], row.stores[site.store]
+        for turn, memory in zip(own, memories):
+            if turn.layer.reads:
+                (moved, held), read = next(told)
+                memory.took(moved, held, read)
+        row.account(site, store, memories, tokens)
+
+
+class GraphedSteps:
+    """Decode steps of one program by `StepGraphs`."""
+
+    def __init__(self, program: Program, prepare: Callable[[GraphModule], Callable[..., tuple[Tensor, ...]]]) -> None:
+        self.graphs, self.layers = StepGraphs(program, prepare), Layers.of(program)
+
+    def step(self, rows: Sequence[RowMemory], ids: Tensor, positions: Tensor, known: Tensor, surprisal: Tensor) -> Tensor:
+        """Run the tokens ids int64 [B, 1] at `positions` int64 [B, 1], a row each -> hidden [B, 1, H]. known, surprisal [B, 1]: the ids
+        and their surprisal float32 on the host."""
+        turns = [turns_of(row, known[r], surprisal[r], self.layers) for r, row in enumerate(rows)]
+        asking = [row for row in rows if row.past is not None]
+        sites = rows[0].placement.program.sites if asking else ()
+        asked = tuple(site.index for site in sites if site.treatment == "method")
+        graph = self.graphs.of(turns, asked)
+        flat = [turn for own in turns for parts in own for turn in parts]
+        numbers = torch.tensor([turn.numbers for turn in flat], dtype=torch.int64, device="cpu")[..., None]
+        state = [x for turn in flat for x in turn.tensors.values()]
+        hidden, *more = graph.run(ids, positions, numbers.to(ids.device), *state)
+        reading = sum(turn.layer.reads for turn in flat)
+        told = iter(zip(more[0][:, 0].tolist(), (read[0] for read in more[1 : 1 + reading]))) if reading else iter(())
+        for row, own in zip(rows, turns):
+            take_turns(row, own, told)
+        for r, row in enumerate(rows):
+            if row.past is not None:
+                for site, q in zip(asked, more[-len(asked) :]):
+                    row.past.asked(sites[site], q[r])
+        return hidden
+
+
+__all__ = ["GraphedSteps", "serves"]

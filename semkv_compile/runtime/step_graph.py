@@ -1,0 +1,242 @@
+"""Decode steps as graphs of tensors: each layer's part (`semkv.runtime.layer_step`) is traced and put into the program.
+
+A graph is for one composition: which kinds of layers the rows of a step have. Its inputs are the ids, the positions, the numbers of the step
+and the tensors of the rows' memories, which it changes in place; sizes of those may grow from step to step.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from semkv.ir import memory
+from semkv.ir.graph import attribute, copy_graph_module, placeholders
+from semkv.ir.ops import mixed_attention
+from semkv.ir.program import Program
+from semkv.runtime.layer_step import NUMBERS, Layer, attend_step
+
+aten = torch.ops.aten
+TERMS = ("sinks", "bias_slopes", "bias_table")
+"""Arguments of `semkv::mixed_attention` that have one row per query head."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What a row's part of one site brings to a step: numbers of `NUMBERS`, state by name without a dimension of rows, and what is the same
+    in every step."""
+
+    layer: Layer
+    numbers: tuple[int, ...]
+    tensors: dict[str, Tensor]
+    constants: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class StepGraph:
+    """run: (ids int64 [B, 1], positions int64 [B, 1], numbers int64 [turns, len(NUMBERS), 1], *state of all turns) -> (hidden [B, 1, H],
+    told int64 [reading turns, 1, 2], units read [1, H] of each of them, queries [B, Hq, 1, D] of each site of `asked`)."""
+
+    module: GraphModule
+    run: Callable[..., tuple[Tensor, ...]]
+
+
+class StepGraphs:
+    """The graphs of a program's decode steps, made when a composition is met first.
+
+    prepare: makes of a graph what runs it. Raises `NotImplementedError` for a program whose steps ask for more than memory.
+    """
+
+    def __init__(self, program: Program, prepare: Callable[[GraphModule], Callable[..., tuple[Tensor, ...]]]) -> None:
+        assert program.decode is not None
+        self.program, self.prepare = program, prepare
+        self._graphs: dict[tuple[object, ...], StepGraph] = {}
+        self._traces: dict[tuple[object, ...], GraphModule] = {}
+
+    def of(self, rows: Sequence[Sequence[Sequence[Turn]]], asked: tuple[int, ...]) -> StepGraph:
+        """For rows, of each row its sites, of each site its parts; asked: sites whose queries are returned."""
+        key = (asked, *(tuple(tuple(turn.layer.kind for turn in parts) for parts in row) for row in rows))
+        if key not in self._graphs:
+            module = self._spliced(rows, asked)
+            self._graphs[key] = StepGraph(module, self.prepare(module))
+        return self._graphs[key]
+
+    # -- splicing ------------------------------------------------------------------------------------------------------
+
+    def _spliced(self, rows: Sequence[Sequence[Sequence[Turn]]], asked: tuple[int, ...]) -> GraphModule:
+        module = copy_graph_module(self.program.decode)  # type: ignore[arg-type]
+        graph, inputs = module.graph, placeholders(module.graph)
+        with graph.inserting_after(inputs["memory"]):
+            numbers = graph.placeholder("numbers")
+        state = _Inputs(graph, numbers)
+        places = {}
+        for r, row in enumerate(rows):
+            for s, parts in enumerate(row):
+                for p, turn in enumerate(parts):
+                    places[r, s, p] = (len(places), state.of(turn, f"r{r}_s{s}_p{p}"))
+        told: list[Node] = []
+        reads: list[Node] = []
+        queries: dict[int, Node] = {}
+        for node in [x for x in graph.nodes if x.target == memory.entries]:
+            site = node.args[1]
+            attends = next(user for user in _descendants_by_item(node) if user.target == mixed_attention)
+            queries[site] = node.args[2]
+            with graph.inserting_before(attends):
+                made = []
+                for r, row in enumerate(rows):
+                    outs = []
+                    for p, turn in enumerate(row[site]):
+                        number, own = places[r, site, p]
+                        out, *more = self._inlined(module, attends, node.args[2:6], turn, number, numbers, own, r, len(rows))
+                        outs.append(out)
+                        told += more[:1]
+                        reads += more[1:]
+                    made.append(outs[0] if len(outs) == 1 else graph.call_function(aten.cat.default, (outs, 1)))
+                whole = made[0] if len(made) == 1 else graph.call_function(aten.cat.default, (made, 0))
+            attends.replace_all_uses_with(whole)
+            graph.erase_node(attends)
+            for item in list(node.users):
+                graph.erase_node(item)
+            graph.erase_node(node)
+        hidden = graph.output_node().args[0]
+        while isinstance(hidden, (tuple, list)):
+            (hidden,) = hidden
+        with graph.inserting_before(graph.output_node()):
+            more = [graph.call_function(aten.stack.default, (told,)), *reads] if told else []
+        graph.output_node().args = ((hidden, *more, *(queries[site] for site in asked)),)
+        graph.erase_node(inputs["memory"])
+        graph.eliminate_dead_code()
+        graph.lint()
+        module.recompile()
+        return module
+
+    def _inlined(
+        self,
+        module: GraphModule,
+        attends: Node,
+        site_inputs: Sequence[Node],
+        turn: Turn,
+        number: int,
+        numbers: Node,
+        own: dict[str, Node],
+        row: int,
+        rows: int,
+    ) -> list[Node]:
+        """The nodes of one turn, before `attends`: its output, and what it tells."""
+        graph, layer = module.graph, turn.layer
+        site, whole = layer.site, self.program.sites[layer.site.index]
+        q, k, v, positions = site_inputs
+        heads, asking = (site.first_head, site.first_head + site.kv_heads), site.query_heads
+
+        def part(x: Node, first: int, last: int, every: int) -> Node:
+            x = x if rows == 1 else graph.call_function(aten.slice.Tensor, (x, 0, row, row + 1))
+            return x if last - first == every else graph.call_function(aten.slice.Tensor, (x, 1, first, last))
+
+        given = [
+            part(q, asking.start, asking.stop, whole.q_heads),
+            part(k, *heads, whole.kv_heads),
+            part(v, *heads, whole.kv_heads),
+            part(positions, 0, 1, 1),
+            graph.call_function(aten.select.int, (numbers, 0, number)),
+        ]
+        terms = {}
+        for name in TERMS:
+            if name in attends.kwargs:
+                node = attends.kwargs[name]
+                if site.q_heads != whole.q_heads:
+                    node = graph.call_function(aten.slice.Tensor, (node, 0, asking.start, asking.stop))
+                terms[name] = node
+        constants = {}
+        for name, x in turn.constants.items():
+            target = f"step_{name}_{site.index}_{site.first_head}".replace(".", "_")
+            if not hasattr(module, target):
+                module.register_buffer(target, x)
+            constants[name] = graph.get_attr(target)
+        values = {
+            name: graph.call_function(aten.unsqueeze.default, (own[name], 0)) if name in own else constants[name]
+            for name in layer.tensors
+        }
+        trace = self._trace(turn, {name: attribute_of(module, node) for name, node in terms.items()})
+        order = [*given, *(values[name] for name in layer.tensors), *terms.values()]
+        copies = dict(zip([x for x in trace.graph.nodes if x.op == "placeholder"], order, strict=True))
+        for node in trace.graph.nodes:
+            if node.op == "output":
+                return [copies[x] for x in node.args[0]]
+            if node.op == "get_attr":
+                target = f"step_{node.target}_{site.index}_{site.first_head}"
+                if not hasattr(module, target):
+                    module.register_buffer(target, attribute(trace, str(node.target)))
+                copies[node] = graph.get_attr(target)
+            elif node.op != "placeholder":
+                copies[node] = graph.node_copy(node, copies.__getitem__)
+        raise AssertionError("a trace without an output")
+
+    def _trace(self, turn: Turn, terms: dict[str, Tensor]) -> GraphModule:
+        """`attend_step` of one kind of layers, for one row."""
+        layer = turn.layer
+        key = (layer.kind, tuple(terms))
+        if key not in self._traces:
+            site, names, like = layer.site, layer.tensors, turn.tensors["recent.k"].device
+            dtype = self.program.dtype
+            example = [
+                torch.zeros(1, heads, 1, dim, dtype=dtype, device=like)
+                for heads, dim in (
+                    (site.q_heads, site.key_dim),
+                    (site.kv_heads, site.key_dim),
+                    (site.kv_heads, site.value_dim),
+                )
+            ]
+            example.append(torch.zeros(1, 1, dtype=torch.int64, device=like))
+            example.append(torch.zeros(len(NUMBERS), 1, dtype=torch.int64, device=like))
+            example += [turn.tensors[name][None] if name in turn.tensors else turn.constants[name] for name in names]
+            example += list(terms.values())
+
+            def run(q, k, v, positions, numbers, *rest):
+                held, own = rest[: len(names)], rest[len(names) :]
+                out, told = attend_step(layer, q, k, v, positions, numbers, dict(zip(names, held)), dict(zip(terms, own)))
+                return (out, *told)
+
+            with torch.no_grad():
+                self._traces[key] = make_fx(run, tracing_mode="fake")(*example)
+        return self._traces[key]
+
+
+class _Inputs:
+    """Placeholders of the state of turns, behind `numbers`; a tensor that several turns have is one of them."""
+
+    def __init__(self, graph: Graph, last: Node) -> None:
+        self.graph, self.last = graph, last
+
+    def of(self, turn: Turn, name: str) -> dict[str, Node]:
+        made = {}
+        for key in turn.tensors:
+            with self.graph.inserting_after(self.last):
+                self.last = self.graph.placeholder(f"{name}_{key}".replace(".", "_"))
+            made[key] = self.last
+        return made
+
+
+def attribute_of(module: GraphModule, node: Node) -> Tensor:
+    """The tensor of a term, for its size: by the metadata of the node, or of the attribute that it is."""
+    if node.op == "get_attr":
+        found = attribute(module, str(node.target))
+        assert isinstance(found, Tensor)
+        return found
+    found = node.meta.get("val")
+    if not isinstance(found, Tensor):
+        base = attribute_of(module, node.all_input_nodes[0])
+        return node.target(base, *node.args[1:], **node.kwargs)
+    return torch.zeros([int(size) for size in found.shape], dtype=found.dtype, device="cpu")
+
+
+def _descendants_by_item(node: Node) -> list[Node]:
+    """The users of what a call returns."""
+    return [user for item in node.users if item.target == operator.getitem for user in item.users]
+
+
+__all__ = ["StepGraph", "StepGraphs", "Turn"]
