@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from semkv.errors import ConfigError
+from semkv.ir import state_ops
 from semkv.ir.program import Program
 from semkv.ir.site import AttentionSite
 from semkv.methods.base import Method
@@ -21,9 +22,10 @@ from semkv.methods.pivots import keys_of, logits_on
 from semkv.methods.routers import MeansSuffice
 from semkv.methods.window_scores import CHUNK_SCORES
 from semkv.profiles.schema import Profile
-from semkv.runtime.components import Components, Part, Plan
+from semkv.runtime.components import Brought, Components, ExactKeys, Part, Plan
 from semkv.runtime.spans import FoldedSpans
 from semkv.runtime.step import Step
+from semkv.runtime.units import Units
 
 DENSE = 2
 """First layers that never filter, where there are enough: the paper's first filter is the third layer."""
@@ -40,6 +42,53 @@ class FilterRouter(MeansSuffice):
 
     def stored(self, step: Step) -> None:
         step.passing[f"omnikv.{step.site.index}"] = highest_weights(step)
+
+    @property
+    def of_tokens(self) -> bool:
+        """See `semkv.runtime.components.OfTokens`."""
+        return True
+
+    def constants(self, site: AttentionSite) -> dict[str, Tensor]:
+        """See `semkv.runtime.components.Scorer`."""
+        return {}
+
+    def names(self, site: AttentionSite) -> tuple[str, ...]:
+        """See `semkv.runtime.components.Passer`."""
+        return (f"omnikv.{site.index}",)
+
+    def passed(
+        self, site: AttentionSite, q: Tensor, held: Sequence[ExactKeys], asked: Tensor, places: Tensor
+    ) -> dict[str, Tensor]:
+        """See `semkv.runtime.components.Passer`: `highest_weights` of all tokens, by position."""
+        logits, positions = [], []
+        for keys in held:
+            own = state_ops.products(q * site.scale, keys.k, keys.scale, 16 if keys.scale is None else 8)
+            own = site.softcap * torch.tanh(own / site.softcap) if site.softcap else own
+            at = keys.positions.expand(-1, site.kv_heads, -1)
+            logits.append(own.masked_fill((at > asked[:, :, None])[:, :, None], float("-inf")))
+            positions.append(at)
+        mass = torch.stack([own.logsumexp(-1) for own in logits]).logsumexp(0)[..., None]
+        found = torch.zeros_like(places)
+        for own, at in zip(logits, positions):
+            weights = (own - mass).exp().amax(2)  # [B, Hkv, n]; heads may hold other tokens
+            index = torch.minimum(at.long(), asked[:, :, None] + 1).flatten(1)  # what is no token goes behind all of them
+            found = found.scatter_reduce(1, index, weights.flatten(1), "amax")
+        return {self.names(site)[0]: found}
+
+    def taken(self, site: AttentionSite) -> tuple[str, ...]:
+        """See `semkv.runtime.components.Taker`."""
+        return (f"omnikv.{self.leaders[site.store]}",)
+
+    def bring(self, site: AttentionSite, step: Step, spans: FoldedSpans) -> Brought:
+        """See `semkv.runtime.components.Bringer`: scores are of all tokens, of which the first ones are no units."""
+        skipped = spans.places.start + spans.places.shift
+        return Brought({"first": torch.tensor([skipped], dtype=torch.int64, device="cpu")}, skipped)
+
+    def scores(self, site: AttentionSite, q: Tensor, units: Units) -> Tensor:
+        """See `semkv.runtime.components.Scorer`."""
+        weights = units.tensors[self.taken(site)[0]]
+        before = torch.ones_like(weights, dtype=torch.int64).cumsum(-1) <= units.tensors["first"]
+        return weights.masked_fill(before, float("-inf"))[:, None, None].expand(-1, site.kv_heads, -1, -1)
 
     def score(self, site: AttentionSite, q: Tensor, spans: FoldedSpans, step: Step) -> Tensor:
         weights: Tensor = step.passing[f"omnikv.{self.leaders[site.store]}"]  # type: ignore[assignment]

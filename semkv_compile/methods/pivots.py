@@ -13,12 +13,13 @@ from semkv.ir.program import Program
 from semkv.ir.site import AttentionSite
 from semkv.methods.routers import MeansSuffice
 from semkv.methods.window_scores import attention_logits, pooled
-from semkv.runtime.components import Cap, Note
+from semkv.runtime.components import Brought, Cap, Note
 from semkv.runtime.record import RowRecord
 from semkv.runtime.site_memory import SiteMemory
 from semkv.runtime.spans import FoldedSpans
 from semkv.runtime.step import Step
 from semkv.runtime.token_store import plain
+from semkv.runtime.units import Units
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,30 @@ class PivotRouter(MeansSuffice):
                 known[id(order)] = -turns(order.long(), end, self.recent)[at].float()
             rows.append(known[id(order)])
         return torch.stack(rows).expand(site.q_heads, -1, -1)
+
+    @property
+    def of_tokens(self) -> bool:
+        """See `semkv.runtime.components.OfTokens`."""
+        return True
+
+    def constants(self, site: AttentionSite) -> dict[str, Tensor]:
+        """See `semkv.runtime.components.Scorer`."""
+        return {}
+
+    def bring(self, site: AttentionSite, step: Step, spans: FoldedSpans) -> Brought:
+        """See `semkv.runtime.components.Bringer`: what the units score, made again when they or the ranking change."""
+        orders = [step.notes[order_note(step.site, head)] for head in range(site.first_head, site.first_head + site.kv_heads)]
+        basis = (spans.positions, *orders)
+        if spans.known is None or len(spans.known[0]) != len(basis) or any(a is not b for a, b in zip(spans.known[0], basis)):
+            at = spans.positions[0].long()
+            end = int(at[-1]) + 1
+            rows = torch.stack([-turns(order.long(), end, self.recent)[at].float() for order in orders])
+            spans.known = basis, rows
+        return Brought({"ranking": spans.room.whole("ranking", spans.known[1])})
+
+    def scores(self, site: AttentionSite, q: Tensor, units: Units) -> Tensor:
+        """See `semkv.runtime.components.Scorer`."""
+        return units.tensors["ranking"][:, :, None]
 
     def basis(self, site: AttentionSite, step: Step) -> object | None:
         """See `semkv.runtime.components.Standing`."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from semkv.ir import state_ops
 from semkv.ir.site import AttentionSite
-from semkv.runtime.components import IndexPart, Summary
+from semkv.runtime.components import Brought, IndexPart, Summary
 from semkv.runtime.device_index import log_sizes
 from semkv.runtime.quantization import Quantized, norms, products
 from semkv.runtime.segments import Folding
@@ -204,6 +206,27 @@ class OracleRouter(MeansSuffice):
             2, unit.clamp(min=0), weights
         )
         return mass.clamp(min=1e-30).log()
+
+    @property
+    def of_tokens(self) -> bool:
+        """See `semkv.runtime.components.OfTokens`."""
+        return True
+
+    def constants(self, site: AttentionSite) -> dict[str, Tensor]:
+        """See `semkv.runtime.components.Scorer`."""
+        return {}
+
+    def bring(self, site: AttentionSite, step: Step, spans: FoldedSpans) -> Brought:
+        """See `semkv.runtime.components.Bringer`: scores are of all places where tokens wait."""
+        skipped = spans.places.start
+        return Brought({"first": torch.tensor([skipped], dtype=torch.int64, device="cpu")}, skipped)
+
+    def scores(self, site: AttentionSite, q: Tensor, units: Units) -> Tensor:
+        """See `semkv.runtime.components.Scorer`."""
+        logits = units.products(q * site.scale, "waiting.k")
+        logits = site.softcap * torch.tanh(logits / site.softcap) if site.softcap else logits
+        before = torch.ones_like(logits, dtype=torch.int64).cumsum(-1) <= units.tensors["first"].view(-1, 1, 1, 1)
+        return state_ops.scores(logits.masked_fill(before, float("-inf")), units.count)[0].clamp(min=math.log(1e-30)).masked_fill(before, float("-inf"))
 
     def threshold(self, site: AttentionSite) -> Tensor:
         return torch.full((site.q_heads,), -1e9, dtype=torch.float32, device="cpu")

@@ -18,11 +18,12 @@ from semkv.methods.pages import DEFAULT_FRAME, Frame, Framed, page_lengths
 from semkv.methods.sentences import START, advance, bucket_lengths, sentence_starts, state_behind
 from semkv.methods.window_scores import observed_mass, pooled
 from semkv.profiles.schema import Profile
-from semkv.runtime.components import Components, Note, Plan
+from semkv.runtime.components import Brought, Components, Note, Plan
 from semkv.runtime.record import RowRecord
 from semkv.runtime.segments import Segmentation
 from semkv.runtime.spans import FoldedSpans
 from semkv.runtime.step import Step
+from semkv.runtime.units import Units
 
 MISSING = (
     "method 'sentencekv' needs a profile with sentences: make it with `semkv-profile MODEL --steps sentences -o OUT`, or run the "
@@ -121,7 +122,30 @@ class SentenceRouter(MeanKeyRouter):
 
     classes: Tensor | None = None
 
-    scores: ClassVar[None] = None  # type: ignore[assignment]
+    def bring(self, site: AttentionSite, step: Step, spans: FoldedSpans) -> Brought:
+        """See `semkv.runtime.components.Bringer`: the sum of the sentence's queries, to which `scores` adds the token's, and one over their
+        number."""
+        if self.classes is None:
+            return Brought({})
+        name = f"sentence.{step.site.index}"
+        if f"{name}.new" not in step.passing:  # once for all parts of a layer
+            step.passing[f"{name}.new"] = self._advanced(name, step)
+        sums, told = step.passing[f"{name}.new"]  # type: ignore[misc]
+        return Brought({"sentence.sum": sums[site.query_heads], "sentence.told": told})
+
+    def _advanced(self, name: str, step: Step) -> tuple[Tensor, Tensor]:
+        held, total = step.notes.get(name), step.notes.get(f"{name.replace('.', '.query.', 1)}")
+        state, count = (START, 0) if held is None else held.tolist()
+        state, starts = advance(state, int(self.classes[int(step.ids[0])]))  # type: ignore[index]
+        count = 1 if starts else count + 1
+        shape = (step.site.q_heads, step.site.key_dim)
+        sums = torch.zeros(shape, dtype=torch.float32, device="cpu") if total is None or starts else total.clone()
+        step.notes[name] = torch.tensor([state, count], dtype=torch.int64, device="cpu")
+        step.notes[f"{name.replace('.', '.query.', 1)}"] = sums
+        return sums, torch.tensor([1 / count], dtype=torch.float32, device="cpu")
+
+    def scores(self, site: AttentionSite, q: Tensor, units: Units) -> Tensor:
+        return super().scores(site, q if self.classes is None else mean_query(q, units), units)
 
     def score(self, site: AttentionSite, q: Tensor, spans: FoldedSpans, step: Step) -> Tensor:
         if self.classes is not None:
@@ -153,6 +177,13 @@ class SentenceRouter(MeanKeyRouter):
         return found | {
             f"sentence.query.{site.index}": Note((site.q_heads, site.key_dim), torch.float32) for site in sites
         }
+
+
+def mean_query(q: Tensor, units: Units) -> Tensor:
+    """The mean of the sentence's queries, the token's q float32 [B, Hkv, G, D] among them, which is added to their sum."""
+    sums = units.tensors["sentence.sum"]
+    sums.add_(q.flatten(1, 2))
+    return sums.view(q.shape) * units.tensors["sentence.told"].view(-1, 1, 1, 1)
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,12 @@ from semkv.ir.site import AttentionSite
 from semkv.kernels.mixed_attention.streaming import scores
 from semkv.methods.routers import MeansSuffice
 from semkv.profiles.schema.retrieval_head import RetrievalHeadSection, group_scores, matched_heads
-from semkv.runtime.components import Cap, Charge, Note
+from semkv.runtime.components import Brought, Cap, Charge, Note
 from semkv.runtime.quantization import Quantized, bytes_per_vector, products, quantize
 from semkv.runtime.record import RowRecord
 from semkv.runtime.spans import FoldedSpans
 from semkv.runtime.step import Step
+from semkv.runtime.units import Units
 
 KEYS, SCALE, UNREAD = "retrieval.keys", "retrieval.scale", "retrieval.unread"
 NEWEST = ".newest"
@@ -219,6 +220,34 @@ class SpeculativeRouter(MeansSuffice):
         if asked not in known:  # the same for most layers
             known[asked] = self._of_heads(ranking.logs[:, :, at : at + spans.count], site, step)
         return known[asked]
+
+    @property
+    def of_tokens(self) -> bool:
+        """See `semkv.runtime.components.OfTokens`."""
+        return True
+
+    def constants(self, site: AttentionSite) -> dict[str, Tensor]:
+        """See `semkv.runtime.components.Scorer`."""
+        return {}
+
+    def bring(self, site: AttentionSite, step: Step, spans: FoldedSpans) -> Brought:
+        """See `semkv.runtime.components.Bringer`: the ranking for the site's KV heads, which begins before or behind the first unit."""
+        ranking, known = step.passing[RANKING], step.passing.setdefault(SCORES, {})
+        assert isinstance(ranking, Ranking)
+        assert isinstance(known, dict)
+        skipped = spans.places.start + spans.places.shift - ranking.first
+        asked = (skipped, site.first_head, site.kv_heads, step.site.kv_heads)
+        if asked not in known:  # the same for most layers
+            own = matched_heads(ranking.logs[:, 0], step.site.kv_heads)[site.first_head : site.first_head + site.kv_heads]
+            count = own.shape[1]
+            room = torch.full((site.kv_heads, count + JOINED - count % JOINED), float("-inf"), dtype=torch.float32, device="cpu")
+            room[:, max(0, skipped) : count] = own[:, max(0, skipped) :]
+            known[asked] = room
+        return Brought({"ranking": known[asked]}, skipped)
+
+    def scores(self, site: AttentionSite, q: Tensor, units: Units) -> Tensor:
+        """See `semkv.runtime.components.Scorer`."""
+        return units.tensors["ranking"][:, :, None]
 
     @staticmethod
     def _of_heads(logs: Tensor, site: AttentionSite, step: Step) -> Tensor:

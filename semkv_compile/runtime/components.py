@@ -202,6 +202,55 @@ class Rest(Protocol):
         [B, Hkv, R, M] where rows differ, -> float32 [B, Hkv, R, Dv] and [B, Hkv, R]."""
 
 
+@dataclass(frozen=True)
+class Brought:
+    """tensors: by the names under which `Units.tensors` has them, [...] without a dimension of rows. skipped: numbers before the first unit,
+    where scores begin with something else than units."""
+
+    tensors: Mapping[str, Tensor]
+    skipped: int = 0
+
+
+@runtime_checkable
+class Bringer(Protocol):
+    """What a `Scorer` has that reads more of a row than its units."""
+
+    def bring(self, site: AttentionSite, step: Step, spans: FoldedSpans) -> Brought:
+        """For the turn of `site` in a step over one token, before any layer runs (`step.q` has no numbers). A tensor that `scores` writes
+        to must be the row's own: `step.notes` are shared with copies of the row."""
+
+
+@runtime_checkable
+class Taker(Protocol):
+    """What a `Scorer` has that reads what earlier layers passed on (`Passer`)."""
+
+    def taken(self, site: AttentionSite) -> tuple[str, ...]:
+        """By which names."""
+
+
+@runtime_checkable
+class OfTokens(Protocol):
+    """What a `Scorer` has that scores within a graph where units are single tokens only. of_tokens: whether that is so."""
+
+    @property
+    def of_tokens(self) -> bool: ...
+
+
+@runtime_checkable
+class Passer(Protocol):
+    """What an `AtSite` has that leaves tensors for later layers within a step's graph."""
+
+    def names(self, site: AttentionSite) -> tuple[str, ...]:
+        """Of what it passes on."""
+
+    def passed(
+        self, site: AttentionSite, q: Tensor, held: Sequence[ExactKeys], asked: Tensor, places: Tensor
+    ) -> dict[str, Tensor]:
+        """Of q float32 [B, Hkv, G, D] of one token a row at position `asked` int64 [B, 1], and the keys of all tokens, wherever they are; by
+        the names under which `Units.tensors` of this layer and of later ones have them. places float32 [B, at least asked + 2], without
+        numbers: for what is told of each position."""
+
+
 @runtime_checkable
 class Derived(Protocol):
     """What a router has that reads more than the index, made again whenever units change."""

@@ -16,10 +16,13 @@ from torch import Tensor
 from semkv.ir import state_ops
 from semkv.ir.ops import mixed_attention
 from semkv.ir.site import AttentionSite
-from semkv.runtime.components import Components, ExactKeys, Giver, Rest
+from semkv.runtime.components import Components, ExactKeys, Giver, Passer, Rest
 from semkv.runtime.units import Units
 
 NEG_INF = float("-inf")
+PLACES = "places.by_position"
+"""A tensor without numbers that has a place for each position, where a layer passes on what it knows of them."""
+
 NUMBERS = ("at", "count", "room", "start", "shift")
 """What changes with each step, of a part of a row: where its newest token goes among the recent ones, how many units there are, what may be
 unfolded (in tokens, or in units where all are alike), and `Places.start` and `shift`."""
@@ -31,7 +34,7 @@ class Layer:
 
     site: the KV heads that it is for. owner: whether the store is the site's own, so that it appends. length: of `Places`. tensors: names
     of those that there are. scored: whether an evictor counts what exact tokens are given. reads: whether units may unfold.
-    terms: of `semkv::mixed_attention`, such as its scale.
+    terms: of `semkv::mixed_attention`, such as its scale. passer: leaves tensors for later layers, under the names `passes`.
     """
 
     site: AttentionSite
@@ -41,6 +44,8 @@ class Layer:
     length: int
     tensors: tuple[str, ...]
     terms: Mapping[str, object] = field(default_factory=dict, hash=False)
+    passer: Passer | None = None
+    passes: tuple[str, ...] = ()
 
     @cached_property
     def kind(self) -> tuple[object, ...]:
@@ -48,7 +53,7 @@ class Layer:
         site = self.site
         sizes = (site.q_heads, site.kv_heads, site.key_dim, site.value_dim, site.scale, site.softcap, site.window, site.has_bias)
         terms = tuple(sorted((name, repr(value)) for name, value in self.terms.items()))
-        return (id(self.components), sizes, self.owner, self.reads, self.length, self.tensors, terms)
+        return (id(self.components), sizes, self.owner, self.reads, self.length, self.tensors, terms, id(self.passer), self.passes)
 
 
 def attend_step(
@@ -67,7 +72,7 @@ def attend_step(
     `SiteMemory.step_tensors`, [B, ...]; terms: sinks and biases of the layer's heads.
 
     Returns the output [B, Hq, 1, Dv] and, where units may unfold, (tokens copied and tokens that were there, int64 [B, 2]; units that
-    each head reads, int64 [B, Hkv or Hq]).
+    each head reads, int64 [B, Hkv or Hq]); and what the layer passes on.
     """
     at, count, room, start, shift = numbers.unbind(0)
     if layer.owner:
@@ -75,6 +80,11 @@ def attend_step(
     blocks, exact, grouped = Blocks(), exact_tokens(tensors), group(layer.site, q)
     if layer.owner and isinstance(layer.components.evictor, Giver):
         credit(layer, exact, tensors, grouped, positions)
+    passed: dict[str, Tensor] = {}
+    if layer.passer is not None:
+        held = [*exact_keys(exact, tensors), *waiting_keys(tensors, start + count, shift)]
+        passed = layer.passer.passed(layer.site, grouped, held, positions, tensors[PLACES])
+        tensors = {**tensors, **passed}
     for name in exact:
         blocks.add(tensors, name)
     told: tuple[Tensor, ...] = ()
@@ -89,7 +99,7 @@ def attend_step(
     elif layer.components.summary is not None and "lengths" in tensors:
         attend_means(layer, blocks, None, Units(layer.site, tensors, count))
     out = mixed_attention(q, positions, *blocks.arguments(), **terms, **layer.terms)
-    return out, told
+    return out, (*told, *(passed[name] for name in layer.passes))
 
 
 def append(tensors: Mapping[str, Tensor], k: Tensor, v: Tensor, positions: Tensor, at: Tensor) -> None:
@@ -103,14 +113,28 @@ def exact_tokens(tensors: Mapping[str, Tensor]) -> list[str]:
     return [name for name in ("kept", "recent") if f"{name}.k" in tensors]
 
 
+def exact_keys(exact: list[str], tensors: Mapping[str, Tensor]) -> list[ExactKeys]:
+    """Their keys."""
+    return [ExactKeys(tensors[f"{name}.k"], tensors.get(f"{name}.k_scale"), tensors[f"{name}.positions"]) for name in exact]
+
+
+def waiting_keys(tensors: Mapping[str, Tensor], end: Tensor, shift: Tensor) -> list[ExactKeys]:
+    """The keys of tokens that wait at places before `end` int64 [B], whose positions are `shift` int64 [B] above their places."""
+    if "waiting.k" not in tensors:
+        return []
+    k = tensors["waiting.k"]
+    place = torch.ones_like(k[:, :1, :, 0], dtype=torch.int64).cumsum(-1) - 1
+    positions = torch.where(place < end.view(-1, 1, 1), place + shift.view(-1, 1, 1), state_ops.EMPTY)
+    return [ExactKeys(k, tensors.get("waiting.k_scale"), positions)]
+
+
 def credit(
     layer: Layer, exact: list[str], tensors: Mapping[str, Tensor], grouped: Tensor, positions: Tensor
 ) -> None:
     """Add what the new token attends to to the scores of the exact tokens."""
-    held = [ExactKeys(tensors[f"{name}.k"], tensors.get(f"{name}.k_scale"), tensors[f"{name}.positions"]) for name in exact]
     evictor = layer.components.evictor
     assert isinstance(evictor, Giver)
-    for name, added in zip(exact, evictor.given(layer.site, grouped, held, positions)):
+    for name, added in zip(exact, evictor.given(layer.site, grouped, exact_keys(exact, tensors), positions)):
         tensors[f"{name}.scores"].add_(added)
 
 
@@ -240,4 +264,4 @@ class Blocks:
         return (self.k, self.v, self.positions, some(self.bias), None, some(self.k_scale), some(self.v_scale))
 
 
-__all__ = ["NUMBERS", "Layer", "attend_step"]
+__all__ = ["NUMBERS", "PLACES", "Layer", "attend_step"]

@@ -33,6 +33,8 @@ def in_pages(tokens: int, page_size: int) -> int:
 class Steps(Protocol):
     """Decode steps as graphs, see `semkv.runtime.row_turns.GraphedSteps`."""
 
+    def serves(self, rows: Sequence[RowMemory]) -> bool: ...
+
     def step(self, rows: Sequence[RowMemory], ids: Tensor, positions: Tensor, known: Tensor, surprisal: Tensor) -> Tensor: ...
 
 

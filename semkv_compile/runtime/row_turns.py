@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -12,17 +12,19 @@ from torch.fx import GraphModule
 from semkv.ir.ops import mixed_attention
 from semkv.ir.program import Program
 from semkv.ir.site import AttentionSite
-from semkv.runtime.components import Components, Giver, Plan, Scorer
-from semkv.runtime.layer_step import Layer
+from semkv.runtime.components import Bringer, Components, Giver, Passer, Plan, Scorer, Taker
+from semkv.runtime.layer_step import PLACES, Layer
 from semkv.runtime.row_memory import RowMemory
 from semkv.runtime.site_memory import SiteMemory
 from semkv.runtime.step_graph import TERMS, StepGraphs, Turn
 
 
+POSITIONS = 256
+"""Places by position that are allocated at a time."""
+
+
 def serves(plan: Plan) -> bool:
     """Whether steps of a method are graphs: all that it does in one is told in tensors."""
-    if plan.before is not None or plan.at_site or plan.features:
-        return False
     return all(_serves(components) for components in plan.all_components())
 
 
@@ -30,7 +32,7 @@ def _serves(components: Components) -> bool:
     if components.evictor is not None and not isinstance(components.evictor, Giver):
         return False
     reads = components.unfold and components.router is not None
-    return components.forms is None and (not reads or isinstance(components.router, Scorer))
+    return not reads or isinstance(components.router, Scorer)
 
 
 @dataclass
@@ -50,14 +52,23 @@ class Layers:
                 found[node.args[2].args[0].args[1]] = {k: v for k, v in node.kwargs.items() if k not in TERMS}
         return cls(found)
 
-    def layer(self, site: AttentionSite, owner: bool, memory: SiteMemory, tensors: dict[str, Tensor], length: int) -> tuple[Layer, dict[str, Tensor]]:
+    def layer(
+        self, site: AttentionSite, owner: bool, memory: SiteMemory, tensors: dict[str, Tensor], plan: Plan
+    ) -> tuple[Layer, dict[str, Tensor]]:
         """The layer of a part's site, and its constants."""
         components, reads = memory.components, memory.reads_units
-        key = (id(components), site.index, site.first_head, owner, reads, length, tuple(tensors))
+        length, passer = memory.spans.places.length if reads else 0, plan.at_site.get(site.index)
+        key = (id(components), site.index, site.first_head, owner, reads, length, tuple(tensors), id(passer))
         if key not in self._known:
             constants = _constants(site, components) if reads else {}
-            names = (*tensors, *constants)
-            self._known[key] = Layer(site, components, owner, reads, length, names, self.settings[site.index]), constants
+            router = components.router
+            taken = router.taken(site) if reads and isinstance(router, Taker) else ()
+            passes = passer.names(site) if isinstance(passer, Passer) else ()
+            names = (*tensors, *constants, *(name for name in taken if name not in passes))
+            made = Layer(site, components, owner, reads, length, names, self.settings[site.index])
+            if isinstance(passer, Passer):
+                made = replace(made, passer=passer, passes=passes)
+            self._known[key] = made, constants
         return self._known[key]
 
 
@@ -74,6 +85,7 @@ def turns_of(row: RowMemory, ids: Tensor, surprisal: Tensor, layers: Layers) -> 
     """Make room for a token ids int64 [1] of surprisal float32 [1] in every store, and say what each part of each site brings."""
     placement, tokens = row.placement, row.tokens + 1
     turns = []
+    nothing = torch.empty(0, 0, 0, dtype=torch.float32, device="cpu")
     for site in placement.program.sites:
         store, memories = placement.stores[site.store], row.stores[site.store]
         parts, owner = placement.parts(store), site.index == store.index
@@ -83,9 +95,15 @@ def turns_of(row: RowMemory, ids: Tensor, surprisal: Tensor, layers: Layers) -> 
         for part, memory, at, room in zip(parts, memories, places, rooms):
             mine = site.part(part.first, part.last, 1.0)
             count, usable, start, shift = memory.prepare(mine, room)
-            tensors = memory.step_tensors()
-            length = memory.spans.places.length if memory.reads_units else 0
-            layer, constants = layers.layer(mine, owner, memory, tensors, length)
+            tensors, router = memory.step_tensors(), memory.components.router
+            if memory.reads_units and isinstance(router, Bringer):
+                brought = router.bring(mine, row.step_of(site, ids, nothing), memory.spans)
+                tensors = {**tensors, **brought.tensors}
+                count, start = count + brought.skipped, start - brought.skipped
+            if isinstance(placement.plan.at_site.get(site.index), Passer):
+                room = (tokens + POSITIONS) // POSITIONS * POSITIONS
+                tensors = {**tensors, PLACES: torch.empty(room + 1, dtype=torch.float32, device="cpu")}
+            layer, constants = layers.layer(mine, owner, memory, tensors, placement.plan)
             own.append(Turn(layer, (at, count, usable, start, shift), tensors, constants))
         turns.append(own)
     return turns
@@ -111,13 +129,19 @@ class GraphedSteps:
     def __init__(self, program: Program, prepare: Callable[[GraphModule], Callable[..., tuple[Tensor, ...]]]) -> None:
         self.graphs, self.layers = StepGraphs(program, prepare), Layers.of(program)
 
+    def serves(self, rows: Sequence[RowMemory]) -> bool:
+        """Whether the next step of these rows is a graph."""
+        return all(memory.graphed for row in rows for memory in row.memories())
+
     def step(self, rows: Sequence[RowMemory], ids: Tensor, positions: Tensor, known: Tensor, surprisal: Tensor) -> Tensor:
         """Run the tokens ids int64 [B, 1] at `positions` int64 [B, 1], a row each -> hidden [B, 1, H]. known, surprisal [B, 1]: the ids
         and their surprisal float32 on the host."""
         turns = [turns_of(row, known[r], surprisal[r], self.layers) for r, row in enumerate(rows)]
         asking = [row for row in rows if row.past is not None]
         sites = rows[0].placement.program.sites if asking else ()
-        asked = tuple(site.index for site in sites if site.treatment == "method")
+        asked = {site.index for site in sites if site.treatment == "method"}
+        looking = [(row, at_site) for row in rows for at_site in row.placement.plan.at_site.items()]
+        asked = tuple(sorted(asked | {site for _, (site, actor) in looking if not isinstance(actor, Passer)}))
         graph = self.graphs.of(turns, asked)
         flat = [turn for own in turns for parts in own for turn in parts]
         numbers = torch.tensor([turn.numbers for turn in flat], dtype=torch.int64, device="cpu")[..., None]
@@ -127,10 +151,18 @@ class GraphedSteps:
         told = iter(zip(more[0][:, 0].tolist(), (read[0] for read in more[1 : 1 + reading]))) if reading else iter(())
         for row, own in zip(rows, turns):
             take_turns(row, own, told)
+        behind = iter(more[1 + reading if reading else 0 :])
+        queries = dict(zip(asked, behind))
+        for site, hidden_there in zip(graph.observed, behind):
+            for r, row in enumerate(rows):
+                row.observe(site, hidden_there[r])
         for r, row in enumerate(rows):
-            if row.past is not None:
-                for site, q in zip(asked, more[-len(asked) :]):
+            plan, sites = row.placement.plan, row.placement.program.sites
+            for site, q in queries.items():
+                if row.past is not None:
                     row.past.asked(sites[site], q[r])
+                if site in plan.at_site and not isinstance(plan.at_site[site], Passer):
+                    plan.at_site[site].stored(row.step_of(sites[site], known[r], q[r]))
         return hidden
 
 

@@ -11,7 +11,7 @@ from semkv.ir.memory import Entries
 from semkv.ir.site import AttentionSite
 from semkv.runtime.blocks import NEG_INF, bias_of, with_block, zoomed_units
 from semkv.runtime.choosing import Zoom, choose_there, choose_units, threshold_of
-from semkv.runtime.components import Coarse, Components, Continuing, Cutting, Foresight, Rest, Standing
+from semkv.runtime.components import Coarse, Components, Continuing, Cutting, Foresight, OfTokens, Rest, Standing
 from semkv.runtime.prediction import Certain, Likely, Whereabouts
 from semkv.runtime.prefetch import Wanted
 from semkv.runtime.quantization import quantize, tensors_of
@@ -394,12 +394,23 @@ class SiteMemory:
         """Whether a step's graph chooses among units."""
         return self.unfolds and self.spans is not None and self.spans.count > 0
 
+    @property
+    def graphed(self) -> bool:
+        """Whether a step's graph can do all that its turn takes."""
+        if not self.reads_units:
+            return True
+        router = self.components.router
+        tokens = isinstance(router, OfTokens) and router.of_tokens
+        return not self.spans.has_factors and (not tokens or self.spans.places.length == 1)
+
     def prepare(self, site: AttentionSite, allowance: float) -> tuple[int, int, int, int]:
         """Have slots within `allowance` bytes, for the turn of `site`: `semkv.runtime.layer_step.NUMBERS` but for the first."""
         self.zoom, self._read, self.moved_nbytes, self.held_nbytes = None, None, 0, 0
         self.supplied, self.workspace = Supplied(), None
         spans = self.spans
         if spans is None or not self.reads_units:
+            if spans is not None and spans.count:
+                self._read = torch.zeros(site.q_heads, dtype=torch.int64, device="cpu")
             return (0 if spans is None else spans.count), 0, 0, 0
         usable, _ = self._slots(site, allowance)
         assert usable is not None

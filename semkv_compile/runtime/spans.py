@@ -118,6 +118,8 @@ class FoldedSpans:
         self._places: tuple[Tensor, Places] | None = None
         self._step: tuple[tuple[object, ...], dict[str, Tensor]] | None = None
         self.room = Roomy()
+        self.known: tuple[tuple[object, ...], Tensor] | None = None
+        """What a router has computed of the units, and of what."""
 
     @property
     def index_parts(self) -> Mapping[str, IndexPart]:

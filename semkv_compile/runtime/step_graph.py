@@ -40,9 +40,11 @@ class Turn:
 @dataclass(frozen=True)
 class StepGraph:
     """run: (ids int64 [B, 1], positions int64 [B, 1], numbers int64 [turns, len(NUMBERS), 1], *state of all turns) -> (hidden [B, 1, H],
-    told int64 [reading turns, 1, 2], units read [1, H] of each of them, queries [B, Hq, 1, D] of each site of `asked`)."""
+    told int64 [reading turns, 1, 2], units read [1, H] of each of them, queries [B, Hq, 1, D] of each site of `asked`, hidden states
+    [B, 1, H] that enter each site of `observed`)."""
 
     module: GraphModule
+    observed: tuple[int, ...]
     run: Callable[..., tuple[Tensor, ...]]
 
 
@@ -62,13 +64,13 @@ class StepGraphs:
         """For rows, of each row its sites, of each site its parts; asked: sites whose queries are returned."""
         key = (asked, *(tuple(tuple(turn.layer.kind for turn in parts) for parts in row) for row in rows))
         if key not in self._graphs:
-            module = self._spliced(rows, asked)
-            self._graphs[key] = StepGraph(module, self.prepare(module))
+            module, observed = self._spliced(rows, asked)
+            self._graphs[key] = StepGraph(module, observed, self.prepare(module))
         return self._graphs[key]
 
     # -- splicing ------------------------------------------------------------------------------------------------------
 
-    def _spliced(self, rows: Sequence[Sequence[Sequence[Turn]]], asked: tuple[int, ...]) -> GraphModule:
+    def _spliced(self, rows: Sequence[Sequence[Sequence[Turn]]], asked: tuple[int, ...]) -> tuple[GraphModule, tuple[int, ...]]:
         module = copy_graph_module(self.program.decode)  # type: ignore[arg-type]
         graph, inputs = module.graph, placeholders(module.graph)
         with graph.inserting_after(inputs["memory"]):
@@ -81,6 +83,7 @@ class StepGraphs:
                     places[r, s, p] = (len(places), state.of(turn, f"r{r}_s{s}_p{p}"))
         told: list[Node] = []
         reads: list[Node] = []
+        passed: dict[tuple[int, str], Node] = {}
         queries: dict[int, Node] = {}
         for node in [x for x in graph.nodes if x.target == memory.entries]:
             site = node.args[1]
@@ -92,10 +95,15 @@ class StepGraphs:
                     outs = []
                     for p, turn in enumerate(row[site]):
                         number, own = places[r, site, p]
-                        out, *more = self._inlined(module, attends, node.args[2:6], turn, number, numbers, own, r, len(rows))
+                        of_row = {name: x for (row_, name), x in passed.items() if row_ == r}
+                        out, *more = self._inlined(
+                            module, attends, node.args[2:6], turn, number, numbers, own | of_row, r, len(rows)
+                        )
                         outs.append(out)
-                        told += more[:1]
-                        reads += more[1:]
+                        if turn.layer.reads:
+                            told.append(more.pop(0))
+                            reads.append(more.pop(0))
+                        passed |= {(r, name): x for name, x in zip(turn.layer.passes, more)}
                     made.append(outs[0] if len(outs) == 1 else graph.call_function(aten.cat.default, (outs, 1)))
                 whole = made[0] if len(made) == 1 else graph.call_function(aten.cat.default, (made, 0))
             attends.replace_all_uses_with(whole)
@@ -103,17 +111,21 @@ class StepGraphs:
             for item in list(node.users):
                 graph.erase_node(item)
             graph.erase_node(node)
+        observed: dict[int, Node] = {}
+        for node in [x for x in graph.nodes if x.target == memory.observe]:
+            observed[node.args[1]] = node.args[2]
+            graph.erase_node(node)
         hidden = graph.output_node().args[0]
         while isinstance(hidden, (tuple, list)):
             (hidden,) = hidden
         with graph.inserting_before(graph.output_node()):
             more = [graph.call_function(aten.stack.default, (told,)), *reads] if told else []
-        graph.output_node().args = ((hidden, *more, *(queries[site] for site in asked)),)
+        graph.output_node().args = ((hidden, *more, *(queries[site] for site in asked), *observed.values()),)
         graph.erase_node(inputs["memory"])
         graph.eliminate_dead_code()
         graph.lint()
         module.recompile()
-        return module
+        return module, tuple(observed)
 
     def _inlined(
         self,
@@ -158,14 +170,24 @@ class StepGraphs:
                 module.register_buffer(target, x)
             constants[name] = graph.get_attr(target)
         values = {
-            name: graph.call_function(aten.unsqueeze.default, (own[name], 0)) if name in own else constants[name]
+            name: constants[name]
+            if name in constants
+            else graph.call_function(aten.unsqueeze.default, (own[name], 0))
+            if name in turn.tensors
+            else own[name]
             for name in layer.tensors
         }
-        trace = self._trace(turn, {name: attribute_of(module, node) for name, node in terms.items()})
+        examples = {name: own[name].meta["semkv_example"] for name in layer.tensors if name not in turn.tensors and name not in constants}
+
+        trace = self._trace(turn, {name: attribute_of(module, node) for name, node in terms.items()}, examples)
         order = [*given, *(values[name] for name in layer.tensors), *terms.values()]
         copies = dict(zip([x for x in trace.graph.nodes if x.op == "placeholder"], order, strict=True))
         for node in trace.graph.nodes:
             if node.op == "output":
+                for x in node.args[0]:
+                    val = x.meta.get("val")
+                    if isinstance(val, Tensor):
+                        copies[x].meta["semkv_example"] = torch.zeros(val.shape, dtype=val.dtype, device="cpu")
                 return [copies[x] for x in node.args[0]]
             if node.op == "get_attr":
                 target = f"step_{node.target}_{site.index}_{site.first_head}"
@@ -176,7 +198,7 @@ class StepGraphs:
                 copies[node] = graph.node_copy(node, copies.__getitem__)
         raise AssertionError("a trace without an output")
 
-    def _trace(self, turn: Turn, terms: dict[str, Tensor]) -> GraphModule:
+    def _trace(self, turn: Turn, terms: dict[str, Tensor], passed: dict[str, Tensor]) -> GraphModule:
         """`attend_step` of one kind of layers, for one row."""
         layer = turn.layer
         key = (layer.kind, tuple(terms))
@@ -193,7 +215,8 @@ class StepGraphs:
             ]
             example.append(torch.zeros(1, 1, dtype=torch.int64, device=like))
             example.append(torch.zeros(len(NUMBERS), 1, dtype=torch.int64, device=like))
-            example += [turn.tensors[name][None] if name in turn.tensors else turn.constants[name] for name in names]
+            given = {name: x[None] for name, x in turn.tensors.items()} | turn.constants | passed
+            example += [given[name] for name in names]
             example += list(terms.values())
 
             def run(q, k, v, positions, numbers, *rest):

@@ -25,7 +25,7 @@ class Units:
     def numbers(self, name: str) -> tuple[Tensor, Tensor | None]:
         """(codes, scale), or (numbers, None), of what is held per unit under `name`."""
         if name in self.tensors:
-            return self.tensors[name], None
+            return self.tensors[name], self.tensors.get(f"{name}_scale")
         return self.tensors[f"{name}.codes"], self.tensors[f"{name}.scale"]
 
     def products(self, q: Tensor, name: str) -> Tensor:
