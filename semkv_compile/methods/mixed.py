@@ -17,17 +17,18 @@ from semkv.methods.heterocache import WHOLE
 from semkv.methods.keepers import ObservationWindow, Sinks
 from semkv.methods.options import Allowed, Share
 from semkv.methods.sekv import SeKV
-from semkv.methods.sentencekv import SentenceRouter
+from semkv.methods.sentencekv import SentenceRouter, mean_query
 from semkv.methods.sketch import Sketch
 from semkv.methods.sketch_router import SketchRouter
 from semkv.methods.specontext import SpeContext
 from semkv.methods.speculation import Speculation, SpeculativeRouter
 from semkv.profiles.schema import Profile
 from semkv.profiles.schema.retrieval_head import RetrievalHead
-from semkv.runtime.components import Components, Plan
+from semkv.runtime.components import Brought, Components, Plan
 from semkv.runtime.components import Part as Runs
 from semkv.runtime.spans import FoldedSpans
 from semkv.runtime.step import Step
+from semkv.runtime.units import Units
 
 NEEDED = {
     "spans": ("sekv", "sekv", "others='window'"),
@@ -57,7 +58,6 @@ class MixedRouter(SketchRouter):
     sentences: keeps a sentence's queries; None without them.
     """
 
-    scores: ClassVar[None] = None  # type: ignore[assignment]
     sentences: SentenceRouter | None = None
     sentence: float = 0.0
     prior: float = 0.0
@@ -71,6 +71,41 @@ class MixedRouter(SketchRouter):
             told = SpeculativeRouter().score(site, q, spans, step)
             mixed = torch.logaddexp(mixed, told.to(mixed.device) + math.log(self.prior))
         return mixed
+
+    def bring(self, site: AttentionSite, step: Step, spans: FoldedSpans) -> Brought:
+        """See `semkv.runtime.components.Bringer`."""
+        brought: dict[str, Tensor] = {}
+        if self.sentences is not None:
+            brought |= self.sentences.bring(site, step, spans).tensors
+        if self.prior:
+            told = SpeculativeRouter().bring(site, step, spans)
+            skipped = torch.tensor([told.skipped], dtype=torch.int64, device="cpu")
+            brought |= {**told.tensors, "skipped": skipped}
+        return Brought(brought)
+
+    def scores(self, site: AttentionSite, q: Tensor, units: Units) -> Tensor:
+        """See `semkv.runtime.components.Scorer`."""
+        own = super().scores(site, q, units)
+        shift, mixed = units.passing.get("shift"), own + math.log1p(-self.sentence - self.prior)
+        if self.sentences is not None:
+            theirs = super().scores(site, mean_query(q, units), units)
+            mixed = torch.logaddexp(mixed, theirs + math.log(self.sentence))
+        if self.prior:
+            ranking = units.tensors["ranking"]
+            skipped = units.tensors["skipped"].view(-1, 1, 1)
+            place = torch.ones_like(own[:, :, 0], dtype=torch.int64).cumsum(-1) - 1 + skipped
+            last = (units.count.view(-1, 1, 1) + skipped - 1).clamp(min=0)
+            told = ranking.gather(2, torch.minimum(place.clamp(min=0), last)).masked_fill(place < 0, float("-inf"))
+            mixed = torch.logaddexp(mixed, told[:, :, None] + math.log(self.prior))
+        if shift is not None:  # attention to what stays folded is by the query alone
+            units.passing.update(shift=shift, own=own)
+        return mixed
+
+    def rest(
+        self, site: AttentionSite, score: Tensor, chosen: Tensor, own: Tensor | None, units: Units
+    ) -> tuple[Tensor, Tensor]:
+        """See `semkv.runtime.components.Rest`."""
+        return super().rest(site, units.passing["own"], chosen, own, units)
 
     def attend(
         self, site: AttentionSite, q: Tensor, score: Tensor, seen: Tensor, spans: FoldedSpans
