@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -185,16 +185,20 @@ class Library:
             raise BuildError(f"kernel {self.name}: {found.path} failed ({said.strip()})")
 
 
-def library(template: Path, constants: Mapping[str, int]) -> Library:
-    """The object of a template with these constants, one in a process; named after the template's folder."""
+def library(template: Path, constants: Mapping[str, int], headers: Sequence[Path] = ()) -> Library:
+    """The object of a template with these constants, one in a process; named after the template's folder.
+
+    headers: what comes before it, after what comes before every one.
+    """
     with _lock:
-        return _library(template, tuple(sorted(constants.items())))
+        return _library(template, tuple(sorted(constants.items())), tuple(headers))
 
 
 @cache
-def _library(template: Path, constants: tuple[tuple[str, int], ...]) -> Library:
+def _library(template: Path, constants: tuple[tuple[str, int], ...], headers: tuple[Path, ...]) -> Library:
     defined = [f"#define {name} {value}\n" for name, value in constants]
-    return Library(template.parent.name, "".join([*defined, *(path.read_text() for path in (*SHARED, template))]))
+    parts = [path.read_text() for path in (*SHARED, *headers, template)]
+    return Library(template.parent.name, "".join([*defined, *parts]))
 
 
 def _settle(future: Future[ctypes.CDLL], name: str, load: Callable[[], ctypes.CDLL]) -> None:

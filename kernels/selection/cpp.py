@@ -14,6 +14,8 @@ from semkv.kernels.addresses import address_of
 from semkv.kernels.cpp import Library, compiler, library, team
 
 TEMPLATE = Path(__file__).parent / "template.cpp"
+SELECT = Path(__file__).parent / "select.h"
+"""The choice itself, which comes before templates that choose."""
 MAX_ALLOWANCE = 1 << 62
 LANES = 16  # of the template
 
@@ -35,7 +37,7 @@ class _Call(ctypes.Structure):
 @cache
 def selection_library() -> Library:
     """The object, the same for all sizes."""
-    return library(TEMPLATE, {})
+    return library(TEMPLATE, {}, [SELECT])
 
 
 def answers(score: Tensor) -> bool:

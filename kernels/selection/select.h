@@ -1,0 +1,166 @@
+// Selection under a budget: units in order of their best score, as long as their costs fit. Nothing is sorted, and most units are read
+// once: a sample tells a score below which the cut cannot lie, and a radix search among the units above it finds the cut.
+//
+// A `Head` has `units`; `allowance`; `costs()`, whether units have costs of their own; `cost(place)`, 1 where not, at least 0, for a number
+// that may have PARTLY; and `rows(use)`, which calls use(scores, threshold) for each of its rows of scores: it wants what is above that.
+
+namespace {
+
+constexpr int DIGIT_BITS = 11, DIGITS = 1 << DIGIT_BITS;
+constexpr int64_t SAMPLES = 2048, SHARE = 8;  // a sample is one unit in SHARE, and SAMPLES at most
+constexpr int64_t LEAST_SAMPLES = 256;        // where it would be smaller, none is taken
+constexpr uint32_t PARTLY = 1u << 31;         // beside the number of a unit that some row does not want
+constexpr float NONE = -__builtin_inff(), LOWEST = -__FLT_MAX__;
+
+// The best score that is wanted of a unit, or NONE; whether some row does not want it.
+template <typename Head>
+float best_of(const Head& head, int64_t unit, bool& partly) {
+  float found = NONE;
+  partly = false;
+  head.rows([&](const float* score, float threshold) {
+    float x = score[unit] > threshold ? score[unit] : NONE;
+    found = x > found ? x : found;
+    partly |= x == NONE;
+  });
+  return found;
+}
+
+// In the order of the numbers; of those above -infinity none is 0. Zeros are one number.
+inline Words keys_of(Floats x) {
+  Words bits = (Words)(x + 0.0f);
+  return bits >> 31 ? ~bits : bits | 0x80000000u;
+}
+
+inline uint32_t key_of(float x) { return keys_of(Floats{} + x)[0]; }
+
+inline float number_of(uint32_t key) {
+  uint32_t bits = key >> 31 ? key & 0x7fffffffu : ~key;
+  float x;
+  std::memcpy(&x, &bits, sizeof(x));
+  return x;
+}
+
+// The key at which `allowance` is used up: all units with greater ones are paid for, which is taken off it, and those with this one
+// together are not. 0 where all fit.
+template <typename Head>
+uint32_t cut(const Head& head, const uint32_t* keys, const uint32_t* places, int64_t count, int64_t& allowance) {
+  uint32_t least = ~0u, most = 0;
+  for (int64_t n = 0; n < count; ++n) least = keys[n] < least ? keys[n] : least, most = keys[n] > most ? keys[n] : most;
+  if (!count) return 0;
+  int low = least == most ? 1 : 32 - __builtin_clz(least ^ most);  // bits from `low` on are found: all keys have them
+  uint32_t found = low == 32 ? 0 : most >> low << low;
+  while (low > 0) {
+    int high = low;
+    low = high > DIGIT_BITS ? high - DIGIT_BITS : 0;
+    int64_t sums[DIGITS] = {};
+    for (int64_t n = 0; n < count; ++n)
+      if (high == 32 || keys[n] >> high == found >> high) sums[keys[n] >> low & ((1u << (high - low)) - 1)] += head.cost(places[n]);
+    int digit = (1 << (high - low)) - 1;
+    for (; digit >= 0 && sums[digit] <= allowance; --digit) allowance -= sums[digit];
+    if (digit < 0) return 0;
+    found |= (uint32_t)digit << low;
+  }
+  return found;
+}
+
+// A score that the cut is not below, as far as a sample can tell: four standard deviations of how many of it are above the cut.
+template <typename Head>
+float bound(const Head& head, uint32_t* keys, uint32_t* places) {
+  const int64_t units = head.units, samples = units / SHARE < SAMPLES ? units / SHARE : SAMPLES;
+  if (samples < LEAST_SAMPLES) return LOWEST;
+  const int64_t stride = units / samples;
+  int64_t count = 0, paid = 0;
+  for (int64_t unit = 0; unit < units; unit += stride, ++count) {
+    bool partly;
+    float x = best_of(head, unit, partly);
+    keys[count] = x > NONE ? key_of(x) : 0;
+    places[count] = (uint32_t)unit;
+    paid += head.cost((uint32_t)unit);
+  }
+  const double each = (double)paid / (double)count;  // what a unit costs
+  const double above = (double)head.allowance / (each * (double)stride);
+  if (!(above < (double)count)) return LOWEST;
+  int64_t enough = (int64_t)((above + 4 * __builtin_sqrt(above) + 2) * each);
+  uint32_t key = cut(head, keys, places, count, enough);
+  return key ? number_of(key) : LOWEST;
+}
+
+// Append the lanes of `x` that `those` has to `to`, which has room for all sixteen, in their order.
+inline void append(Words x, uint32_t those, uint32_t* to) {
+#ifdef __AVX512F__
+  using Lanes = int __attribute__((vector_size(4 * LANES)));
+  Lanes packed = __builtin_ia32_compresssi512_mask((Lanes)x, Lanes{}, (uint16_t)those);
+  std::memcpy(to, &packed, sizeof(packed));
+#else
+  uint32_t lanes[LANES];
+  std::memcpy(lanes, &x, sizeof(x));
+  for (; those; those &= those - 1) *to++ = lanes[__builtin_ctz(those)];
+#endif
+}
+
+// The lanes of which a comparison holds, as bits.
+inline uint32_t lanes_of(Ints holds) {
+#ifdef __AVX512DQ__
+  using Lanes = int __attribute__((vector_size(4 * LANES)));
+  return (uint32_t)__builtin_ia32_cvtd2mask512((Lanes)holds);
+#else
+  const Words bit = {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768};
+  Words bits = (Words)holds & bit;
+  uint32_t found = 0;
+  for (int64_t lane = 0; lane < LANES; ++lane) found |= bits[lane];
+  return found;
+#endif
+}
+
+// Finds the units whose best score is at least `least`, above NONE. Returns how many; paid: what they cost together.
+template <typename Head>
+int64_t candidates(const Head& head, float least, uint32_t* keys, uint32_t* places, int64_t& paid) {
+  const int64_t units = head.units;
+  const Floats none = Floats{} + NONE;
+  const Words lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  int64_t count = 0, at = 0;
+  for (; at + LANES <= units; at += LANES) {
+    Floats best = none, worst = -none;
+    head.rows([&](const float* score, float threshold) {
+      Floats x = load(score + at);
+      x = x > threshold ? x : none;
+      best = x > best ? x : best;
+      worst = x < worst ? x : worst;
+    });
+    const uint32_t reach = lanes_of(best >= least);
+    append(keys_of(best), reach, keys + count);
+    append((lanes + (uint32_t)at) | (worst == none ? Words{} + PARTLY : Words{}), reach, places + count);
+    count += __builtin_popcount(reach);
+  }
+  for (; at < units; ++at) {
+    bool partly;
+    const float best = best_of(head, at, partly);
+    if (best < least) continue;
+    keys[count] = key_of(best);
+    places[count++] = (uint32_t)at | (partly ? PARTLY : 0);
+  }
+  paid = count;
+  if (head.costs())
+    for (int64_t n = paid = 0; n < count; ++n) paid += head.cost(places[n]);
+  return count;
+}
+
+// `use(place, whether it is chosen)` for units that may be, each chosen one among them once; place: its number, with PARTLY where some row
+// does not want it. keys, places: [units + LANES], scratch.
+template <typename Head, typename Use>
+void select(const Head& head, uint32_t* keys, uint32_t* places, Use use) {
+  int64_t allowance = head.allowance;
+  if (allowance < 0) return;
+  const float least = bound(head, keys, places);
+  int64_t paid, count = candidates(head, least, keys, places, paid);
+  if (least > LOWEST && paid <= allowance) count = candidates(head, LOWEST, keys, places, paid);  // the sample misled
+  const uint32_t last = cut(head, keys, places, count, allowance);
+  for (int64_t n = 0; n < count; ++n) use(places[n], keys[n] > last);
+  for (int64_t n = 0; n < count && last; ++n) {  // equal ones in the order of their places
+    if (keys[n] != last) continue;
+    if ((allowance -= head.cost(places[n])) < 0) break;
+    use(places[n], true);
+  }
+}
+
+}  // namespace
