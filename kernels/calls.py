@@ -48,8 +48,8 @@ class Made(NamedTuple):
 
 
 class Operand(NamedTuple):
-    """What a field has the address of: an `argument` (key: its name), an `output` or `scratch` (key: its number), or the place `offset`
-    bytes further on."""
+    """What a field has the address of: an `argument` (key: its name), an `output` or `scratch` (key: its number), the structure `itself`
+    (key: 0), or the place `offset` bytes further on."""
 
     kind: str
     key: str | int
@@ -60,8 +60,9 @@ class Operand(NamedTuple):
 class Call:
     """words: the structure, with 0 for addresses. addresses: (word, what it has the address of). threads, parallel: words of these.
 
-    arguments: by name, tensors of the operator that are read or written; written: those that are written. outputs: in the order in which
-    the operator returns them. scratch: bytes of each buffer, whose contents mean nothing before and after.
+    arguments: by name, tensors of the operator that are read or written, those of a list as `name.0` and so on; written: those that are
+    written. outputs: in the order in which the operator returns them. scratch: bytes of each buffer, whose contents mean nothing before
+    and after.
     """
 
     library: Library
@@ -78,6 +79,23 @@ class Call:
 
 def layout_of(x: Tensor) -> Layout:
     return Layout(x.dtype, tuple(x.shape), x.stride())
+
+
+def demand(name: str, x: Tensor, dtypes: Sequence[torch.dtype], shape: Sequence[int], *, dense: bool = False) -> Tensor:
+    """x, of one of these dtypes and of this shape; its last numbers lie one after the other, or all of them. Raises `UnsupportedCall`."""
+    adjacent = x.is_contiguous() if dense else x.shape[-1:].numel() < 2 or x.stride(-1) == 1
+    if x.dtype not in dtypes or x.shape != torch.Size(shape) or not adjacent:
+        raise UnsupportedCall(f"{name} {layout_of(x)}; expected {' or '.join(map(str, dtypes))} {tuple(shape)}")
+    return x
+
+
+def strides_of(field: str, x: Tensor | None, count: int, size: int | None = None) -> dict[str, int]:
+    """Fields `field.0` and so on: the first `count` strides of x, in units of `size` bytes, by default of 1; 0 along a single one."""
+    if x is None:
+        return {}
+    steps = [0 if length == 1 else step for length, step in zip(x.shape, x.stride())]
+    unit = x.dtype.itemsize if size is None else 1
+    return {f"{field}.{place}": step * unit for place, step in enumerate(steps[:count])}
 
 
 def call(
@@ -161,6 +179,8 @@ def _run(call: Call, tensors: Mapping[str, Tensor | None]) -> list[Tensor]:
             words[word] = tensors[key].data_ptr() + offset
         elif kind == "output":
             words[word] = outputs[key].data_ptr() + offset
+        elif kind == "itself":
+            words[word] = words.buffer_info()[0] + offset
         else:
             words[word] = scratch.data_ptr() + places[key] + offset if size else 0
     words[call.threads], words[call.parallel] = torch.get_num_threads(), team() or 0
@@ -187,7 +207,7 @@ class Operator:
         call = self.call(arguments)
         if call is None:
             return self.reference(**arguments)
-        outputs = _run(call, arguments)
+        outputs = _run(call, flat(arguments))
         return None if not outputs else outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     def call(self, arguments: Mapping[str, Any]) -> Call | None:
@@ -201,7 +221,7 @@ class Operator:
         return self._calls[key]
 
     def _made(self, arguments: dict[str, Any]) -> Call | None:
-        if compiler() is None or any(isinstance(x, Tensor) and not x.is_cpu for x in arguments.values()):
+        if compiler() is None or any(isinstance(x, Tensor) and not x.is_cpu for x in flat(arguments).values()):
             return None
         try:
             made = self.describe(**arguments)
@@ -210,11 +230,26 @@ class Operator:
         return made if made.library.failure() is None else None
 
 
+OPERATORS: dict[Any, Operator] = {}
+"""By what stands in a graph for them (`torch.ops.semkv.scores.default`): operators that a list of calls can have. Each puts itself in."""
+
+
+def flat(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments with those of a list as `name.0` and so on."""
+    made: dict[str, Any] = {}
+    for name, x in arguments.items():
+        made |= {f"{name}.{n}": part for n, part in enumerate(x)} if isinstance(x, (list, tuple)) else {name: x}
+    return made
+
+
 def _key(x: Any) -> Any:
+    if isinstance(x, (list, tuple)):
+        return tuple(map(_key, x))
     return (x.dtype, x.shape, x.stride(), x.device.type) if isinstance(x, Tensor) else x
 
 
 __all__ = [
+    "OPERATORS",
     "Call",
     "Layout",
     "Made",
@@ -222,6 +257,7 @@ __all__ = [
     "Operator",
     "UnsupportedCall",
     "call",
+    "flat",
     "layout_of",
     "run",
     "scratch_places",
