@@ -89,13 +89,13 @@ def demand(name: str, x: Tensor, dtypes: Sequence[torch.dtype], shape: Sequence[
     return x
 
 
-def strides_of(field: str, x: Tensor | None, count: int, size: int | None = None) -> dict[str, int]:
-    """Fields `field.0` and so on: the first `count` strides of x, in units of `size` bytes, by default of 1; 0 along a single one."""
+def strides_of(field: str, x: Tensor | None, count: int, *, numbers: bool = False) -> dict[str, int]:
+    """The array `field` of a structure: the first `count` strides of x, in bytes or in numbers; 0 along a size of 1."""
     if x is None:
         return {}
-    steps = [0 if length == 1 else step for length, step in zip(x.shape, x.stride())]
-    unit = x.dtype.itemsize if size is None else 1
-    return {f"{field}.{place}": step * unit for place, step in enumerate(steps[:count])}
+    unit = 1 if numbers else x.dtype.itemsize
+    steps = [0 if size == 1 else step * unit for size, step in zip(x.shape, x.stride())]
+    return {f"{field}.{place}": step for place, step in enumerate(steps[:count])}
 
 
 def call(
@@ -236,9 +236,11 @@ OPERATORS: dict[Any, Operator] = {}
 
 def flat(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments with those of a list as `name.0` and so on."""
-    made: dict[str, Any] = {}
+    made = dict(arguments)
     for name, x in arguments.items():
-        made |= {f"{name}.{n}": part for n, part in enumerate(x)} if isinstance(x, (list, tuple)) else {name: x}
+        if isinstance(x, (list, tuple)):
+            del made[name]
+            made |= {f"{name}.{n}": part for n, part in enumerate(x)}
     return made
 
 
@@ -257,8 +259,10 @@ __all__ = [
     "Operator",
     "UnsupportedCall",
     "call",
+    "demand",
     "flat",
     "layout_of",
     "run",
     "scratch_places",
+    "strides_of",
 ]

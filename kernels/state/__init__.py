@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from semkv.ir import ops, state_ops
+from semkv.kernels.calls import OPERATORS, Operator
+from semkv.kernels.state.append import describe_append
+from semkv.kernels.state.choose import describe_choose
 from semkv.kernels.state.reference import (
     append_reference,
     choose_each_reference,
@@ -16,6 +20,7 @@ from semkv.kernels.state.reference import (
     scores_reference,
     unfold_reference,
 )
+from semkv.kernels.state.unfold import describe_unfold, waits_in_file
 
 REFERENCES: dict[str, Callable[..., Any]] = {
     "append_": append_reference,
@@ -29,9 +34,18 @@ REFERENCES: dict[str, Callable[..., Any]] = {
 }
 """Each operator in PyTorch."""
 
-for _name, _function in REFERENCES.items():
-    assert hasattr(state_ops, _name)
-    for _key in ("CPU", "CUDA"):
-        ops.library.impl(_name, _function, _key)
+IN_CPP: dict[str, Operator] = {
+    "append_": Operator(append_reference, describe_append),
+    "choose": Operator(choose_reference, describe_choose),
+    "choose_each": Operator(choose_each_reference, partial(describe_choose, each=True)),
+    "unfold_": Operator(unfold_reference, describe_unfold, waits_in_file),
+}
+"""Those that have a form in C++ for a CPU."""
 
-__all__ = ["REFERENCES"]
+for _name, _reference in REFERENCES.items():
+    ops.library.impl(_name, IN_CPP.get(_name, _reference), "CPU")
+    ops.library.impl(_name, _reference, "CUDA")
+    if _name in IN_CPP:
+        OPERATORS[getattr(state_ops, _name)] = IN_CPP[_name]
+
+__all__ = ["IN_CPP", "REFERENCES"]
