@@ -1,0 +1,178 @@
+"""`semkv::append_` against loops: tokens, positions and codes, at places that come round."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from semkv.ir import state_ops
+from semkv.kernels.calls import run
+from semkv.kernels.cpp import compiler
+from semkv.kernels.state import IN_CPP, REFERENCES
+from semkv.runtime.quantization import quantize
+
+FORMS = ["reference", pytest.param("cpp", marks=pytest.mark.skipif(compiler() is None, reason="no C++ compiler"))]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+NAN = float("nan")
+
+
+def appended(form: str, **arguments) -> None:
+    """Append by a form, in place; the form in C++ is one, not the reference in its place."""
+    if form == "reference":
+        REFERENCES["append_"](**arguments)
+        return
+    call = IN_CPP["append_"].call(dict.fromkeys(("k_scale", "v_scale")) | arguments)
+    assert call is not None
+    run(call, arguments)
+
+
+def made(rows, heads, window, tokens, dims, *, dtype=torch.float32, new=torch.float32, coded=False, seed=0):
+    """Arguments: a memory of NaN and arbitrary bytes, within larger tensors; new tokens as views of projections [B, T, H * D]."""
+    generator = torch.Generator().manual_seed(seed)
+    given = {}
+    for name, width in zip("kv", dims):
+        if coded:
+            given[name] = torch.randint(0, 256, (rows, heads, window + 3, width), generator=generator).byte()[
+                :, :, 2:-1
+            ]
+            given[f"{name}_scale"] = torch.full((rows, heads, window + 1, 1), NAN, dtype=torch.float16)[:, :, 1:]
+        else:
+            given[name] = torch.full((rows, heads + 1, window, width + 2), NAN, dtype=dtype)[:, 1:, :, :width]
+        x = torch.randn(rows, tokens, heads * width, generator=generator) * 10 ** torch.randint(
+            -3, 4, (rows, tokens, 1), generator=generator
+        )
+        given[f"new_{name}"] = x.to(new).unflatten(2, (heads, width)).transpose(1, 2)
+    given["positions"] = torch.full((rows, 1, window), state_ops.EMPTY, dtype=torch.int32)
+    given["new_positions"] = torch.randint(0, 1 << 30, (rows, tokens), generator=generator)
+    given["at"] = torch.randint(0, 5 * window, (rows,), generator=generator)
+    return given
+
+
+def by_loops(given) -> dict[str, torch.Tensor]:
+    """What `append_` makes of the memory of these arguments."""
+    out = {name: given[name].clone() for name in ("k", "v", "positions", "k_scale", "v_scale") if name in given}
+    rows, heads, window, _ = given["k"].shape
+    for row in range(rows):
+        for token in range(given["new_k"].shape[2]):
+            place = (int(given["at"][row]) + token) % window
+            out["positions"][row, 0, place] = int(given["new_positions"][row, token])
+            for head in range(heads):
+                for name in "kv":
+                    x = given[f"new_{name}"][row, head, token]
+                    if f"{name}_scale" in given:
+                        packed = quantize(x, 8)
+                        out[name][row, head, place], out[f"{name}_scale"][row, head, place] = packed.codes, packed.scale
+                    else:
+                        out[name][row, head, place] = x.to(out[name].dtype)
+    return out
+
+
+def check(given, form) -> None:
+    expected = by_loops(given)
+    appended(form, **given)
+    for name, x in expected.items():
+        assert torch.equal(given[name].nan_to_num(nan=-7.0), x.nan_to_num(nan=-7.0)), name
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("coded", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "heads", "window", "tokens", "dims"),
+    [
+        (1, 1, 1, 1, (1, 1)),
+        (3, 2, 5, 5, (15, 33)),
+        (2, 3, 7, 4, (16, 8)),
+        (1, 4, 64, 1, (60, 128)),
+        (2, 1, 4, 0, (3, 3)),
+    ],
+)
+def test_tokens_go_round_the_window(rows, heads, window, tokens, dims, coded, form):
+    check(made(rows, heads, window, tokens, dims, coded=coded), form)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("new", DTYPES)
+def test_numbers_are_rounded_as_pytorch_rounds(dtype, new, form):
+    given = made(2, 2, 40, 40, (33, 17), dtype=dtype, new=new)
+    given["new_k"][0, 0, 0, :6] = torch.tensor([65519.0, 65520.0, 1e30, -1e-7, 2.0**-25, -0.0]).to(new)
+    check(given, form)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("new", DTYPES)
+def test_codes_are_those_of_the_runtime(new, form):
+    """Zeros, halves between two codes, the smallest and the largest scales."""
+    given = made(1, 2, 300, 300, (63, 63), new=new, coded=True)
+    generator = torch.Generator().manual_seed(3)
+    x = given["new_k"]
+    x[0, 0, 0] = 0
+    x[0, 0, 1] = torch.arange(-31, 32) / 2
+    x[0, 0, 1, 0] = 127
+    size = 10 ** (torch.rand(1, 298, 1, generator=generator) * 14 - 9)
+    x[:, 0, 2:] = (torch.randn(1, 298, 63, generator=generator) * size).to(new).clamp(-6e4, 6e4)
+    if new == torch.float32:
+        x[0, 1, 0] *= 1e30
+        x[0, 1, 1] *= 1e-30
+    check(given, form)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_keys_may_be_codes_and_values_numbers(form):
+    given = made(2, 2, 6, 3, (8, 8), coded=True)
+    del given["v_scale"]
+    given["v"] = torch.full(given["v"].shape, NAN, dtype=torch.bfloat16)
+    check(given, form)
+
+
+@pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+def test_threads_change_nothing():
+    results = []
+    before = torch.get_num_threads()
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        given = made(2, 4, 200, 199, (128, 64), coded=True)
+        appended("cpp", **given)
+        results.append([given[name].nan_to_num(nan=-7.0) for name in ("k", "v", "k_scale", "v_scale", "positions")])
+    torch.set_num_threads(before)
+    assert all(map(torch.equal, *results))
+
+
+def test_the_operator_is_as_its_schema_says():
+    for coded in (False, True):
+        given = made(2, 2, 6, 3, (8, 5), coded=coded)
+        given = {name: x.nan_to_num() for name, x in given.items()}
+        torch.library.opcheck(state_ops.append_, (), given, test_utils=("test_schema", "test_faketensor"))
+        expected = by_loops(given)
+        state_ops.append_(**given)
+        assert all(torch.equal(given[name], x) for name, x in expected.items())
+
+
+@pytest.mark.parametrize("coded", [False, True])
+def test_the_reference_is_traced_without_numbers(coded):
+    given = made(2, 2, 6, 3, (8, 5), coded=coded)
+    with FakeTensorMode(allow_non_fake_inputs=False) as mode:
+        fake = {name: mode.from_tensor(x) for name, x in given.items()}
+        assert REFERENCES["append_"](**fake) is None
+
+    def traced(arguments):
+        REFERENCES["append_"](**arguments)
+        return arguments
+
+    graph = make_fx(traced, tracing_mode="fake")(given)
+    for seed in (0, 1):
+        given = made(2, 2, 6, 3, (8, 5), coded=coded, seed=seed)
+        expected = by_loops(given)
+        graph(given)
+        assert all(torch.equal(given[name].nan_to_num(), x.nan_to_num()) for name, x in expected.items())
+
+
+def test_what_cpp_cannot_is_done_by_the_reference():
+    given = made(1, 2, 4, 2, (8, 8))
+    given["new_k"] = given["new_k"].double()
+    assert IN_CPP["append_"].call(dict.fromkeys(("k_scale", "v_scale")) | given) is None
+    expected = by_loops(given)
+    state_ops.append_(**given)
+    assert all(torch.equal(given[name].nan_to_num(), x.nan_to_num()) for name, x in expected.items())
