@@ -198,7 +198,7 @@ class Operator:
         settings: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None,
     ) -> None:
         """settings: what `describe` is told besides of the arguments."""
-        self.reference, self.describe, self._settings = reference, describe, settings
+        self.reference, self.describe, self.settings = reference, describe, settings
         self._defaults = {name: x.default for name, x in signature(reference).parameters.items()}
         self._calls: dict[tuple[Any, ...], Call | None] = {}
 
@@ -212,7 +212,7 @@ class Operator:
 
     def call(self, arguments: Mapping[str, Any]) -> Call | None:
         """The call for these arguments; None: PyTorch computes. Waits for the compiler when it is first asked for a layout."""
-        settings = {} if self._settings is None else self._settings(arguments)
+        settings = {} if self.settings is None else self.settings(arguments)
         key = (*settings.values(), *map(_key, arguments.values()))
         if key not in self._calls:
             if len(self._calls) >= MOST_CALLS:
