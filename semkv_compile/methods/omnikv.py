@@ -71,8 +71,9 @@ class FilterRouter(MeansSuffice):
         found = torch.zeros_like(places)
         for own, at in zip(logits, positions):
             weights = (own - mass).exp().amax(2)  # [B, Hkv, n]; heads may hold other tokens
-            index = torch.minimum(at.long(), asked[:, :, None] + 1).flatten(1)  # what is no token goes behind all of them
-            found = found.scatter_reduce(1, index, weights.flatten(1), "amax")
+            index = torch.minimum(at.long(), asked[:, :, None] + 1)  # what is no token goes behind all of them
+            rows, index, weights = len(index), index.contiguous(), weights.contiguous()
+            found = found.scatter_reduce(1, index.view(rows, -1), weights.view(rows, -1), "amax")
         return {self.names(site)[0]: found}
 
     def taken(self, site: AttentionSite) -> tuple[str, ...]:

@@ -190,7 +190,12 @@ def slot_bias(layer: Layer, own: Tensor, start: Tensor, tensors: Mapping[str, Te
         unit = torch.searchsorted(bounds.contiguous(), places, right=True) - 1
     unit = torch.minimum(unit.clamp(min=0), (tensors["last_unit"] if "last_unit" in tensors else unit).clamp(min=0))
     seen = own.gather(3, unit[:, :, None].expand(-1, -1, own.shape[2], -1).long()) & (places >= 0)[:, :, None]
-    return torch.zeros_like(seen, dtype=torch.float32).masked_fill(~seen, NEG_INF).flatten(1, 2)[:, :, None]
+    return per_query_head(layer.site, torch.zeros_like(seen, dtype=torch.float32).masked_fill(~seen, NEG_INF))
+
+
+def per_query_head(site: AttentionSite, x: Tensor) -> Tensor:
+    """x [B, Hkv|1, G|1, n] -> [B, Hq, 1, n], in words that hold for every n."""
+    return x.expand(-1, site.kv_heads, site.group_size, -1).contiguous().view(len(x), site.q_heads, 1, -1)
 
 
 def read_units(layer: Layer, chosen: Tensor, own: Tensor | None) -> Tensor:
@@ -218,7 +223,7 @@ def attend_means(layer: Layer, blocks: Blocks, read: Tensor | None, units: Units
     if read is not None:
         read = read if read.dim() == 4 else read[:, :, None]
         bias = bias.masked_fill(read, NEG_INF)
-    bias = bias.expand(-1, site.kv_heads, site.group_size, -1).flatten(1, 2)[:, :, None]
+    bias = per_query_head(site, bias)
     positions = units.tensors["positions"]
     blocks.add_entries(units.numbers("mean_k"), units.numbers("mean_v"), positions, bias)
 

@@ -5,8 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-AHEAD, SHARE = 32, 32
-"""Room behind what is stored: columns at least, and one for each so many that there are."""
+LEAST, SHARE = 32, 16
+"""Columns that a buffer grows by at least, and of how many it has the largest power of two is at most one part."""
+
+
+def room_for(count: int) -> int:
+    """Columns of a buffer of `count`: their number alone says, so that what is computed of it is, to the bit, the same in every copy."""
+    step = max(LEAST, 1 << max(0, (count // SHARE).bit_length() - 1))
+    return -(-count // step) * step
 
 
 class Roomy:
@@ -29,11 +35,11 @@ class Roomy:
     def whole(self, name: str, x: Tensor) -> Tensor:
         """A buffer that begins with x [H, n, ...]: its own, or one that it is copied to."""
         buffer = self._buffers.get(name)
-        if buffer is not None and _begins(x, buffer):
+        if buffer is not None and _begins(x, buffer) and buffer.shape[1] == room_for(x.shape[1]):
             return buffer
         alike = buffer is not None and buffer.dtype == x.dtype and buffer.shape[0] == x.shape[0] and buffer.shape[2:] == x.shape[2:]
-        if not alike or not x.shape[1] <= buffer.shape[1] <= 2 * x.shape[1] + 4 * AHEAD:
-            capacity = x.shape[1] + max(AHEAD, x.shape[1] // SHARE)
+        capacity = room_for(x.shape[1])
+        if not alike or buffer.shape[1] != capacity:
             buffer = self._buffers[name] = torch.zeros(
                 (x.shape[0], capacity, *x.shape[2:]), dtype=x.dtype, device=x.device
             )
@@ -52,4 +58,4 @@ def _begins(x: Tensor, buffer: Tensor) -> bool:
     )
 
 
-__all__ = ["Roomy"]
+__all__ = ["Roomy", "room_for"]

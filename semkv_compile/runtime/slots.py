@@ -7,11 +7,9 @@ from torch import Tensor
 
 from semkv.ir.state_ops import EMPTY
 from semkv.runtime.host_pool import RoomKinds
+from semkv.runtime.roomy import room_for
 
 NAMES = ("k", "v", "k_scale", "v_scale")
-AHEAD, SHARE = 16, 16
-"""Slots beyond those that may be used: at least, and one for each so many, so that sizes seldom change as a budget grows."""
-
 
 class Slots:
     """On the device, rooms [Hkv, C, ...] of the given kinds, by name, positions int32 [Hkv, C], `EMPTY` where a slot holds nothing; and
@@ -42,8 +40,8 @@ class Slots:
     def allow(self, usable: int) -> None:
         """Let so many slots per head be filled by the next step; those that are keep what they hold as far as they are not more."""
         self.usable, have = usable, self.positions.shape[1]
-        if not usable <= have <= usable + 3 * max(AHEAD, usable // SHARE):
-            self._resize(usable + max(AHEAD, usable // SHARE))
+        if have != room_for(usable):
+            self._resize(room_for(usable))
 
     def _resize(self, slots: int) -> None:
         """What is held first, and as much as fits."""

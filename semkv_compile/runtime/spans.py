@@ -28,7 +28,7 @@ from semkv.runtime.quantization import (
     quantize,
     tensors_of,
 )
-from semkv.runtime.roomy import Roomy
+from semkv.runtime.roomy import Roomy, room_for
 from semkv.runtime.segments import Folding
 from semkv.runtime.workspace import UnfoldedFactors, Workspace, ranges
 
@@ -504,8 +504,8 @@ class FoldedSpans:
         places, waiting = self.places, {name: part.stored for name, part in self.host_tokens.parts.items()}
         out = {f"waiting.{name}": x for name, x in waiting.items()}
         if places.bounds is not None:
-            bounds = out["places.bounds"] = self.room.whole("places.bounds", places.bounds)
-            bounds[:, places.bounds.shape[1] :] = EMPTY  # they stay in order
+            behind = room_for(self.count) - self.count
+            out["places.bounds"] = torch.nn.functional.pad(places.bounds, (0, behind), value=EMPTY)  # in order
         if places.order is not None:  # as many places as there is room for
             behind = waiting["k"].shape[1] - places.order.shape[1]
             out["places.order"] = torch.nn.functional.pad(places.order, (0, behind))

@@ -7,10 +7,7 @@ from torch import Tensor
 
 from semkv.ir.state_ops import EMPTY
 from semkv.runtime.quantization import Quantized, dequantize, quantize
-
-AHEAD, SHARE = 32, 32
-"""Room that a step's graph finds behind what is stored: tokens at least, and one for each so many that there are."""
-
+from semkv.runtime.roomy import room_for
 
 def plain(x: Tensor | Quantized) -> Tensor:
     """The numbers that `x` holds or stands for; float32 in the latter case."""
@@ -100,16 +97,15 @@ class TokenStore:
 
     def reserve_one(self) -> None:
         """Have a place for one more token, which a step's graph fills in."""
-        if self.length == self._held["k"].shape[1]:
-            self._ahead = True
-            self._grow(self.length + 1 + max(AHEAD, self.length // SHARE))
+        self._ahead = True
+        if self._held["k"].shape[1] != room_for(self.length + 1):
+            self._grow(room_for(self.length + 1))
 
     def take_in(self, tokens: int = 1) -> None:
         """Count tokens in that were filled in."""
         self.length += tokens
 
-    def _grow(self, tokens: int) -> None:
-        capacity = self._pages(tokens) * self.page_size
+    def _grow(self, capacity: int) -> None:
         self._held = {name: _grown(name, x[:, : self.length], capacity) for name, x in self._held.items()}
 
     def append(self, k: Tensor, v: Tensor, positions: Tensor) -> None:
@@ -117,7 +113,8 @@ class TokenStore:
         end = self.length + k.shape[1]
         capacity = self._held["k"].shape[1]
         if end > capacity:
-            self._grow(max(end, capacity * 5 // 4) if self.reserve else end)
+            wanted = max(end, capacity * 5 // 4) if self.reserve else end
+            self._grow(self._pages(wanted) * self.page_size)
         new = {"positions": positions}
         for name, x in (("k", k), ("v", v)):
             new |= _parts(name, quantize(x, 8) if self.in_codes else x)
@@ -134,8 +131,9 @@ class TokenStore:
         rest = {name: x[:, count : self.length] for name, x in self._held.items()}
         self.length -= count
         capacity = self._held["k"].shape[1]
-        most = self._pages(self.length + 3 * max(AHEAD, self.length // SHARE)) * self.page_size
-        if not self.reserve and not (self._ahead and capacity <= most):
+        if self._ahead:
+            capacity = room_for(self.length + 1)
+        elif not self.reserve:
             capacity = self._pages(self.length) * self.page_size
         self._held = {name: _grown(name, x, capacity) for name, x in rest.items()}
         return k, v, positions
