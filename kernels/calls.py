@@ -245,9 +245,9 @@ def flat(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _key(x: Any) -> Any:
-    if isinstance(x, (list, tuple)):
-        return tuple(map(_key, x))
-    return (x.dtype, x.shape, x.stride(), x.device.type) if isinstance(x, Tensor) else x
+    if type(x) is Tensor or (x is not None and isinstance(x, Tensor)):
+        return x.dtype, x.shape, x.stride(), x.is_cpu
+    return tuple(map(_key, x)) if isinstance(x, (list, tuple)) else x
 
 
 __all__ = [

@@ -8,7 +8,7 @@
 
 namespace {
 
-constexpr uint64_t GATHER = 0x0102040810204080;  // times eight bytes of 0 and 1: the highest byte has them as bits, the first lowest
+[[maybe_unused]] constexpr uint64_t GATHER = 0x0102040810204080;  // times eight bytes of 0 and 1: the highest byte has them as bits, the first lowest
 constexpr int64_t AHEAD = 12, SHARE = 64;        // rows that are asked for; rows of a task
 constexpr int64_t LEAST = 256;                   // rows of a thread: fewer are copied before another one has begun
 constexpr int64_t LEAST_SLOTS = 4096;            // slots that a thread looks at
@@ -47,41 +47,6 @@ inline const char* part(const char* x, const int64_t* strides, int64_t row, int6
 
 inline int64_t words_of(int64_t bits) { return (bits + 63) / 64; }
 
-// The units that a head of a row has chosen, and their tokens.
-struct Head {
-  const Call& call;
-  const int64_t row, start;
-  const uint8_t* chosen;
-  const int32_t *bounds, *order;
-
-  Head(const Call& call, int64_t row, int64_t head)
-      : call(call), row(row), start(call.start[row]), chosen((const uint8_t*)part(call.chosen, call.chosen_strides, row, head)),
-        bounds(call.bounds ? (const int32_t*)part(call.bounds, call.bounds_strides, row, head) : nullptr),
-        order(call.order ? (const int32_t*)part(call.order, call.order_strides, row, head) : nullptr) {}
-
-  // Eight bytes of `chosen` from `at` on, 0 behind its end, as eight bits.
-  uint64_t eight(int64_t at) const {
-    uint64_t x = 0;
-    std::memcpy(&x, chosen + at, at + 8 <= call.units ? 8 : call.units - at);
-    return x * GATHER >> 56;
-  }
-
-  // `use(first, last)` for the runs of numbers of the chosen units' tokens, ascending: places where there is no order.
-  template <typename Use>
-  void runs(Use use) const {
-    for (int64_t at = 0; at < call.units; at += 64) {
-      uint64_t those = 0;
-      for (int64_t part = 0; part < 64 && at + part < call.units; part += 8) those |= eight(at + part) << part;
-      for (; those; those &= those - 1) {
-        const int64_t unit = at + __builtin_ctzll(those);
-        int64_t first = bounds ? bounds[unit] : start + unit * call.length, last = bounds ? bounds[unit + 1] : first + call.length;
-        first = first < 0 ? 0 : first, last = last < call.waiting ? last : call.waiting;
-        if (first < last) use(first, last);
-      }
-    }
-  }
-};
-
 // Set the bits from `first` to `last` - 1.
 inline void set(uint64_t* marks, int64_t first, int64_t last) {
   const int64_t word = first / 64, end = (last - 1) / 64;
@@ -95,6 +60,94 @@ inline void set(uint64_t* marks, int64_t first, int64_t last) {
   marks[end] |= to;
 }
 
+// The units that a head of a row has chosen, and their tokens.
+struct Head {
+  const Call& call;
+  const int64_t row, start;
+  const uint8_t* chosen;
+  const int32_t *bounds, *order;
+
+  Head(const Call& call, int64_t row, int64_t head)
+      : call(call), row(row), start(call.start[row]), chosen((const uint8_t*)part(call.chosen, call.chosen_strides, row, head)),
+        bounds(call.bounds ? (const int32_t*)part(call.bounds, call.bounds_strides, row, head) : nullptr),
+        order(call.order ? (const int32_t*)part(call.order, call.order_strides, row, head) : nullptr) {}
+
+  // The 64 units from `at` on as bits.
+  uint64_t bits(int64_t at) const {
+    uint8_t bytes[64];
+    const uint8_t* from = chosen + at;
+    if (at + 64 > call.units) {
+      std::memset(bytes, 0, sizeof(bytes));
+      from = (const uint8_t*)std::memcpy(bytes, from, call.units - at);
+    }
+#ifdef __AVX2__
+    using Signed = char __attribute__((vector_size(32)));
+    Signed low, high;
+    std::memcpy(&low, from, 32);
+    std::memcpy(&high, from + 32, 32);
+    const uint32_t first = __builtin_ia32_pmovmskb256((Signed)(low != 0)), second = __builtin_ia32_pmovmskb256((Signed)(high != 0));
+    return first | (uint64_t)second << 32;
+#else
+    uint64_t found = 0, x;
+    for (int64_t part = 0; part < 64; part += 8) {
+      std::memcpy(&x, from + part, 8);
+      found |= x * GATHER >> 56 << part;
+    }
+    return found;
+#endif
+  }
+
+  // `use(first, last)` for the runs of numbers of the chosen units' tokens, ascending: places where there is no order.
+  template <typename Use>
+  void runs(Use use) const {
+    for (int64_t at = 0; at < call.units; at += 64)
+      for (uint64_t those = bits(at); those; those &= those - 1) {
+        const int64_t unit = at + __builtin_ctzll(those);
+        int64_t first = bounds ? bounds[unit] : start + unit * call.length, last = bounds ? bounds[unit + 1] : first + call.length;
+        first = first < 0 ? 0 : first, last = last < call.waiting ? last : call.waiting;
+        if (first < last) use(first, last);
+      }
+  }
+
+  // Mark the tokens of the chosen units; how many.
+  int64_t mark(uint64_t* marks) const {
+    int64_t wanted = 0;
+    if (!bounds && call.length == 1 && start >= 0) {  // a token each: their bits are the units', further on
+      for (int64_t at = 0, place = start; at < call.units && place < call.waiting; at += 64, place += 64) {
+        const int64_t left = call.waiting - place, word = place / 64, shift = place % 64;
+        const uint64_t those = left < 64 ? bits(at) & ((1ull << left) - 1) : bits(at);
+        wanted += __builtin_popcountll(those);
+        marks[word] |= those << shift;
+        if (shift && those >> (64 - shift)) marks[word + 1] |= those >> (64 - shift);
+      }
+      return wanted;
+    }
+    runs([&](int64_t first, int64_t last) {
+      wanted += last - first;
+      if (!order) return set(marks, first, last);
+      for (int64_t n = first; n < last; ++n) marks[order[n] / 64u] |= 1ull << order[n] % 64u;
+    });
+    return wanted;
+  }
+};
+
+// Whether sixteen slots hold tokens that wait one after the other and are all marked, as those of a page do; then they are marked no more.
+inline bool run_stays(uint64_t* marks, const int32_t* slots) {
+  const Ints lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const int32_t first = slots[0];
+  if (first < 0) return false;
+  const Ints apart = loaded<LANES, Ints>(slots) ^ (lanes + first);
+  uint64_t parts[LANES / 2], any = 0;
+  std::memcpy(parts, &apart, sizeof(parts));
+  for (uint64_t part : parts) any |= part;
+  const int64_t word = first / 64, shift = first % 64;
+  const uint64_t low = 0xffffull << shift, high = shift > 64 - LANES ? 0xffffull >> (64 - shift) : 0;
+  if (any || (marks[word] & low) != low || (high && (marks[word + 1] & high) != high)) return false;
+  marks[word] &= ~low;
+  if (high) marks[word + 1] &= ~high;
+  return true;
+}
+
 void find_head(const Call& call, int64_t task) {
   const int64_t row = task / call.heads, number = task % call.heads, words = words_of(call.waiting);
   const Head head(call, row, number);
@@ -103,35 +156,38 @@ void find_head(const Call& call, int64_t task) {
   int32_t* positions = (int32_t*)part(call.positions, call.positions_strides, row, number);
   int32_t *places = call.places + task * call.capacity, *into = call.into + task * call.capacity;
   const int32_t* where = call.where ? (const int32_t*)(call.where + row * call.where_stride) : nullptr;
-  int64_t wanted = 0, there = 0, made = 0, slot = 0;
-
   std::memset(marks, 0, words * sizeof(uint64_t));
-  head.runs([&](int64_t first, int64_t last) {
-    wanted += last - first;
-    if (!head.order) return set(marks, first, last);
-    for (int64_t n = first; n < last; ++n) marks[head.order[n] / 64u] |= 1ull << head.order[n] % 64u;
-  });
+  const int64_t wanted = head.mark(marks);
 
-  for (int64_t n = 0; n < call.capacity; ++n) {  // those that are there are marked no more
-    const uint32_t place = slots[n];
-    if ((int32_t)place < 0) continue;
-    const uint64_t bit = 1ull << place % 64, word = marks[place / 64];
-    if (word & bit) {
-      marks[place / 64] = word & ~bit;
-      ++there;
-    } else {
-      slots[n] = -1;
-      positions[n] = EMPTY;
+  int64_t there = 0, free = 0, made = 0;
+  for (int64_t n = 0; n < call.capacity;) {  // those that are there are marked no more; `into` lists the free ones
+    if (n + LANES <= call.capacity && run_stays(marks, slots + n)) {
+      there += LANES, n += LANES;
+      continue;
+    }
+    const int64_t end = n + LANES < call.capacity ? n + LANES : call.capacity;
+    for (; n < end; ++n) {
+      const int32_t place = slots[n];
+      if (place >= 0) {
+        const uint64_t bit = 1ull << place % 64u, word = marks[place / 64u];
+        if (word & bit) {
+          marks[place / 64u] = word & ~bit;
+          ++there;
+          continue;
+        }
+        slots[n] = -1;
+        positions[n] = EMPTY;
+      }
+      into[free++] = (int32_t)n;
     }
   }
 
   auto take = [&](int64_t place) {
-    while (slot < call.capacity && slots[slot] >= 0) ++slot;
-    if (slot == call.capacity) return;
+    if (made == free) return;
+    const int64_t slot = into[made];
     slots[slot] = (int32_t)place;
     positions[slot] = where ? where[place] : (int32_t)(place + call.shift[row]);
-    places[made] = (int32_t)place;
-    into[made++] = (int32_t)slot++;
+    places[made++] = (int32_t)place;
   };
   if (wanted > there && !head.order)
     for (int64_t word = 0; word < words; ++word)
