@@ -127,8 +127,6 @@ class CompiledModel(Generation):
             device=device,
             thresholds=limits,
             rows=settings.rows if limits else None,
-            prefetch=settings.prefetches and steps is None,
-            guesses=settings.guesses,
             kernels=kernels == "triton",
             weights=None if self._live is None else self._live.weights,
             steps=steps,

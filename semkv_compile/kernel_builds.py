@@ -24,7 +24,6 @@ from semkv.kernels.mixed_attention.dispatch import DTYPES, form_of, mixed_attent
 from semkv.kernels.segments import fuse, segments_library
 from semkv.kernels.selection.cpp import selection_library
 from semkv.kernels.sketch_scores.cpp import lookup_library
-from semkv.kernels.slots.cpp import slots_library
 
 
 def start_builds(program: Program, kernels: str, device: torch.device, *, routes: bool) -> None:
@@ -38,7 +37,6 @@ def start_builds(program: Program, kernels: str, device: torch.device, *, routes
     if reason == MISSING:
         warnings.warn(f"{reason}: attention on this CPU is PyTorch's, which is slower; install one", stacklevel=3)
     if form == "cpp":
-        slots_library().start()
         linear_library(1).start()
         if program.dtype == torch.float32:
             segments_library().start()

@@ -95,10 +95,6 @@ class FilterRouter(MeansSuffice):
         weights: Tensor = step.passing[f"omnikv.{self.leaders[site.store]}"]  # type: ignore[assignment]
         return weights[:, spans.positions[0].long()].expand(site.q_heads, -1, -1)
 
-    def foresees(self, site: AttentionSite, step: Step) -> bool:
-        """See `semkv.runtime.components.Foresight`."""
-        return f"omnikv.{self.leaders[site.store]}" in step.passing
-
     def threshold(self, site: AttentionSite) -> Tensor:
         return torch.full((site.q_heads,), float("-inf"), dtype=torch.float32, device="cpu")
 

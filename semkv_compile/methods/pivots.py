@@ -96,15 +96,6 @@ class PivotRouter(MeansSuffice):
         """See `semkv.runtime.components.Scorer`."""
         return units.tensors["ranking"][:, :, None]
 
-    def basis(self, site: AttentionSite, step: Step) -> object | None:
-        """See `semkv.runtime.components.Standing`."""
-        orders = self.orders(step, site.first_head)
-        return orders[0] if all(order is orders[0] for order in orders) else None
-
-    def foresees(self, site: AttentionSite, step: Step) -> bool:
-        """See `semkv.runtime.components.Foresight`: where a token runs alone; among several the first may change the ranking of others."""
-        return len(step.ids) == 1
-
     def threshold(self, site: AttentionSite) -> Tensor:
         return torch.full((site.q_heads,), float("-inf"), dtype=torch.float32, device="cpu")
 

@@ -255,9 +255,5 @@ class SpeculativeRouter(MeansSuffice):
         own = matched_heads(logs, step.site.kv_heads)[site.first_head : site.first_head + site.kv_heads]
         return own.repeat_interleave(site.group_size, 0)
 
-    def foresees(self, site: AttentionSite, step: Step) -> bool:
-        """See `semkv.runtime.components.Foresight`."""
-        return RANKING in step.passing
-
     def threshold(self, site: AttentionSite) -> Tensor:
         return torch.full((site.q_heads,), float("-inf"), dtype=torch.float32, device="cpu")

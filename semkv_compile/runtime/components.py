@@ -260,24 +260,6 @@ class Derived(Protocol):
 
 
 @runtime_checkable
-class Foresight(Protocol):
-    """What a router has whose scores follow from what earlier layers, or `Plan.before`, left in `Step.passing`: a step can fetch
-    what a layer will unfold before its turn."""
-
-    def foresees(self, site: AttentionSite, step: Step) -> bool:
-        """Whether `Router.score` can tell already; it reads no query then."""
-
-
-@runtime_checkable
-class Standing(Protocol):
-    """What a router has whose choice stands for many steps: nothing is scored, chosen or moved while it does."""
-
-    def basis(self, site: AttentionSite, step: Step) -> object | None:
-        """What the scores of all new queries follow from besides the units. While it is the same object, and units and room are the
-        same, so is the choice; None where there is no such thing in this step."""
-
-
-@runtime_checkable
 class Coarse(Protocol):
     """What a router has that knows enough of the units that stay folded to attend to them, where the method has no summaries."""
 

@@ -17,9 +17,11 @@ from semkv.ir import state_ops
 from semkv.ir.ops import mixed_attention
 from semkv.ir.site import AttentionSite
 from semkv.runtime.components import Components, ExactKeys, Giver, Passer, Rest
+from semkv.runtime.slots import NAMES, unfold
 from semkv.runtime.units import Units
 
 NEG_INF = float("-inf")
+SLOTS = (*NAMES, "positions", "places")
 PLACES = "places.by_position"
 """A tensor without numbers that has a place for each position, where a layer passes on what it knows of them."""
 
@@ -156,28 +158,10 @@ def choose(
 
 def fetch(layer: Layer, chosen: Tensor, start: Tensor, shift: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
     """Have the slots hold the chosen units; tokens that were copied and that were there, int64 [B, 2]."""
-    slots = {name: tensors.get(f"slots.{name}") for name in ("k", "v", "positions", "places", "k_scale", "v_scale")}
-    waiting = {name: tensors.get(f"waiting.{name}") for name in ("k", "v", "k_scale", "v_scale")}
+    slots = {name: tensors[f"slots.{name}"] for name in SLOTS if f"slots.{name}" in tensors}
+    waiting = {name: tensors[f"waiting.{name}"] for name in SLOTS if f"waiting.{name}" in tensors}
     bounds, order, where = (tensors.get(f"places.{name}") for name in ("bounds", "order", "where"))
-    return state_ops.unfold_(
-        slots["k"],
-        slots["v"],
-        slots["positions"],
-        slots["places"],
-        chosen,
-        waiting["k"],
-        waiting["v"],
-        start,
-        shift,
-        layer.length,
-        slots["k_scale"],
-        slots["v_scale"],
-        waiting["k_scale"],
-        waiting["v_scale"],
-        bounds,
-        order,
-        None if where is None else where[:, 0],
-    )
+    return unfold(slots, chosen, waiting, start, shift, layer.length, bounds, order, None if where is None else where[:, 0])
 
 
 def slot_bias(layer: Layer, own: Tensor, start: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:

@@ -45,7 +45,6 @@ class Placement:
     minimum_tokens: smallest budget, in tokens per KV head and layer, that the method can live in at this page size.
     thresholds: where layers leave the device progressively, the lengths of Alg. 1 (`semkv.profiles.schema.memory`), which the
         sites' `host_from` follow from. rows: sequences that these are for; None: any number.
-    prefetch: whether rows fetch ahead of their layers what those will unfold; guesses: and what they are likely to.
     kernels: whether Triton's kernels score and select units where there are some, see `semkv.kernels.mixed_attention.dispatch`.
     weights: those of the model at that time, where it may change. steps: runs single tokens as graphs; None where the method, or the
     device, has none.
@@ -61,8 +60,6 @@ class Placement:
     device: torch.device
     thresholds: tuple[int, ...] = ()
     rows: int | None = None
-    prefetch: bool = False
-    guesses: bool = True
     kernels: bool = False
     weights: Weights | None = None
     steps: Steps | None = None

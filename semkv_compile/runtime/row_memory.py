@@ -18,7 +18,6 @@ from semkv.profiles.schema.memory import UNBOUNDED, offloaded_stores
 from semkv.runtime.budget import bounded_shares
 from semkv.runtime.components import Components, Cutting, Evictor, Part
 from semkv.runtime.join import join_parts
-from semkv.runtime.lookahead import Lookahead
 from semkv.runtime.page_shares import exact_token_nbytes, shares_in_pages
 from semkv.runtime.part_shares import part_shares, whole_nbytes
 from semkv.runtime.past import Past
@@ -45,12 +44,11 @@ class RowMemory:
 
     ids: the tokens that it has read; prompt: how many it was built from. stores: per KV store the memories of its parts, in the order of
     their heads. shares: per budgeted store, its part of the row's budget in bytes. notes: what components remember between steps.
-    lookahead: what fetches ahead of the layers, made by the first step. stepping: a step has begun and not ended, so that layers may
+    stepping: a step has begun and not ended, so that layers may
     differ in what they hold. exact: the row holds every token, whatever the method; past: what the method will need when the row
     outgrows the budget's floor, None where it cannot.
     """
 
-    lookahead: Lookahead | None = None
     stepping = exact = False
     past: Past | None = None
 
@@ -428,10 +426,6 @@ class RowMemory:
         self._offload(self.tokens + len(ids))
         if self.placement.plan.before is not None:
             self.placement.plan.before.begin(ids, self.tokens, self.notes, self.passing, self.whole_cap)
-        if self.placement.prefetch and self.lookahead is None:
-            self.lookahead = Lookahead.of(self, self.tokens + len(ids))
-        if self.lookahead is not None:
-            self.lookahead.begin(self, ids)
 
     def observe(self, site: int, hidden: Tensor) -> None:
         """Keep the hidden states [T, H] that enter a site's layer, where the method reads them in the next step."""
@@ -475,8 +469,6 @@ class RowMemory:
             for own, memory, room in zip(sites, memories, self.workspace_allowance(store, tokens))
         ]
         self.account(site, store, memories, tokens)
-        if self.lookahead is not None:
-            self.lookahead.advance(self, site, ids)
         return join_parts(made, sites, q.shape[1])
 
     def _making_room(self, store: AttentionSite, tokens: int) -> Iterator[tuple[float, float]]:
@@ -507,7 +499,6 @@ class RowMemory:
         traffic = self.traffic
         traffic.moved_bytes += sum(memory.moved_nbytes for memory in memories)
         traffic.held_bytes += sum(memory.held_nbytes for memory in memories)
-        traffic.supply(memories)
         held, cap = sum(memory.device_nbytes for memory in memories), float("inf")
         if store.treatment == "method":
             resident = self._device_nbytes(store, held) + self.charged_nbytes

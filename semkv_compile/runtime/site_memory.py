@@ -2,76 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from semkv.ir.memory import Entries
 from semkv.ir.site import AttentionSite
 from semkv.runtime.blocks import NEG_INF, bias_of, with_block, zoomed_units
-from semkv.runtime.choosing import Zoom, choose_there, choose_units, threshold_of
-from semkv.runtime.components import Coarse, Components, Continuing, Cutting, Foresight, OfTokens, Rest, Standing
-from semkv.runtime.prediction import Certain, Likely, Whereabouts
-from semkv.runtime.prefetch import Wanted
+from semkv.runtime.choosing import Zoom, choose_there, choose_units
+from semkv.runtime.components import Coarse, Components, Continuing, Cutting, OfTokens, Rest
+from semkv.runtime.factors import UnfoldedFactors
 from semkv.runtime.quantization import quantize, tensors_of
 from semkv.runtime.segments import Boundary, Folding
 from semkv.runtime.slots import Slots
 from semkv.runtime.spans import FoldedSpans, exact_nbytes
 from semkv.runtime.step import Step
-from semkv.runtime.supply import Supplied, Supply
 from semkv.runtime.token_store import TokenStore, plain
-from semkv.runtime.workspace import UnfoldedFactors, Workspace, slots_within
-
-MARGIN, MARGIN_OF_FILES = 4, 2
-"""Times the tokens that a step lacked are fetched ahead for the next one, as far as a buffer reaches; at least an eighth of it. A disk
-gives few small pieces a second, so that from files fewer are."""
-
-
-@dataclass(frozen=True)
-class Foreseen:
-    """A choice of `site` before its turn. It holds in the same step, while the units and the room in bytes are those it was made for.
-
-    score: what it follows from, None where nothing is guessed from it.
-    """
-
-    zoom: Zoom
-    score: Tensor | None
-    site: int
-    units: Tensor
-    room: float
-    passing: dict[str, object]
-
-    def holds(self, site: AttentionSite, units: Tensor, room: float, step: Step) -> bool:
-        """Whether that turn would choose the same."""
-        return self.site == site.index and self.units is units and self.room == room and self.passing is step.passing
-
-
-@dataclass(frozen=True)
-class Stood:
-    """What the last choice of a `Standing` router followed from, and which it was: of `site`, by `basis`, among `units`, for `slots`."""
-
-    site: int
-    basis: object
-    units: Tensor
-    slots: int
-    zoom: Zoom
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """What followed from one tensor of scores for units of `cost` bytes in `room` bytes above `threshold` [Hq]: layers that are given the
-    same scores choose the same."""
-
-    zoom: Zoom
-    score: Tensor
-    cost: int
-    room: float
-    threshold: Tensor
-
-
-CHOSEN = "chosen"
-"""Where in `Step.passing` it is."""
 
 
 class SiteMemory:
@@ -83,9 +28,8 @@ class SiteMemory:
     surprisal decides, see `semkv.runtime.components.Cutting`. of_prompt: the recent tokens that the prompt left, where those that
     follow it stay (`semkv.runtime.components.Generated`).
 
+    slots: what the last step unfolded, None before the first; factors: of that, spans that are read as factors.
     reads_codes: whether the last step attended to what is folded by the router's index, see `semkv.runtime.components.Coarse`.
-    ahead: tokens that are fetched before the layer's turn at most, 0 where nothing is; guesses: whether the next turn's are guessed from
-    this one's; supply: what is under way; likely: what the next turn may lack; supplied: what the last one took.
     """
 
     def __init__(
@@ -109,18 +53,12 @@ class SiteMemory:
             x if spans is not None else x.new_empty(0) for x in (recent_ids, recent_surprisal)
         )
         self.unit_state, self.of_prompt, self.boundary = unit_state, of_prompt, boundary
-        self.workspace: Workspace | None = None
         self.slots: Slots | None = None
+        self.factors: UnfoldedFactors | None = None
         self.moved_nbytes = self.held_nbytes = 0
         self.reads_codes = False
         self.zoom: Zoom | None = None
         self._read: Tensor | None = None
-        self.ahead, self.guesses = 0, False
-        self.supply: Supply | None = None
-        self.supplied = Supplied()
-        self.likely: Wanted | None = None
-        self._foreseen: Foreseen | None = None
-        self._stood: Stood | None = None
 
     # -- sizes -------------------------------------------------------------------------------------------------------
 
@@ -143,16 +81,14 @@ class SiteMemory:
     @property
     def attended_nbytes(self) -> int:
         """Bytes of the keys and values that the last step's attention read: exact and unfolded tokens, factors and summaries."""
-        site, workspace, spans = self.site, self.workspace, self.spans
+        site, spans = self.site, self.spans
         size = self.recent.kv_nbytes
         read = (self.kept.length + self.recent.length) * size
         if spans is None or not spans.count:
             return read
-        if self.slots is not None:
+        if self.slots is not None and self.unfolds:
             read += self.slots.filled * size // site.kv_heads
-        if workspace is not None and self.unfolds:
-            read += workspace.filled * size // site.kv_heads
-            read += 0 if workspace.factors is None else workspace.factors.nbytes
+            read += 0 if self.factors is None else self.factors.nbytes
         if self.components.summary is not None and self.components.summary.attend:
             read += sum(x.nbytes for mean in (spans.mean_k, spans.mean_v) for x in tensors_of(mean))
         return read + (spans.device_nbytes if self.reads_codes else 0)
@@ -160,9 +96,8 @@ class SiteMemory:
     @property
     def workspace_nbytes(self) -> int:
         """Device bytes of what is unfolded, empty slots included."""
-        if self.slots is not None:
-            return self.slots.nbytes
-        return 0 if self.workspace is None else self.workspace.nbytes
+        held = 0 if self.slots is None else self.slots.nbytes
+        return held if self.factors is None else held + self.factors.nbytes
 
     @property
     def host_nbytes(self) -> int:
@@ -201,11 +136,6 @@ class SiteMemory:
     def unfolds(self) -> bool:
         """Whether its method may bring folded tokens back."""
         return self.components.unfold and self.components.router is not None
-
-    @property
-    def unfolds_ahead(self) -> bool:
-        """Whether what it unfolds stays between steps, so that fetching what the next one lacks pays."""
-        return self.unfolds and self.spans is not None
 
     def unfolded_tokens(self, allowance: float) -> float:
         """Tokens over all KV heads that `allowance` device bytes for unfolded units hold."""
@@ -374,9 +304,7 @@ class SiteMemory:
             excess = self.kept.nbytes + held - room
             pairs = max(1, int(excess / per_span) + 1)
             if not spans.merge(pairs, longest):
-                gone = spans.archive(pairs)
-                if self.workspace is not None:
-                    self.workspace.renumber(gone)
+                spans.archive(pairs)
 
     # -- a step's graph ----------------------------------------------------------------------------------------------
 
@@ -406,7 +334,6 @@ class SiteMemory:
     def prepare(self, site: AttentionSite, allowance: float) -> tuple[int, int, int, int]:
         """Have slots within `allowance` bytes, for the turn of `site`: `semkv.runtime.layer_step.NUMBERS` but for the first."""
         self.zoom, self._read, self.moved_nbytes, self.held_nbytes = None, None, 0, 0
-        self.supplied, self.workspace = Supplied(), None
         spans = self.spans
         if spans is None or not self.reads_units:
             if spans is not None and spans.count:
@@ -414,9 +341,7 @@ class SiteMemory:
             return (0 if spans is None else spans.count), 0, 0, 0
         usable, _ = self._slots(site, allowance)
         assert usable is not None
-        if self.slots is None:
-            self.slots = Slots(site.kv_heads, spans.room_kinds, self.device)
-        self.slots.allow(usable)
+        self._with_slots(site, usable)
         places = spans.places
         return spans.count, usable // places.length if places.length else usable, places.start, places.shift
 
@@ -451,7 +376,7 @@ class SiteMemory:
         The result has no batch dimension; keys and values are in the KV dtype, those of coarse entries in codes.
         """
         self.moved_nbytes = self.held_nbytes = 0
-        self.zoom, self._read, self.supplied, self.reads_codes, self.slots = None, None, Supplied(), False, None
+        self.zoom, self._read, self.reads_codes = None, None, False
         if self.components.evictor is not None and site.index == self.site.index:
             self._score(site, q, step)
         stored = [part for part in (self.kept, self.recent) if part.length]
@@ -461,17 +386,15 @@ class SiteMemory:
         if self.spans is None or not self.spans.count:
             return entries
         spans, components = self.spans, self.components
-        workspace = score = None
+        score = None
         if components.unfold and components.router is not None:
-            self.zoom, workspace, score = self._unfold(site, q, workspace_allowance, step)
+            self.zoom, factors, score = self._unfold(site, q, workspace_allowance, step)
+            entries = self._with_tokens(entries, site, self.slots)
+            entries = entries if factors is None else self._with_factors(entries, site, factors)
         else:
             self.zoom = Zoom(
                 torch.zeros(site.kv_heads, spans.count, dtype=torch.bool, device="cpu"), site.group_size, q.shape[1]
             )
-        if workspace is not None:
-            entries = self._with_tokens(entries, site, workspace)
-        if workspace is not None and workspace.factors is not None:
-            entries = self._with_factors(entries, site, workspace.factors)
         if components.summary is not None and components.summary.attend:
             there = spans.on(self.device)
             bias = there.log_sizes(site).masked_fill(self.zoom.seen(self.device), NEG_INF)
@@ -496,16 +419,15 @@ class SiteMemory:
         bias.scatter_(2, place[..., None], mass[..., None])
         return with_block(entries, k, v, torch.zeros(1, own, dtype=torch.int32, device=self.device), bias)
 
-    def _with_tokens(self, entries: Entries, site: AttentionSite, workspace: Workspace) -> Entries:
+    def _with_tokens(self, entries: Entries, site: AttentionSite, slots: Slots) -> Entries:
         """`entries` and the unfolded tokens; a bias where the query heads of a group read different ones."""
-        count = workspace.extent
-        if not count:
+        if not slots.filled:
             return entries
         bias = None
         if self.zoom is not None and self.zoom.own is not None:
-            seen = zoomed_units(self.zoom.heads, self.spans.units_of(workspace.segment[:, :count]), site)
-            bias = bias_of(seen, self.device)
-        return with_block(entries, workspace.k[:, :count], workspace.v[:, :count], workspace.positions[:, :count], bias)
+            units = self.spans.places.units_of(slots.places.cpu())
+            bias = bias_of(zoomed_units(self.zoom.heads, units, site), self.device)
+        return with_block(entries, slots.k, slots.v, slots.positions, bias)
 
     def _with_factors(self, entries: Entries, site: AttentionSite, factors: UnfoldedFactors) -> Entries:
         """`entries` and the unfolded spans that stay factors."""
@@ -535,134 +457,56 @@ class SiteMemory:
         choose = choose_there if kernels else choose_units
         return choose(self.components, self.spans, site, score, allowance)
 
-    def _choose(self, site: AttentionSite, score: Tensor, room: float, step: Step, *, kernels: bool = False) -> Zoom:
-        """`_select`, once for layers that ask for the same: scores that follow from what was left for them may be one tensor."""
-        least, greatest = self.spans.unit_nbytes_range
-        if least != greatest or not isinstance(self.components.router, Foresight):
-            return self._select(site, score, room, kernels=kernels)
-        known, threshold = step.passing.get(CHOSEN), threshold_of(self.components, site)
-        if (
-            isinstance(known, Chosen)
-            and known.score is score
-            and (known.cost, known.room) == (least, room)
-            and torch.equal(known.threshold, threshold)
-        ):
-            return known.zoom
-        zoom = self._select(site, score, room, kernels=kernels)
-        step.passing[CHOSEN] = Chosen(zoom, score, least, room, threshold)
-        return zoom
-
     def _unfold(
         self, site: AttentionSite, q: Tensor, allowance: float, step: Step
-    ) -> tuple[Zoom, Workspace, Tensor | None]:
-        """The zooms of `_select`, the workspace that holds what they unfold, of at most `allowance` bytes, and the scores, where they are
-        known."""
+    ) -> tuple[Zoom, UnfoldedFactors | None, Tensor]:
+        """The zooms of `_select`, whose tokens the slots hold then, in at most `allowance` bytes, factored spans, and the scores."""
         spans = self.spans
         slots, allowance = self._slots(site, allowance)
-        standing = self._stands(site, slots, step)
-        if standing is not None and self.workspace is not None and self.supply is None:
-            self.held_nbytes = self.workspace.filled * spans.host_tokens.token_nbytes
-            self.likely = None  # nothing is lacking
-            return standing, self.workspace, None
-        workspace = self.workspace if self.workspace is not None else spans.workspace(self.device)
-        supply = Supply(spans.host_tokens) if self.supply is None else self.supply
-        factors, known = None, self._foreseen
-        if known is not None and known.holds(site, spans.lengths, allowance, step):
-            zoom, score = known.zoom, known.score
-            chosen = spans.segments_of(zoom.chosen)
-        else:
-            score = self.components.router.score(site, q, spans, step).float()
-            there = step.kernels and score.device == q.device
-            score = score if there else score.cpu()
-            room = allowance
-            while True:
-                zoom = self._choose(site, score, room, step, kernels=there)
-                chosen = spans.segments_of(zoom.chosen)
-                if not spans.has_factors:
-                    break
-                with supply.told.stall():
-                    factors = spans.unfold_factors(chosen, workspace.factors, self.device)
-                if factors is None:
-                    break
-                needed = spans.unfolded_nbytes(chosen) + factors.nbytes
-                if needed <= allowance:
-                    break
-                room *= 0.9 * allowance / needed  # factors of different ranks are padded to the largest
-        self.moved_nbytes, self.held_nbytes = spans.unfold(chosen, workspace, slots, supply)
-        supply.release()
-        self.supplied, self.supply, self._foreseen = supply.told, None, None
-        self.likely = self._expect(score, zoom)
-        workspace.factors = factors
+        score = self.components.router.score(site, q, spans, step).float()
+        there = step.kernels and score.device == q.device
+        score = score if there else score.cpu()
+        factors, room = None, allowance
+        while True:
+            zoom = self._select(site, score, room, kernels=there)
+            if not spans.has_factors:
+                break
+            factors = spans.unfold_factors(spans.segments_of(zoom.chosen), self.factors, self.device)
+            needed = spans.unfolded_nbytes(zoom.chosen) + (0 if factors is None else factors.nbytes)
+            if factors is None or needed <= allowance:
+                break
+            room *= 0.9 * allowance / needed  # factors of different ranks are padded to the largest
+        held = self._with_slots(site, int(spans.places.tokens(zoom.chosen).max()) if slots is None else slots)
+        moved, stayed = held.hold(zoom.chosen, spans)
+        size = spans.host_tokens.token_nbytes
+        self.moved_nbytes, self.held_nbytes = (0 if self.on_device else moved * size), stayed * size
+        self.factors = factors
         if factors is not None:
             self.moved_nbytes += factors.moved_nbytes
             self.held_nbytes += factors.held_nbytes
-        self.workspace = workspace
-        self._stood = self._standing(site, slots, zoom, step)
-        return zoom, workspace, score
+        return zoom, factors, score
 
-    def _stands(self, site: AttentionSite, slots: int | None, step: Step) -> Zoom | None:
-        """The last choice where it is this turn's as well; see `semkv.runtime.components.Standing`."""
-        stood, router = self._stood, self.components.router
-        if stood is None or (stood.site, stood.slots, stood.zoom.tokens) != (site.index, slots, len(step.ids)):
-            return None
-        if not isinstance(router, Standing) or stood.units is not self.spans.lengths:
-            return None
-        return stood.zoom if router.basis(site, step) is stood.basis else None
-
-    def _standing(self, site: AttentionSite, slots: int | None, zoom: Zoom, step: Step) -> Stood | None:
-        """What this turn's choice may stand by."""
-        router = self.components.router
-        basis = router.basis(site, step) if isinstance(router, Standing) and slots is not None else None
-        return None if basis is None else Stood(site.index, basis, self.spans.lengths, slots, zoom)
+    def _with_slots(self, site: AttentionSite, usable: int) -> Slots:
+        """The slots, of which so many may be filled."""
+        if self.slots is None:
+            self.slots = Slots(site.kv_heads, self.spans.room_kinds, self.device)
+        self.slots.allow(usable)
+        return self.slots
 
     def _slots(self, site: AttentionSite, allowance: float) -> tuple[int | None, float]:
-        """Slots of the workspace, None for as many as are needed, and the device bytes that may be filled of `allowance`."""
+        """Slots that may be filled, None for as many as are needed, and the device bytes that may be filled of `allowance`."""
         spans, slot_nbytes = self.spans, site.kv_heads * self.spans.token_nbytes()
         if self.components.most:
             allowance = min(allowance, self.components.most * slot_nbytes)
         if spans.has_factors:
             return None, allowance
-        slots = slots_within(allowance / slot_nbytes, spans.host_tokens.length)
+        slots = min(int(allowance / slot_nbytes), spans.host_tokens.length) if allowance < float("inf") else spans.host_tokens.length
         return slots, min(allowance, slots * slot_nbytes)
-
-    # -- ahead of a turn ---------------------------------------------------------------------------------------------
-
-    def foresee(self, site: AttentionSite, allowance: float, step: Step) -> Wanted | None:
-        """Make the choice of the coming turn, whose router can tell already, and say what that turn will lack; None where it stands."""
-        spans = self.spans
-        if spans.has_factors:
-            return None
-        slots, room = self._slots(site, allowance)
-        if self._stands(site, slots, step) is not None:
-            return None
-        score = self.components.router.score(site, step.q, spans, step).float().cpu()
-        zoom = self._choose(site, score, room, step)
-        self._foreseen = Foreseen(zoom, score if self.guesses else None, site.index, spans.lengths, room, step.passing)
-        held = (
-            torch.zeros(site.kv_heads, 0, dtype=torch.bool, device="cpu")
-            if self.workspace is None
-            else self.workspace.held
-        )
-        return Certain(Whereabouts.of(spans), zoom.chosen, held, self.ahead)
-
-    def _expect(self, score: Tensor | None, zoom: Zoom) -> Wanted | None:
-        """What the next turn may lack, after one that scored [Hq, T, M] and chose `zoom`."""
-        if not (self.ahead and self.guesses) or score is None:
-            return None
-        lacked = self.supplied.hits + self.supplied.missed
-        margin = MARGIN_OF_FILES if self.spans.host_tokens.disk_nbytes else MARGIN
-        most = min(self.ahead, max(margin * lacked, self.ahead // 8))
-        last = score[:, 0] if score.shape[1] == 1 else score[:, -1].clone()  # a part of a chunk's would keep all of it
-        last = last.cpu()
-        return Likely(Whereabouts.of(self.spans), last, zoom.chosen, most)
 
     def clone(self) -> SiteMemory:
         copy = object.__new__(SiteMemory)
         copy.__dict__.update(self.__dict__)
         copy.kept, copy.recent = self.kept.clone(), self.recent.clone()
         copy.spans = self.spans.clone() if self.spans is not None else None
-        copy.workspace = self.workspace.clone() if self.workspace is not None else None
         copy.slots = None if self.slots is None else self.slots.clone()
-        copy.ahead, copy.supply = 0, None  # a copy has buffers of its own once it runs
-        copy.likely, copy._foreseen = None, None
         return copy

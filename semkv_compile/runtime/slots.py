@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from semkv.ir import state_ops
 from semkv.ir.state_ops import EMPTY
+from semkv.kernels.state.reference import unfold_reference
 from semkv.runtime.host_pool import RoomKinds
+from semkv.runtime.quantization import Quantized
 from semkv.runtime.roomy import room_for
+
+if TYPE_CHECKING:
+    from semkv.runtime.spans import FoldedSpans
 
 NAMES = ("k", "v", "k_scale", "v_scale")
 
@@ -26,6 +35,20 @@ class Slots:
         self.positions = torch.zeros(heads, 0, dtype=torch.int32, device=device)
         self.places = torch.zeros(heads, 0, dtype=torch.int32, device=device)
         self._token_nbytes = sum(dim * dtype.itemsize for dim, dtype in kinds) + 4
+
+    @property
+    def k(self) -> Tensor | Quantized:
+        """Keys [Hkv, C, D]."""
+        return self._numbers("k")
+
+    @property
+    def v(self) -> Tensor | Quantized:
+        """Values [Hkv, C, Dv]."""
+        return self._numbers("v")
+
+    def _numbers(self, name: str) -> Tensor | Quantized:
+        x = self.rooms[name]
+        return x if f"{name}_scale" not in self.rooms else Quantized(x, self.rooms[f"{name}_scale"], 8, x.shape[-1])
 
     @property
     def nbytes(self) -> int:
@@ -60,6 +83,76 @@ class Slots:
         """All of them by name."""
         return {**self.rooms, "positions": self.positions, "places": self.places}
 
+    def hold(self, chosen: Tensor, spans: FoldedSpans) -> tuple[int, int]:
+        """Hold exactly the tokens of the units chosen bool [Hkv, M], which there are slots for. Returns the tokens that were copied and those
+        that were there, over all heads."""
+        places = spans.places
+        if spans.device is None and self.positions.device.type != "cpu":
+            return self._hold_across(chosen, spans)
+        waiting = spans.step_tensors()
+        tables = {name: x for name, x in waiting.items() if name.startswith("places.")}
+        chosen = pad(chosen, (0, room_for(spans.count) - spans.count))
+        device = self.positions.device
+        chosen = chosen.to(device)
+        numbers = [torch.tensor([x], dtype=torch.int64, device=device) for x in (places.start, places.shift)]
+        where = tables.get("places.where")
+        moved, held = unfold(
+            {name: x[None] for name, x in self.tensors().items()},
+            chosen[None],
+            {name: waiting[f"waiting.{name}"][None] for name in NAMES if f"waiting.{name}" in waiting},
+            *numbers,
+            places.length,
+            *(None if f"places.{name}" not in tables else tables[f"places.{name}"][None].to(device) for name in ("bounds", "order")),
+            None if where is None else where.to(device),
+        )[0].tolist()
+        self.filled = moved + held
+        return moved, held
+
+    def _hold_across(self, chosen: Tensor, spans: FoldedSpans) -> tuple[int, int]:
+        """`hold` from memory of the host to another device: the host decides, and only what is missing crosses."""
+        here = Slots(self.heads, ((0, torch.float32), (0, torch.float32)), torch.device("cpu"))
+        here.rooms = {name: torch.zeros(self.heads, self.places.shape[1], 0, dtype=torch.float32, device="cpu") for name in NAMES[:2]}
+        here.positions, here.places = self.positions.cpu(), self.places.cpu()
+        before = here.places.clone()
+        nothing = torch.zeros(self.heads, spans.host_tokens.parts["k"].stored.shape[1], 0, dtype=torch.float32, device="cpu")
+        tables = spans.step_tensors()
+        bounds, order, where = (tables.get(f"places.{name}") for name in ("bounds", "order", "where"))
+        start, shift = (torch.tensor([x], dtype=torch.int64, device="cpu") for x in (spans.places.start, spans.places.shift))
+        moved, held = unfold_reference(
+            *(x[None] for x in (here.rooms["k"], here.rooms["v"], here.positions, here.places)),
+            pad(chosen.cpu(), (0, room_for(spans.count) - spans.count))[None],
+            nothing[None],
+            nothing[None],
+            start,
+            shift,
+            spans.places.length,
+            bounds=None if bounds is None else bounds[None],
+            order=None if order is None else order[None],
+            where=where,
+        )[0].tolist()
+        heads, slots = torch.nonzero((here.places != before) & (here.places >= 0), as_tuple=True)
+        at = (heads * before.shape[1] + slots).to(self.positions.device)
+        spans.host_tokens.fill(
+            [room.flatten(0, 1) for room in self.rooms.values()], at, here.places[heads, slots].long(), heads
+        )
+        self.positions.copy_(here.positions)
+        self.places.copy_(here.places)
+        self.filled = moved + held
+        return moved, held
+
+    def take(self, places: Tensor, spans: FoldedSpans) -> None:
+        """Have slots, empty ones so far, for tokens that wait at `places` int32 [Hkv, C], -1 for none."""
+        self._resize(places.shape[1])
+        self.places.copy_(places)
+        heads, slots = torch.nonzero(places >= 0, as_tuple=True)
+        own = places[heads, slots].long()
+        at = (heads * places.shape[1] + slots).to(self.positions.device)
+        spans.host_tokens.fill([room.flatten(0, 1) for room in self.rooms.values()], at, own, heads)
+        found = spans.places
+        known = own + found.shift if found.where is None else found.where[0, own].long()
+        self.positions.flatten(0, 1).index_copy_(0, at, known.to(torch.int32).to(at.device))
+        self.filled = len(own)
+
     def forget(self) -> None:
         """Nothing is held."""
         self.positions.fill_(EMPTY)
@@ -74,4 +167,37 @@ class Slots:
         return copy
 
 
-__all__ = ["Slots"]
+def unfold(
+    slots: dict[str, Tensor],
+    chosen: Tensor,
+    waiting: dict[str, Tensor],
+    start: Tensor,
+    shift: Tensor,
+    length: int,
+    bounds: Tensor | None,
+    order: Tensor | None,
+    where: Tensor | None,
+) -> Tensor:
+    """`semkv::unfold_` of tensors by name."""
+    return state_ops.unfold_(
+        slots["k"],
+        slots["v"],
+        slots["positions"],
+        slots["places"],
+        chosen,
+        waiting["k"],
+        waiting["v"],
+        start,
+        shift,
+        length,
+        slots.get("k_scale"),
+        slots.get("v_scale"),
+        waiting.get("k_scale"),
+        waiting.get("v_scale"),
+        bounds,
+        order,
+        where,
+    )
+
+
+__all__ = ["Slots", "unfold"]

@@ -17,10 +17,10 @@ from semkv.runtime.quantization import Quantized
 from semkv.runtime.row_memory import RowMemory
 from semkv.runtime.segments import Boundary
 from semkv.runtime.site_memory import SiteMemory
+from semkv.runtime.slots import Slots
 from semkv.runtime.spans import FACTORS, TOKENS, FoldedSpans
 from semkv.runtime.token_store import TokenStore
 from semkv.runtime.traffic import Traffic
-from semkv.runtime.workspace import Workspace
 
 TABLES = ("segment_unit", "segment_kind", "segment_length", "segment_position", "segment_start")
 
@@ -51,8 +51,8 @@ def row_to_tensors(row: RowMemory) -> tuple[dict[str, Any], dict[str, Tensor]]:
                     level = [memory.boundary.nats, memory.boundary.alpha]
                     own["boundary"] = torch.tensor(level, dtype=torch.float64, device="cpu")
                 own |= _span_tensors(memory.spans)
-                if memory.workspace is not None:  # sums go on in the same order
-                    own |= {"workspace.tokens": memory.workspace.tokens, "workspace.segment": memory.workspace.segment}
+                if memory.slots is not None:  # sums go on in the same order
+                    own["slots.places"] = memory.slots.places.cpu()
             tensors |= {f"{store}.{number}.{name}": x.contiguous() for name, x in own.items()}
     return facts, tensors
 
@@ -214,8 +214,8 @@ def _memory(
         boundary=boundary,
         device=device,
     )
-    if spans is not None and "workspace.tokens" in own:
-        memory.workspace = _workspace(spans, own, device)
+    if spans is not None and "slots.places" in own:
+        memory.slots = _slots(spans, own["slots.places"], device)
     return memory
 
 
@@ -230,29 +230,16 @@ def _held(
     return Quantized(codes, scale, 8, shape[2])
 
 
-def _workspace(spans: FoldedSpans, own: dict[str, Tensor], device: torch.device) -> Workspace:
-    """The workspace with each token in the slot that it had."""
-    tokens, segment = own["workspace.tokens"], own["workspace.segment"]
-    shape = (spans.site.kv_heads, tokens.shape[1] if tokens.dim() == 2 else -1)
-    for name, x in (("workspace.tokens", tokens), ("workspace.segment", segment)):
-        _expect(x, name, shape, torch.int64)
-    used = segment >= 0
-    at = segment[used]
-    sound = _within(segment, -1, len(spans.segment_length)) and bool((tokens[~used] == -1).all())
-    sound = sound and bool((spans.segment_kind[at] == TOKENS).all())
-    inside = tokens[used] - spans.segment_start[at] if sound else at
-    sound = sound and bool((inside >= 0).all()) and bool((inside < spans.segment_length[at]).all())
-    if sound:
-        counts = torch.zeros(len(tokens), len(spans.segment_length), dtype=torch.int64, device="cpu")
-        counts.scatter_add_(1, segment.clamp(min=0), used.long())
-        sound = bool(((counts == 0) | (counts == spans.segment_length)).all())
-        distinct = tokens.sort(1).values
-        sound = sound and not bool(((distinct[:, 1:] == distinct[:, :-1]) & (distinct[:, 1:] >= 0)).any())
-    if not sound:
-        raise ValueError("its workspace does not hold whole segments of what is stored")
-    workspace = spans.workspace(device)
-    workspace.lay_out(tokens, segment, spans.segments, spans.host_tokens)
-    return workspace
+def _slots(spans: FoldedSpans, places: Tensor, device: torch.device) -> Slots:
+    """The slots with each token in the one that it had."""
+    _expect(places, "slots.places", (spans.site.kv_heads, places.shape[1] if places.dim() == 2 else -1), torch.int32)
+    distinct = places.sort(1).values
+    twice = (distinct[:, 1:] == distinct[:, :-1]) & (distinct[:, 1:] >= 0)
+    if not _within(places, -1, spans.host_tokens.length) or bool(twice.any()):
+        raise ValueError("its slots do not hold tokens that wait, each once")
+    slots = Slots(spans.site.kv_heads, spans.room_kinds, device)
+    slots.take(places, spans)
+    return slots
 
 
 def _scores(own: dict[str, Tensor], name: str, shape: tuple[int, ...]) -> Tensor:

@@ -10,13 +10,12 @@ from torch import Tensor
 
 from semkv.ir.site import AttentionSite
 from semkv.ir.state_ops import EMPTY
-from semkv.kernels.slots import Segments
 from semkv.runtime.components import Components, Derived, IndexPart
 from semkv.runtime.device_index import DeviceIndex
+from semkv.runtime.factors import UnfoldedFactors
 from semkv.runtime.host_pool import GrowingTensor, HostFactors, HostTokens, RoomKinds, room_kinds
 from semkv.runtime.host_tier import HostTier
-from semkv.runtime.places import Places, places_of
-from semkv.runtime.prefetch import Source
+from semkv.runtime.places import Places, Segments, places_of, ranges
 from semkv.runtime.quantization import (
     Quantized,
     bytes_per_vector,
@@ -30,7 +29,6 @@ from semkv.runtime.quantization import (
 )
 from semkv.runtime.roomy import Roomy, room_for
 from semkv.runtime.segments import Folding
-from semkv.runtime.workspace import UnfoldedFactors, Workspace, ranges
 
 Held = TypeVar("Held", Quantized, Tensor, Quantized | Tensor)
 
@@ -471,8 +469,12 @@ class FoldedSpans:
     def places(self) -> Places:
         """Where the tokens of each unit wait."""
         if self._places is None or self._places[0] is not self.segment_unit:  # replaced whenever units change
-            waiting, retired = self.host_tokens.length, self.retired.data[0]
-            self._places = (self.segment_unit, places_of(self.segments, self.segment_unit, self.count, waiting, retired))
+            waiting, retired, segments, unit = self.host_tokens.length, self.retired.data[0], self.segments, self.segment_unit
+            if self.has_factors:
+                own = self.segment_kind == TOKENS
+                segments = Segments(segments.length[own], segments.position[own], segments.start[own])
+                unit = unit[:, own]
+            self._places = (self.segment_unit, places_of(segments, unit, self.count, waiting, retired))
         return self._places[1]
 
     def step_tensors(self) -> dict[str, Tensor]:
@@ -513,10 +515,6 @@ class FoldedSpans:
             out["places.where"] = self.room.whole("places.where", places.where)
         return out
 
-    def workspace(self, device: torch.device) -> Workspace:
-        """An empty workspace for what is unfolded, on `device`."""
-        return Workspace(self.site.kv_heads, self.room_kinds, device)
-
     @property
     def room_kinds(self) -> RoomKinds:
         """What a slot for an unfolded token has on the device."""
@@ -554,24 +552,9 @@ class FoldedSpans:
         unit = self.segment_unit.expand(self.site.kv_heads, -1).gather(1, segment.clamp(min=0))
         return torch.where(segment >= 0, unit, -1)
 
-    def unfold(
-        self, chosen: Tensor, workspace: Workspace, slots: int | None = None, source: Source | None = None
-    ) -> tuple[int, int]:
-        """Have `workspace` hold the tokens of the segments `chosen` bool [Hkv, S]; `slots` as in `Workspace.take`.
-
-        source: gives what is missing; None: `host_tokens`. Returns the bytes that came from the host and those that were
-        there. Factored segments: see `unfold_factors`.
-        """
-        if self.has_factors:
-            chosen = chosen & (self.segment_kind == TOKENS)
-        counts = workspace.take(chosen, self.segments, source or self.host_tokens, slots)
-        moved, held = (count * self.host_tokens.token_nbytes for count in counts)
-        return (0 if self.device is not None else moved), held  # on the device already, nothing crosses the link
-
     def unfolded_nbytes(self, chosen: Tensor) -> int:
-        """Device bytes of the tokens of the segments `chosen` bool [Hkv, S], in as many slots as they need."""
-        lengths = chosen * torch.where(self.segment_kind == TOKENS, self.segment_length, 0)
-        return int(lengths.sum(1).max()) * self.token_nbytes() * self.site.kv_heads
+        """Device bytes of the tokens of the units `chosen` bool [Hkv, M], in as many slots as they need."""
+        return int(self.places.tokens(chosen).max()) * self.token_nbytes() * self.site.kv_heads
 
     def unfold_factors(
         self, chosen: Tensor, resident: UnfoldedFactors | None, device: torch.device

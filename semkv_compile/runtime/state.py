@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +20,6 @@ from semkv.runtime.modes import undisturbed
 from semkv.runtime.placement import Placement
 from semkv.runtime.row_memory import RowMemory
 from semkv.runtime.site_memory import SiteMemory
-from semkv.runtime.timeline import Timeline
 from semkv.runtime.turn import Turn
 
 
@@ -39,9 +37,6 @@ class Stats:
     per site, float32 [Hq], the share of its spans that each query head unfolded; empty where nothing was folded. alpha: standard
     deviations of surprisal above its mean from which a token bounds a span, in the layer that can afford the fewest; infinite where none
     does, None where surprisal does not decide.
-    hit_rate: of the tokens that steps lacked, the share that had been fetched ahead. ahead_bytes_per_step: fetched ahead, lacked or
-    not, per row. stall_ms_per_step: milliseconds that a step stood still for folded tokens, all rows together; on CUDA without what
-    its stream waits for.
     """
 
     steps: int
@@ -50,9 +45,6 @@ class Stats:
     peak_share: float
     overlap: float
     zoom_rate: dict[int, Tensor]
-    hit_rate: float = 0.0
-    ahead_bytes_per_step: float = 0.0
-    stall_ms_per_step: float = 0.0
     short_rows: int = 0
     device_share: float = 0.0
     attended_share: float = 0.0
@@ -77,8 +69,7 @@ class State:
     """Rows of one compiled model, each with its own memory and length; independent of every other state.
 
     `logits` [B, vocab] are those after the last token of each row. `pending` int64 [B, 1] is the last token that `generate`
-    made, read at the start of the next turn. `timeline`: records its steps where it is set;
-    `watch`: is told what layers read. A state belongs to the model, method
+    made, read at the start of the next turn. `watch`: is told what layers read. A state belongs to the model, method
     and budget that made it, and to one thread at a time. `turn`: of the `generate` call that runs on it.
     """
 
@@ -97,7 +88,6 @@ class State:
         self.logits = logits
         self.turn: Turn | None = None
         self.pending: Tensor | None = None
-        self.timeline: Timeline | None = None
         self.watch: Watch | None = None
         self._ids: Tensor | None = None
         self._surprisal: Tensor | None = None
@@ -139,8 +129,7 @@ class State:
         device: what the budget counts, between steps (all stores where there is no budget), with charged notes. peak: the sum over rows of
         the largest residency of a step so far. workspace: unfolded spans that stay between steps. window: sliding-window
         stores, which the budget does not count. resident: folded tokens of layers that have not left the device yet
-        (`CompileConfig(offload="progressive")`), beside what the budget counts. reserved: device memory allocated ahead. prefetch: device
-        buffers of what is fetched ahead, a constant beside the budget.
+        (`CompileConfig(offload="progressive")`), beside what the budget counts. reserved: device memory allocated ahead.
         host, disk: folded tokens that wait there, the tables of both in memory; of rows that are exact still, what their method
         will need. floor: of `device`, what rows hold above the fraction of their length because of the budget's floor. excess: of
         `device`, what stores hold beyond their caps, where tokens that follow a prompt stay.
@@ -152,7 +141,6 @@ class State:
             "window",
             "resident",
             "reserved",
-            "prefetch",
             "host",
             "disk",
             "floor",
@@ -170,7 +158,6 @@ class State:
                 out["host"] += memory.host_nbytes - disk
                 out["workspace"] += memory.workspace_nbytes
             out["device"] += row.charged_nbytes
-            out["prefetch"] += 0 if row.lookahead is None else row.lookahead.nbytes
             out["peak"] += row.traffic.peak_bytes
             out["host"] += 0 if row.past is None else row.past.nbytes
             out["floor"] += row.above_fraction_nbytes
@@ -184,7 +171,6 @@ class State:
         traffic = [row.traffic for row in self.rows]
         steps = sum(t.steps for t in traffic)
         moved, held = sum(t.moved_bytes for t in traffic), sum(t.held_bytes for t in traffic)
-        hits, missed = sum(t.hit_tokens for t in traffic), sum(t.missed_tokens for t in traffic)
         most = max((t.steps for t in traffic), default=0)
         full = max(1, sum(t.full_bytes for t in traffic))
         zooms: dict[int, Tensor] = {}
@@ -198,9 +184,6 @@ class State:
             peak_share=max((t.peak_share for t in traffic), default=0.0),
             overlap=held / max(1, moved + held),
             zoom_rate=zooms,
-            hit_rate=hits / max(1, hits + missed),
-            ahead_bytes_per_step=sum(t.ahead_bytes for t in traffic) / max(1, steps),
-            stall_ms_per_step=1000 * sum(t.stalled_seconds for t in traffic) / max(1, most),
             short_rows=sum(row.is_short for row in self.rows),
             device_share=max((t.device_share for t in traffic), default=0.0),
             attended_share=max((t.attended_share for t in traffic), default=0.0),
@@ -311,8 +294,6 @@ class State:
         self.check_room([ids.shape[1]] * len(self.rows))
         self.outgrow(ids.shape[1])
         self._ids = ids.cpu()  # once: each layer notes them
-        if self.timeline is not None:
-            self.timeline.begin_step()
         for index, row in enumerate(self.rows):
             row.begin_step(ids[index])
         if not self.placement.plan.reads_surprisal:
@@ -326,7 +307,7 @@ class State:
     def steps_as_graph(self, tokens: int) -> bool:
         """Whether the step of so many tokens that has begun is one graph of tensors."""
         steps = self.placement.steps
-        return tokens == 1 and steps is not None and self.watch is None and self.timeline is None and steps.serves(self.rows)
+        return tokens == 1 and steps is not None and self.watch is None and steps.serves(self.rows)
 
     def graph_step(self, ids: Tensor, positions: Tensor) -> Tensor:
         """The step that has begun, over ids int64 [B, 1] at `positions` int64 [B, 1], as one graph -> hidden [B, 1, H]."""
@@ -342,7 +323,6 @@ class State:
         """One row in the step that has begun: for programs that take one at a time."""
         one = State(self.placement, [self.rows[row]], self.logits[row : row + 1])
         one._ids, one._surprisal = (x[row : row + 1] for x in (self._ids, self._surprisal))
-        one.timeline = self.timeline
         return one
 
     def end_step(self, ids: Tensor, logits: Tensor) -> None:
@@ -362,8 +342,6 @@ class State:
             if known is not None:
                 row.patch_surprisal(known[index])
             row.stepping = False
-        if self.timeline is not None:
-            self.timeline.end_step()
 
     def record(
         self, site: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor
@@ -378,16 +356,13 @@ class State:
     def entries(self, site: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Entries:
         """See `semkv.ir.memory.Memory.entries`."""
         place = self.placement.program.sites[site]
-        owner, begun = site in self._owners, time.perf_counter()
+        owner = site in self._owners
         rows = [
             row.entries(
                 place, owner, q[index], k[index], v[index], positions[index], self._ids[index], self._surprisal[index]
             )
             for index, row in enumerate(self.rows)
         ]
-        if self.timeline is not None:
-            took = tuple(memory.supplied for row in self.rows for memory in row.stores[place.store])
-            self.timeline.turn(site, begun, took)
         if self.watch is not None:
             (row,) = self.rows
             self.watch.attended(place, owner, q[0], k[0], positions[0], row.stores[place.store])
