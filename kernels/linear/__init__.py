@@ -7,12 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from semkv.ir import ops
+from semkv.kernels.calls import OPERATORS, Operator
 from semkv.kernels.cpp import compiler
-from semkv.kernels.linear.cpp import linear_cpp, linear_library
+from semkv.kernels.linear.cpp import FEW_TOKENS, describe_linear, linear_cpp, linear_library
 from semkv.kernels.registration import register
 
-FEW_TOKENS = 8
-"""Up to which the product waits for the weight: more than that are a matter of arithmetic."""
 SMALL_WEIGHT = 1 << 14
 """Numbers of a weight below which a call takes longer than reading it."""
 
@@ -39,5 +38,6 @@ def _waits_for_weight(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 register(ops.library, "linear", linear, differentiable=(0, 1, 2))
+OPERATORS[ops.linear] = Operator(linear, describe_linear)
 
 __all__ = ["linear"]

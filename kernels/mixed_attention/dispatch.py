@@ -15,11 +15,10 @@ from semkv.kernels.mixed_attention.blocked import attend_blocked
 from semkv.kernels.mixed_attention.blocks import each
 from semkv.kernels.mixed_attention.call import AttentionCall
 from semkv.kernels.mixed_attention.configuration import Configuration
-from semkv.kernels.mixed_attention.cpp import MAX_ROWS, attend_cpp, attention_library
+from semkv.kernels.mixed_attention.cpp import MAX_DIM, MAX_ROWS, attend_cpp, attention_library
 
 KERNELS = ("auto", "torch", "cpp", "triton")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-MAX_DIM = 256
 
 
 def mixed_attention(*arguments: Any, kernel: str = "auto", layout: Sequence[int] = (), **keywords: Any) -> Tensor:

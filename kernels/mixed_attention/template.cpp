@@ -41,17 +41,18 @@ struct Block {
 };
 
 struct Call {
-  const float* q;          // [places, rows, DIM], scaled; a row is a query head of the group and a token
-  const int64_t* where;    // [batch, tokens]
+  const float* q;          // [batch, query heads, tokens, DIM], with strides; a row is a query head of a place's group and a token
+  const int64_t* where;    // [batch, tokens], with strides
   const float* sinks;      // [query heads] or null, like the next two
   const float* slopes;     // [query heads]
   const float* table;      // [query heads, table_length]
   float* out;              // [places, rows, VALUE_DIM]
   float* partial;          // [places, splits, rows in whole tiles, VALUE_WIDTH + 2]: sums, then top score and mass
-  const Block* blocks;
   int64_t block_count, places, kv_heads, group, tokens, splits, threads, table_length, window;
-  double softcap;
+  int64_t q_strides[3], where_strides[2];  // in numbers
+  double softcap, scale;                   // of scores
   Parallel parallel;
+  Block blocks[];
 };
 
 // How vectors are stored. HALVES: `both` reads 32 numbers from `at` on faster than `part` does, those at even places and those at odd ones.
@@ -338,8 +339,9 @@ void attend(const Call& call, const Block& block, int64_t place, const Tile& til
   int32_t back[MAX_ROWS][TILE];
   int64_t rows = call.group * call.tokens;
   bool seen = false;
-  const int64_t* where = call.where + (block.first + place) / call.kv_heads * call.tokens;
-  for (int64_t token = 0; token < call.tokens; ++token) seen |= distances(call, block, place, tile, where[token], back[token]);
+  const int64_t* where = call.where + (block.first + place) / call.kv_heads * call.where_strides[0];
+  for (int64_t token = 0; token < call.tokens; ++token)
+    seen |= distances(call, block, place, tile, where[token * call.where_strides[1]], back[token]);
   if (!seen) return;
   float key_room[TILE], value_room[TILE];
   const float* key_scale = scales(block.k, place, tile, key_room);
@@ -376,13 +378,20 @@ void attend_range(const Call& call, const Block& block, int64_t place, int64_t s
   }
 }
 
+// A row of queries, times the scale of scores.
+void ask(const Call& call, int64_t place, int64_t row, float* into) {
+  const int64_t head = place % call.kv_heads * call.group + row / call.tokens;
+  const float* q = call.q + place / call.kv_heads * call.q_strides[0] + head * call.q_strides[1] + row % call.tokens * call.q_strides[2];
+  for (int64_t n = 0; n < DIM; ++n) into[n] = q[n] * (float)call.scale;
+}
+
 void attend_split(const Call& call, int64_t task) {
   int64_t place = task / call.splits, split = task % call.splits, rows = call.group * call.tokens, total = 0;
   Found found = found_of(call, task);
   float q[MAX_TILES * ROWS * KEY_WIDTH];
   for (int64_t row = 0; row < (rows + ROWS - 1) / ROWS * ROWS; ++row) {
     std::memset(q + row * KEY_WIDTH, 0, KEY_WIDTH * sizeof(float));
-    if (row < rows) std::memcpy(q + row * KEY_WIDTH, call.q + (place * rows + row) * DIM, DIM * sizeof(float));
+    if (row < rows) ask(call, place, row, q + row * KEY_WIDTH);
     std::memset(found.sums + row * VALUE_WIDTH, 0, VALUE_WIDTH * sizeof(float));
     found.top[row] = NONE;
     found.mass[row] = 0;

@@ -1,8 +1,9 @@
-"""What a decode step computes between two attentions, in one call of C++ where there is a compiler.
+"""What a decode step computes, in one call of C++ where there is a compiler.
 
-A step streams weights and entries through the caches, so that what comes between, dozens of small operators, finds neither its code nor
-its tables in them: one after the other they take longer than their numbers. `fuse` takes runs of nodes out of a graph; each becomes
-a list of instructions (`instructions.py`) that one function goes through (`template.cpp`).
+A step streams weights and entries through the caches, so that what comes between, hundreds of small operators, finds neither its code nor
+its tables in them: one after the other they take longer than their numbers. A `Segment` is a graph that becomes a list of instructions
+(`operators.py`, `tape.py`), which one function goes through (`template.cpp`); some of them call functions of other kernels
+(`semkv.kernels.calls`). `whole` makes one of a graph, `fuse` of the runs of nodes within a graph.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from torch.fx import GraphModule
 
 from semkv.kernels.runs import join_runs
 from semkv.kernels.segments.cpp import Segment, segments_library
-from semkv.kernels.segments.instructions import is_supported
+from semkv.kernels.segments.operators import is_supported
 
 
 def fuse(module: GraphModule) -> GraphModule:
@@ -22,4 +23,11 @@ def fuse(module: GraphModule) -> GraphModule:
     return join_runs(module, is_supported, Segment)
 
 
-__all__ = ["Segment", "fuse", "segments_library"]
+def whole(module: GraphModule) -> Segment:
+    """All of a graph as one `Segment`, which is called with the graph's inputs in their order: tensors that it reads or writes in place.
+    Those that come again with their numbers where they were cost a call nothing. Its `reason` says why the last call was not one of C++,
+    None where it was."""
+    return Segment(module)
+
+
+__all__ = ["Segment", "fuse", "segments_library", "whole"]

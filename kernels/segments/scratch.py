@@ -1,40 +1,39 @@
-"""Where the values of a segment lie while it runs."""
+"""Where the buffers of a tape lie while it runs."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Container
+from collections.abc import Container, Sequence
 
-from semkv.kernels.segments.instructions import Base, Instructions, Operand
-
-ALIGNMENT = 16
-"""Numbers: what is read at once begins at a multiple of them."""
+ALIGNMENT = 64
+"""Bytes: buffers begin at multiples of them."""
 
 
-def scratch_offsets(made: Instructions, elsewhere: Container[Base]) -> tuple[list[int], int]:
-    """The first number of each buffer, and how many there are in all.
+def scratch_offsets(
+    sizes: Sequence[int], uses: Sequence[Sequence[int]], elsewhere: Container[int]
+) -> tuple[list[int], int]:
+    """The first byte of each buffer of `sizes` bytes, and how many there are in all.
 
-    A buffer whose last reader has run gives its place to the next one of its size. Those that are `elsewhere` need no place.
+    uses: the buffers of each instruction, in order. A buffer whose last reader has run gives its place to the next one of its size; those
+    that are `elsewhere` need no place.
     """
-
-    def own(x: Operand) -> int | None:
-        inside = x.base is not None and x.base.kind == "scratch" and x.base not in elsewhere
-        return x.base.number if inside else None
-
-    last = {own(x): number for number, step in enumerate(made.steps) for x in (step.out, *step.operands)}
-    offsets, total = [0] * len(made.scratch), 0
+    last = [-1] * len(sizes)
+    for number, own in enumerate(uses):
+        for buffer in own:
+            last[buffer] = number
+    offsets, total = [-1] * len(sizes), 0
     free: dict[int, list[int]] = defaultdict(list)
-    begun: set[int] = set()
-    for number, step in enumerate(made.steps):
-        buffer = own(step.out)
-        if buffer is not None and buffer not in begun:
-            begun.add(buffer)
-            size = made.scratch[buffer]
-            if free[size]:
-                offsets[buffer] = free[size].pop()
+    for number, own in enumerate(uses):
+        for buffer in own:
+            if offsets[buffer] >= 0 or buffer in elsewhere:
+                continue
+            size = -(-sizes[buffer] // ALIGNMENT) * ALIGNMENT
+            places = free[size]
+            if places:
+                offsets[buffer] = places.pop()
             else:
-                offsets[buffer], total = total, total + -(-size // ALIGNMENT) * ALIGNMENT
-        for gone in {own(x) for x in (step.out, *step.operands)} - {None}:
-            if last[gone] == number:
-                free[made.scratch[gone]].append(offsets[gone])
+                offsets[buffer], total = total, total + size
+        for buffer in set(own):
+            if last[buffer] == number and buffer not in elsewhere:
+                free[-(-sizes[buffer] // ALIGNMENT) * ALIGNMENT].append(offsets[buffer])
     return offsets, total

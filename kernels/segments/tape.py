@@ -1,0 +1,220 @@
+"""The instructions of a graph for inputs of given layouts: made by placing what its nodes become, and run by one call of C++."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Sequence
+from functools import cache
+from itertools import compress
+from operator import is_not
+from pathlib import Path
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from semkv.kernels.cpp import Library, library, team
+from semkv.kernels.segments.emitting import CODES, Emitting
+from semkv.kernels.segments.reading import Reading, filled, flat_values, made_by
+from semkv.kernels.segments.scratch import scratch_offsets
+from semkv.kernels.segments.values import LAYOUTS, Instruction, Layout, Value, expect
+from semkv.kernels.state.numbers import NUMBERS
+
+TEMPLATE = Path(__file__).parent / "template.cpp"
+
+
+class _Tape(ctypes.Structure):
+    """`Tape` of the template."""
+
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("bases", "words", "end", "threads", "parallel"))
+
+
+@cache
+def segments_library() -> Library:
+    """The object, one for all graphs."""
+    return library(TEMPLATE, {f"OP_{name}": number for number, name in enumerate(CODES)}, [NUMBERS])
+
+
+def layout_of(x: Tensor) -> Layout:
+    """That of an input."""
+    return LAYOUTS.of(x, x.untyped_storage().filename is not None)
+
+
+class Tape:
+    """A graph for inputs of given layouts. It is written once: steps and threads share it.
+
+    Bases of values are numbers of inputs, weights behind them and outputs behind these, or ~n for the n-th buffer of scratch.
+    """
+
+    def __init__(self, reading: Reading, inputs: Sequence[Any]) -> None:
+        """Raises `UnsupportedNode`."""
+        tensors = [x for x in inputs if isinstance(x, Tensor)]
+        expect(all(x.is_cpu for x in (*tensors, *reading.weights)), "tensors that are not on a CPU")
+        self._places = [place for place, x in enumerate(inputs) if isinstance(x, Tensor)]
+        self._given = None if len(tensors) == len(inputs) else inputs
+        self._layouts = [layout_of(x) for x in tensors]
+        self._seen = [ref(x) for x in tensors]
+        self._at = [x.data_ptr() for x in tensors]
+        self._weights, self._kinds = reading.weights, [LAYOUTS.of(x) for x in reading.weights]
+        self._weights_at = [x.data_ptr() for x in reading.weights]
+        self._outputs: list[Layout] = []
+        self._scratch: list[Tensor] = []
+        self._buffers: list[int] = []
+        self._steps: list[tuple[Instruction, list[tuple[int, int, int]]]] = []
+        self._words = self._placed(self._read(reading, inputs))
+        begin = self._words.buffer_info()[0]
+        self._run = segments_library().function("run_tape")
+        self._call = (begin, begin + 8 * len(self._words))
+
+    # -- making --------------------------------------------------------------------------------------------------------
+
+    def _read(self, reading: Reading, inputs: Sequence[Any]) -> Any:
+        """Collect the steps of all nodes; what the graph returns."""
+        base = iter(range(len(self._layouts)))
+        layouts = iter(self._layouts)
+        values: list[Any] = [Value(next(base), 0, next(layouts)) if isinstance(x, Tensor) else x for x in inputs]
+        values += [Value(len(self._layouts) + place, 0, x) for place, x in enumerate(self._kinds)]
+        for recipe in reading.recipes:
+            given = [values[number] for number in recipe.asked]
+            made, emitted = made_by(recipe, given)
+            if emitted is not None:
+                own = given if all(type(x) is Value for x in given) else flat_values(given)
+                made = self._take(emitted.made, emitted.fresh, emitted.steps, own)
+            values.append(made)
+        return filled(reading.returned, values)
+
+    def _take(self, made: Any, fresh: Sequence[int], steps: Sequence[Instruction], own: Sequence[Value]) -> Any:
+        """Append steps of one node, whose bases are numbers of `own`; what it makes."""
+        first = len(self._buffers)
+        self._buffers += fresh
+        for step in steps:
+            placed = []
+            for at, base, offset in step.patches:
+                if base < 0:
+                    placed.append((at, base - first, offset))
+                else:
+                    x = own[base]
+                    placed.append((at, x.base, x.offset + offset))
+            self._steps.append((step, placed))
+        return _moved(made, own, first)
+
+    def _placed(self, returned: Any) -> array[int]:
+        """All words, with outputs and scratch in their places."""
+        elsewhere: dict[int, int] = {}
+        self._returned = self._output(returned, elsewhere)
+        uses = [[~base for _, base, _ in placed if base < 0] for _, placed in self._steps]
+        offsets, self._size = scratch_offsets(self._buffers, uses, elsewhere)
+        outputs = len(self._layouts) + len(self._weights)
+        scratch = outputs + len(self._outputs)
+        words, begin = array("q"), 0
+        for step, placed in self._steps:
+            words.extend(step.words)
+            for at, base, offset in placed:
+                if base < 0:
+                    buffer = ~base
+                    if buffer in elsewhere:
+                        base = outputs + elsewhere[buffer]
+                    else:
+                        base, offset = scratch, offset + offsets[buffer]
+                words[begin + at] = base
+                words[begin + at + 1] = offset
+            begin = len(words)
+        self._steps, self._buffers = [], []
+        return words
+
+    def _output(self, x: Any, elsewhere: dict[int, int]) -> Any:
+        """A returned value as the number of its output: its buffer where it has one to itself, else a copy."""
+        if isinstance(x, list):
+            return [self._output(part, elsewhere) for part in x]
+        if type(x) is not Value:
+            return _Constant(x)
+        number = len(self._outputs)
+        layout = LAYOUTS.dense(x.shape, x.dtype)
+        self._outputs.append(layout)
+        buffer = ~x.base
+        whole = x.base < 0 and x.layout is layout and layout.numel * x.dtype.itemsize == self._buffers[buffer]
+        if whole and buffer not in elsewhere:
+            elsewhere[buffer] = number
+        else:
+            copying = Emitting()
+            copying.copy(Value(0, 0, x.layout), Value(1, 0, layout))
+            out = Value(len(self._layouts) + len(self._weights) + number, 0, layout)
+            self._take(None, (), copying.steps, [x, out])
+        return number
+
+    # -- running -------------------------------------------------------------------------------------------------------
+
+    def addresses(self, inputs: Sequence[Any]) -> list[int] | None:
+        """Where inputs and weights begin; None: they are others than the instructions are for. An input that was seen before and has its
+        numbers where they were is not looked at again."""
+        if self._given is not None:
+            if len(inputs) != len(self._given) or not all(
+                isinstance(x, Tensor) or x == y for x, y in zip(inputs, self._given)
+            ):
+                return None
+            inputs = [inputs[place] for place in self._places]
+        elif len(inputs) != len(self._seen):
+            return None
+        try:
+            at = list(map(Tensor.data_ptr, inputs))
+        except (TypeError, RuntimeError):
+            return None
+        changed = list(map(is_not, inputs, [seen() for seen in self._seen]))
+        if at != self._at:
+            changed = [is_other or x != y for is_other, x, y in zip(changed, at, self._at)]
+        for place in compress(range(len(at)), changed):
+            x = inputs[place]
+            if not x.is_cpu or layout_of(x) is not self._layouts[place]:
+                return None
+            self._seen[place] = ref(x)
+        self._at = at
+        weights = list(map(Tensor.data_ptr, self._weights))
+        if weights != self._weights_at:
+            if any(not x.is_cpu or LAYOUTS.of(x) is not kind for x, kind in zip(self._weights, self._kinds)):
+                return None
+            self._weights_at = weights
+        return at + weights
+
+    def run(self, addresses: list[int]) -> Any:
+        """What the graph returns of inputs with these `addresses`."""
+        outputs = [torch.empty(x.shape, dtype=x.dtype, device="cpu") for x in self._outputs]
+        try:
+            scratch = self._scratch.pop()
+        except IndexError:
+            scratch = torch.empty(self._size // 4, dtype=torch.float32, device="cpu")
+        table = array("q", [*addresses, *[x.data_ptr() for x in outputs], scratch.data_ptr()])
+        tape = _Tape(table.buffer_info()[0], *self._call, torch.get_num_threads(), team())
+        outside = self._run(ctypes.byref(tape))
+        self._scratch.append(scratch)
+        if outside:
+            raise IndexError("an index lies outside of the embedding")
+        return _filled(self._returned, outputs)
+
+
+class _Constant:
+    """In what a graph returns: what is no tensor."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def _filled(x: Any, outputs: Sequence[Tensor]) -> Any:
+    if isinstance(x, list):
+        return tuple([_filled(part, outputs) for part in x])
+    return x.value if isinstance(x, _Constant) else outputs[x]
+
+
+def _moved(x: Any, own: Sequence[Value], first: int) -> Any:
+    """What a node has made, with the bases of a tape."""
+    if type(x) is Value:
+        base, offset, layout = x
+        if base < 0:
+            return Value(base - first, offset, layout)
+        of = own[base]
+        return Value(of.base, of.offset + offset, layout)
+    return [_moved(part, own, first) for part in x] if isinstance(x, (list, tuple)) else x
+
+
+__all__ = ["Tape", "segments_library"]
