@@ -64,10 +64,6 @@ class CompileConfig(Settings):
     cuda_graphs: CUDA only: decode steps launch what lies between two attentions as CUDA graphs, recorded at the first step of each
         number of rows; what cannot be recorded is launched as before, with a warning. Default: on a CUDA device, where steps are
         shorter with them (docs/results/gpu.md).
-    prefetch: a thread fetches what layers will, or are likely to, unfold in their next step while others are computed,
-        into buffers beside the budget (`State.nbytes["prefetch"]`). Tokens are the same. Default: with host='disk', for layers whose
-        choice is known before their turn (a retrieval head, filter layers). A guess costs more than it saves, and so does fetching
-        ahead from memory, on a CPU (docs/results/fetch_stall.md) and on a GPU (docs/results/gpu.md).
     latents: models with multi-head latent attention (DeepSeek-V2 and later): memory holds the latent of a token, which all heads
         share, in place of the keys and values that each head makes of it: `semkv.passes.absorb_latents`. The full KV, the budget's
         denominator, is that of the latents then, a small part of that of the heads; a method chooses tokens for all heads at once;
@@ -90,7 +86,6 @@ class CompileConfig(Settings):
     rows: int = Field(default=1, ge=1)
     kernels: Literal["auto", "torch", "cpp", "triton"] = "auto"
     cuda_graphs: bool | None = None
-    prefetch: bool | None = None
     latents: bool = False
     cache: bool = False
     method_options: dict[str, Any] = Field(default_factory=dict)
@@ -125,16 +120,6 @@ class CompileConfig(Settings):
     def records(self, device: torch.device) -> bool:
         """Whether steps on `device` launch CUDA graphs."""
         return device.type == "cuda" if self.cuda_graphs is None else self.cuda_graphs
-
-    @property
-    def prefetches(self) -> bool:
-        """Whether steps fetch ahead."""
-        return self.host == "disk" if self.prefetch is None else self.prefetch
-
-    @property
-    def guesses(self) -> bool:
-        """Whether what is merely likely is fetched ahead, too."""
-        return bool(self.prefetch)
 
     def torch_kv_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
         """The dtype of exact entries for a model whose own dtype is `model_dtype`."""

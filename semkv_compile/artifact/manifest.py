@@ -38,6 +38,8 @@ WEIGHTS = "weights.safetensors"
 PROFILE = "profile"
 GRAPHS = ("body", "head", "prefill", "extend", "decode", "selector")
 MAX_MANIFEST_BYTES = 16 << 20
+DROPPED = {"prefetch"}
+"""Settings that earlier versions wrote and that changed no result. They are left out; any other unknown setting is refused."""
 
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 GraphName = Literal["body", "head", "prefill", "extend", "decode", "selector"]
@@ -95,6 +97,11 @@ class CompileFacts(_Part):
     @classmethod
     def _budget(cls, value: float | int | None) -> float | int | None:
         return check_budget(value)
+
+    @field_validator("config", mode="before")
+    @classmethod
+    def _config(cls, value: Any) -> Any:
+        return {name: x for name, x in value.items() if name not in DROPPED} if isinstance(value, dict) else value
 
 
 class ModelFacts(_Part):

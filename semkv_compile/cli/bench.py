@@ -17,13 +17,11 @@ if TYPE_CHECKING:
     from semkv.evaluation.settings import Variant
     from semkv.planning.decoder import Decoder
     from semkv.planning.machine import Machine
-    from semkv.runtime.timeline import Timeline
 
 
 @dataclass(frozen=True)
 class BenchRequest:
-    """What the command was asked for. text: a file that the prompt is cut from; None: random tokens. timeline: a Chrome trace to
-    write, with a picture beside it."""
+    """What the command was asked for. text: a file that the prompt is cut from; None: random tokens."""
 
     model: str
     profile: Path | None
@@ -39,7 +37,6 @@ class BenchRequest:
     text: Path | None = None
     device: str | None = None
     json: Path | None = None
-    timeline: Path | None = None
 
 
 def run_bench(request: BenchRequest) -> None:
@@ -49,11 +46,9 @@ def run_bench(request: BenchRequest) -> None:
     machine = None if request.gpu is None else parse_machine(request.gpu)
     from semkv.api import compile as compile_model
     from semkv.cli.models import load_model
-    from semkv.errors import ConfigError
     from semkv.evaluation.bench import check_tokens, time_compiled
     from semkv.evaluation.environment import describe, now
     from semkv.planning.decoder import decoder_of
-    from semkv.runtime.timeline import Timeline
 
     entries = entries_of(request)
     started = now()
@@ -61,16 +56,11 @@ def run_bench(request: BenchRequest) -> None:
     ids = prompt_ids(loaded, request)
     full = compile_model(loaded.model, loaded.profile, method="full", config=request.config)
     check_tokens(loaded.model, full, ids)
-    if request.timeline is not None and len(entries) != 1:
-        raise ConfigError(
-            f"--timeline shows one method at one budget, and {len(entries)} were asked for: name one of each"
-        )
-    timeline = None if request.timeline is None else Timeline()
     timings = []
     with progress_bar("bench") as progress:
         for place, entry in enumerate(entries, 1):
             compiled = full if entry.method == "full" else full.with_method(entry.method, entry.budget, **entry.options)
-            timing = time_compiled(compiled, ids, warmup=request.warmup, steps=request.steps, timeline=timeline)
+            timing = time_compiled(compiled, ids, warmup=request.warmup, steps=request.steps)
             timings.append(replace(timing, method=entry.label))
             progress(place, len(entries), entry.label)
     dtype = str(full.dtype).removeprefix("torch.")
@@ -85,8 +75,6 @@ def run_bench(request: BenchRequest) -> None:
         request.json.parent.mkdir(parents=True, exist_ok=True)
         request.json.write_text(json_module.dumps(report, indent=1) + "\n")
         console.print(f"\nreport: {request.json}")
-    if request.timeline is not None and timeline is not None:
-        write_timeline(console, timeline, timings[0], request.timeline)
 
 
 def entries_of(request: BenchRequest) -> list[Variant]:
@@ -109,19 +97,6 @@ def entries_of(request: BenchRequest) -> list[Variant]:
             made = list(build_variants([name], request.budgets, request.generated))
         found |= {(variant.label, variant.budget): variant for variant in made}
     return list(found.values())
-
-
-def write_timeline(console: Console, timeline: Timeline, timing: Timing, path: Path) -> None:
-    """The trace, and the picture beside it."""
-    from semkv.evaluation.timeline import draw, events, write_trace
-
-    found = events(timeline)
-    budget = "" if timing.budget is None else f" at a budget of {timing.budget:g}"
-    subtitle = f"{timing.rows} row(s) of {timing.tokens:,} tokens; host clock"
-    picture = draw(
-        found, f"{len(timeline.steps)} decode steps of {timing.method}{budget}", subtitle, path.with_suffix(".png")
-    )
-    console.print(f"\ntimeline: {write_trace(found, path)} (for Perfetto or chrome://tracing), {picture}")
 
 
 def prompt_ids(loaded: Any, request: BenchRequest) -> Any:
@@ -158,7 +133,7 @@ def floor_ms(timing: Timing, decoder: Decoder, machine: Machine) -> float:
 
 
 def print_timings(console: Console, timings: list[Timing], floors: list[float | None]) -> None:
-    """Two tables with a line per method and budget: times and sizes, and what steps moved and waited for."""
+    """Two tables with a line per method and budget: times and sizes, and what steps moved."""
     from semkv.cli.profile_tables import simple_table
     from semkv.evaluation.bench import PERCENTILES
     from semkv.evaluation.tables import size
@@ -180,9 +155,7 @@ def print_timings(console: Console, timings: list[Timing], floors: list[float | 
         "a layer reads",
         "host",
     )
-    moves = simple_table(
-        "Folded tokens, per step", "method", "budget", "overlap", "moved", "fetched ahead", "hits", "stall", "stall %"
-    )
+    moves = simple_table("Folded tokens, per step", "method", "budget", "overlap", "moved")
     for timing, floor in zip(timings, floors):
         peak = timing.nbytes["peak"]
         named = timing.method, "-" if timing.budget is None else f"{timing.budget:g}"
@@ -198,22 +171,14 @@ def print_timings(console: Console, timings: list[Timing], floors: list[float | 
             f"{100 * timing.attended_share:.1f} / {100 * timing.attended_share_mean:.1f}",
             size(timing.nbytes["host"] + timing.nbytes["disk"]),
         )
-        moves.add_row(
-            *named,
-            f"{timing.overlap:.0%}",
-            size(timing.moved_bytes),
-            size(timing.ahead_bytes),
-            f"{timing.hit_rate:.0%}",
-            f"{timing.stall_ms:.2f}",
-            f"{100 * timing.stall_share:.1f}",
-        )
+        moves.add_row(*named, f"{timing.overlap:.0%}", size(timing.moved_bytes))
     for table in (times, moves):
         table.columns[0].justify = "left"
         console.print(table)
     console.print(
         "device: the largest residency of a step, weights apart. A layer holds on the device, and reads: % of its full KV, "
-        "the largest of all layers and steps / the mean. hits: of what steps lacked, what had been fetched ahead. "
-        "stall: time in which a step stood still for the rest; steps contain it."
+        "the largest of all layers and steps / the mean. overlap: of what steps unfolded, what was there from the step before; "
+        "the rest moved, within the step."
     )
     for timing in timings:
         if timing.excess_share:
@@ -221,6 +186,3 @@ def print_timings(console: Console, timings: list[Timing], floors: list[float | 
                 f"{timing.method}: of its full KV a layer holds {100 * timing.excess_share:.2f} / {100 * timing.excess_share_mean:.2f} % "
                 "beyond the budget, tokens that follow the prompt."
             )
-    buffers = max(timing.nbytes["prefetch"] for timing in timings)
-    if buffers:
-        console.print(f"Beside that, prefetch buffers of {size(buffers)}, a constant.")

@@ -293,11 +293,7 @@ def plan_command(
     $ semkv bench --model Qwen/Qwen3-0.6B --profile qwen.profile --text book.txt --methods full,sketch --budgets 0.05,0.1
     --context 32K --device cuda --gpu h100
 
-    What a step waits for folded tokens, with and without fetching ahead, and a picture of it (steps.json for Perfetto, steps.png):
-
     $ semkv bench --methods quest --host disk --context 8K
-
-    $ semkv bench --methods quest --host disk --prefetch --context 8K --timeline steps.json
     """,
 )
 def bench_command(
@@ -325,42 +321,28 @@ def bench_command(
     disk_folder: Annotated[
         str | None, typer.Option(help="Folder of those files. Default: the system's temporary folder.")
     ] = None,
-    prefetch: Annotated[
-        bool | None,
-        typer.Option(help="Fetch what layers unfold next while others are computed. Default: on disk, what is known."),
-    ] = None,
     gpu: Annotated[
         str | None, typer.Option(help="This machine as `semkv plan` takes it, for the floor under a step.")
     ] = None,
     device: Annotated[str | None, typer.Option(help="Where to run, `cuda` for example.")] = None,
     json: Annotated[Path | None, typer.Option(help="Write every step's time here.")] = None,
-    timeline: Annotated[
-        Path | None,
-        typer.Option(
-            help="Write two steps as a Chrome trace (.json) here, and a picture beside it: compute per layer, copies ahead, waits."
-        ),
-    ] = None,
 ) -> None:
     """Time methods on this machine: first token, percentiles of a step, bytes per tier, transfers, beside the floor.
 
-    A step lacks the folded tokens that it unfolds and the one before did not (`overlap`). `hits` of them had been fetched ahead; for the
-    others, and for a fetch that is not done, the step stands still: `stall`, in milliseconds and in % of the step.
+    Of the folded tokens that a step unfolds, `overlap` were there from the step before. It copies the others itself, and its time
+    contains that.
     """
     with plain_errors():
         lengths = whole_numbers(context, "--context")
         if len(lengths) != 1 or batch < 1:
             refuse("a benchmark takes one --context and a --batch of at least 1")
         check_writable(json, "--json")
-        check_writable(timeline, "--timeline")
-        if timeline is not None and timeline.suffix != ".json":
-            refuse(f"--timeline {timeline}: expected a file that ends in .json; its picture ends in .png")
         settings = {
             "kv_dtype": kv_dtype,
             "floor": 0,
             "latents": latents,
             "host": host,
             "disk_folder": disk_folder,
-            "prefetch": prefetch,
         }
         from semkv.cli.bench import BenchRequest, run_bench
         from semkv.config import CompileConfig
@@ -381,7 +363,6 @@ def bench_command(
                 text=text,
                 device=device,
                 json=json,
-                timeline=timeline,
             )
         )
 

@@ -13,12 +13,9 @@ from torch import Tensor
 from semkv.compiled import CompiledModel
 from semkv.errors import InputError, SemkvError
 from semkv.runtime.state import State
-from semkv.runtime.timeline import Timeline
 
 PERCENTILES = (50, 90, 99)
 CHECKED_PROMPT, CHECKED_TOKENS = 64, 8
-DRAWN_STEPS = 2
-"""Steps of a timeline: what the first fetches ahead for the next one's first layers is shown in the second."""
 
 
 @dataclass(frozen=True)
@@ -27,10 +24,8 @@ class Timing:
 
     first_ms: from ids to the first token's logits, prefill and compression of all rows. step_ms: of each timed decode step, in
     order; the device was awaited after each, so a step contains what it waited for transfers. nbytes: `State.nbytes` after the last
-    step. full_bytes: of the full KV then. moved_bytes: per step and row, host to device. overlap: of what
-    steps unfolded, the share that was there. stall_ms: milliseconds that a timed step stood still for folded tokens, on average.
-    hit_rate: of the tokens that timed steps lacked, the share that had been fetched ahead. ahead_bytes: fetched ahead, lacked or not,
-    per step and row. device_share, attended_share: the largest part of its full KV that a layer held on the device, and read, in a step;
+    step. full_bytes: of the full KV then. moved_bytes: per step and row, host to device. overlap: of what steps unfolded, the share that
+    was there. device_share, attended_share: the largest part of its full KV that a layer held on the device, and read, in a step;
     device_share_mean, attended_share_mean: over layers and steps. excess_share, excess_share_mean: likewise, of what a layer held
     beyond its budget.
     """
@@ -45,9 +40,6 @@ class Timing:
     full_bytes: int
     moved_bytes: float
     overlap: float
-    stall_ms: float = 0.0
-    hit_rate: float = 0.0
-    ahead_bytes: float = 0.0
     device_share: float = 0.0
     attended_share: float = 0.0
     device_share_mean: float = 0.0
@@ -61,21 +53,14 @@ class Timing:
         return ordered[max(0, -(-percent * len(ordered) // 100) - 1)]
 
     @property
-    def stall_share(self) -> float:
-        """Of the timed steps' time, the share that they stood still."""
-        return self.stall_ms * len(self.step_ms) / sum(self.step_ms)
-
-    @property
     def tokens_per_second(self) -> float:
         """Of all rows, over the timed steps."""
         return 1000 * self.rows * len(self.step_ms) / sum(self.step_ms)
 
 
 @torch.no_grad()
-def time_compiled(
-    compiled: CompiledModel, ids: Tensor, *, warmup: int, steps: int, timeline: Timeline | None = None
-) -> Timing:
-    """Read the prompt ids [B, T], take `warmup` greedy steps, then `steps` timed ones. timeline: records `DRAWN_STEPS` more.
+def time_compiled(compiled: CompiledModel, ids: Tensor, *, warmup: int, steps: int) -> Timing:
+    """Read the prompt ids [B, T], take `warmup` greedy steps, then `steps` timed ones.
 
     Raises
     ------
@@ -84,19 +69,16 @@ def time_compiled(
     if steps < 1 or warmup < 0:
         raise InputError(f"{steps} steps after {warmup} of warm-up: expected at least one step and no fewer than 0")
     limit = compiled.program.max_positions
-    taken = warmup + steps + (0 if timeline is None else DRAWN_STEPS)
-    if limit is not None and ids.shape[1] + taken > limit:
+    if limit is not None and ids.shape[1] + warmup + steps > limit:
         raise InputError(
-            f"{ids.shape[1]} tokens and {taken} steps do not fit the model's context of {limit}: take a shorter prompt"
+            f"{ids.shape[1]} tokens and {warmup + steps} steps do not fit the model's context of {limit}: take a shorter prompt"
         )
     first_ms, state = _milliseconds(lambda: compiled.prefill(ids), compiled.device)
     for _ in range(warmup):
         _step(compiled, state)
-    before = _stood_still(state)
     times = [_milliseconds(lambda: _step(compiled, state), compiled.device)[0] for _ in range(steps)]
-    stalled, hits, missed = (now - then for now, then in zip(_stood_still(state), before))
     stats = state.stats
-    timing = Timing(
+    return Timing(
         method=compiled.method.name,
         budget=compiled.budget,
         tokens=ids.shape[1],
@@ -107,30 +89,12 @@ def time_compiled(
         full_bytes=state.full_bytes,
         moved_bytes=stats.moved_bytes_per_step,
         overlap=stats.overlap,
-        stall_ms=1000 * stalled / steps,
-        hit_rate=hits / max(1, hits + missed),
-        ahead_bytes=stats.ahead_bytes_per_step,
         device_share=stats.device_share,
         attended_share=stats.attended_share,
         device_share_mean=stats.device_share_mean,
         attended_share_mean=stats.attended_share_mean,
         excess_share=stats.excess_share,
         excess_share_mean=stats.excess_share_mean,
-    )
-    if timeline is not None:
-        state.timeline = timeline
-        for _ in range(DRAWN_STEPS):
-            _step(compiled, state)
-    return timing
-
-
-def _stood_still(state: State) -> tuple[float, ...]:
-    """Seconds so far, and tokens that were lacked and had been fetched ahead, and had not."""
-    traffic = [row.traffic for row in state.rows]
-    return (
-        sum(t.stalled_seconds for t in traffic),
-        sum(t.hit_tokens for t in traffic),
-        sum(t.missed_tokens for t in traffic),
     )
 
 

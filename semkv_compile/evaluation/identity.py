@@ -12,7 +12,7 @@ from semkv.artifact.fingerprint import model_fingerprint, weights_digest
 from semkv.config import CompileConfig
 from semkv.profiles.schema import Profile
 
-UNTOLD = {"method_options", "cache", "disk_folder", "prefill_chunk", "kernels", "cuda_graphs", "prefetch"}
+UNTOLD = {"method_options", "cache", "disk_folder", "prefill_chunk", "kernels", "cuda_graphs"}
 """Settings that do not change what is computed (or, for options, that cells tell): rows measured under others count."""
 LATER = {"latents": False, "floor": 0}
 """Settings that came when there were rows already, and the value under which those were measured: left out where it is that."""

@@ -190,6 +190,10 @@ REFUSED = {
     "another format": (lambda m: m.update(format="other"), "not the manifest of a semkv-artifact"),
     "an unknown field": (lambda m: m.update(run="code"), "run = 'code': Extra inputs are not permitted"),
     "a method budget": (lambda m: m["compile"].update(budget=7.5), r"compile\.budget"),
+    "an unknown setting": (
+        lambda m: m["compile"]["config"].update(fetch=True),
+        r"setting fetch = True: there is no such",
+    ),
     "a page of 1000": (lambda m: m["compile"]["config"].update(page_size=1000), r"page_size"),
     "a file outside": (
         lambda m: m["files"].update({"../x": {"bytes": 1, "sha256": "0" * 64}}),
@@ -223,6 +227,13 @@ def test_manifests_that_disagree_with_the_files_are_refused(saved, name):
     rewrite(saved, change)
     with pytest.raises(ArtifactError, match=text):
         load_program(saved)
+
+
+@pytest.mark.parametrize("value", [None, True, False])
+def test_a_setting_that_is_gone_is_left_out(saved, value):
+    config = load_program(saved)[1].compile.config
+    rewrite(saved, lambda m: m["compile"]["config"].update(prefetch=value))
+    assert load_program(saved)[1].compile.config == config
 
 
 def test_folders_that_are_no_artifacts_are_refused(tmp_path, saved):
