@@ -7,10 +7,12 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from semkv.errors import InputError
 from semkv.ir import state_ops
-from semkv.kernels.calls import run
+from semkv.kernels.calls import UnsupportedCall, run
 from semkv.kernels.cpp import compiler
 from semkv.kernels.state import IN_CPP, REFERENCES
+from semkv.kernels.state.append import describe_append
 from semkv.runtime.quantization import quantize
 
 FORMS = ["reference", pytest.param("cpp", marks=pytest.mark.skipif(compiler() is None, reason="no C++ compiler"))]
@@ -176,3 +178,43 @@ def test_what_cpp_cannot_is_done_by_the_reference():
     expected = by_loops(given)
     state_ops.append_(**given)
     assert all(torch.equal(given[name].nan_to_num(), x.nan_to_num()) for name, x in expected.items())
+
+
+@pytest.mark.parametrize("coded", [False, True])
+def test_a_call_is_described_without_numbers(coded):
+    given = made(2, 3, 6, 3, (8, 5), coded=coded)
+    meta = {name: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for name, x in given.items()}
+    one, other = describe_append(**given), describe_append(**meta)
+    assert (one.words, one.addresses, one.arguments) == (other.words, other.addresses, other.arguments)
+    assert set(one.written) == {"k", "v", "positions"} | ({"k_scale", "v_scale"} if coded else set())
+    assert not one.outputs
+    assert not one.scratch
+
+
+@pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+def test_a_call_takes_what_it_was_described_for():
+    given = made(2, 3, 6, 3, (8, 5))
+    call = describe_append(**given)
+    for name, wrong in (
+        ("k", given["k"].half()),
+        ("new_k", given["new_k"].contiguous()),
+        ("at", given["at"][:1]),
+        ("v", None),
+    ):
+        with pytest.raises(InputError, match=f"append_tokens was given {name} .* expected Layout"):
+            run(call, given | {name: wrong})
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("positions", lambda x: x.long()),
+        ("k", lambda x: x.double()),
+        ("new_v", lambda x: x.repeat_interleave(2, 3)[..., ::2]),
+        ("new_k", lambda x: torch.cat([x, x, x], 2)),
+    ],
+)
+def test_what_there_is_no_function_for_is_said(name, change):
+    given = made(2, 3, 6, 3, (8, 5))
+    with pytest.raises(UnsupportedCall, match="expected"):
+        describe_append(**given | {name: change(given[name])})
