@@ -10,6 +10,9 @@ from semkv.ir import ops, state_ops
 from semkv.kernels.calls import OPERATORS, Operator
 from semkv.kernels.state.append import describe_append
 from semkv.kernels.state.choose import describe_choose
+from semkv.kernels.state.coarse import describe_coarse
+from semkv.kernels.state.look_up import describe_look_up
+from semkv.kernels.state.products import describe_products
 from semkv.kernels.state.reference import (
     append_reference,
     choose_each_reference,
@@ -20,6 +23,7 @@ from semkv.kernels.state.reference import (
     scores_reference,
     unfold_reference,
 )
+from semkv.kernels.state.scores import describe_scores
 from semkv.kernels.state.unfold import describe_unfold, waits_in_file
 
 REFERENCES: dict[str, Callable[..., Any]] = {
@@ -39,6 +43,10 @@ IN_CPP: dict[str, Operator] = {
     "choose": Operator(choose_reference, describe_choose),
     "choose_each": Operator(choose_each_reference, partial(describe_choose, each=True)),
     "unfold_": Operator(unfold_reference, describe_unfold, waits_in_file),
+    "products": Operator(products_reference, describe_products),
+    "look_up": Operator(look_up_reference, describe_look_up),
+    "scores": Operator(scores_reference, describe_scores),
+    "coarse_attention": Operator(coarse_attention_reference, describe_coarse),
 }
 """Those that have a form in C++ for a CPU."""
 
