@@ -12,7 +12,6 @@ from torch.nn.functional import pad
 
 from semkv.errors import InputError
 from semkv.ir.state_ops import EMPTY
-from semkv.kernels.codes import rebuilt
 
 NONE = float("-inf")
 TOP = 127
@@ -57,7 +56,7 @@ def products_reference(q: Tensor, x: Tensor, scale: Tensor | None = None, bits: 
         return q @ x.to(q.dtype).mT
     if scale is None:
         raise InputError(f"products with codes of {bits} bits without scale; expected a scale of each vector")
-    return q @ rebuilt(x, scale, bits, q.shape[-1], q.dtype).mT
+    return q @ (_codes(x, bits, q.shape[-1]) * scale.to(q.dtype)).mT
 
 
 def look_up_reference(tables: Tensor, codes: Tensor) -> Tensor:
@@ -97,10 +96,15 @@ def choose_each_reference(
     if threshold is not None:
         wanted = wanted & (score > threshold[:, :, None])
     best = (score.masked_fill(~wanted, NONE) + 0.0).amax(2)  # zeros of both signs are one number
-    ordered, order = torch.sort(best, dim=-1, descending=True, stable=True)
-    each = torch.ones_like(order) if cost is None else cost.long().expand_as(order).gather(-1, order)
-    fits = (each.cumsum(-1) <= room[:, None, None]) & (ordered > NONE)
-    chosen = torch.zeros_like(fits).scatter(-1, order, fits)
+    each = torch.ones_like(best, dtype=torch.int64) if cost is None else cost.long().expand_as(best)
+    room = room[:, None, None]
+    ordered, order = torch.sort(best, dim=-1, descending=True)
+    over = each.gather(-1, order).cumsum(-1) > room
+    # Units that are better than the first one that is not paid for are, in whatever order equal ones came; of its equals the first are.
+    last = torch.where(over, ordered, NONE).amax(-1, keepdim=True) if best.shape[-1] else NONE
+    equal = (best == last) & (best > NONE)
+    paid = torch.where(best > last, each, 0).sum(-1, keepdim=True) + torch.where(equal, each, 0).cumsum(-1)
+    chosen = (best > last) | (equal & (paid <= room))
     return chosen, wanted & chosen[:, :, None]
 
 
@@ -211,6 +215,15 @@ def _marks(places: Tensor, true: Tensor, waiting: int) -> Tensor:
     return marks.scatter(2, places, true)
 
 
+def _codes(x: Tensor, bits: int, dim: int) -> Tensor:
+    """Codes uint8 [..., ceil(dim * bits / 8)] less the middle one, float32 [..., dim]."""
+    codes = x.float()
+    if bits == 4:  # in arithmetic that there is everywhere
+        upper = (codes / 16).floor()
+        codes = torch.stack((codes - 16 * upper, upper), dim=-1).flatten(-2)[..., :dim]
+    return codes - 2 ** (bits - 1)
+
+
 def _copy(
     host: Tensor, host_scale: Tensor | None, into: Tensor, scale: Tensor | None, source: Tensor, copied: Tensor
 ) -> None:
@@ -227,7 +240,7 @@ def _copy(
     if scale is not None:
         scale.copy_(torch.where(copied, scales.to(scale.device), scale))
     elif scales is not None:
-        found = ((found.float() - (TOP + 1)) * scales.float()).to(into.dtype)
+        found = (_codes(found, 8, found.shape[-1]) * scales.float()).to(into.dtype)
     into.copy_(torch.where(copied, found.to(into.device), into))
 
 
