@@ -152,8 +152,9 @@ void multiply(const Call& call, const Part& part) {
 template <int64_t Bits>
 void products(const Call& call, const Part& part) {
   for (int64_t row = 0; row < call.rows;) {
-    int64_t left = call.rows - row, taken = left >= 4 ? 4 : left >= 2 ? 2 : 1;
+    int64_t left = call.rows - row, taken = left < 4 ? left : 4;
     if (taken == 4) in_rows<Bits, 4>(call, part, row);
+    if (taken == 3) in_rows<Bits, 3>(call, part, row);
     if (taken == 2) in_rows<Bits, 2>(call, part, row);
     if (taken == 1) in_rows<Bits, 1>(call, part, row);
     row += taken;

@@ -28,27 +28,24 @@ void pad(const Asked& asked, int64_t place) {
   }
 }
 
-template <int64_t KIND>
-inline Floats sixteen(const char* from, int64_t count) {
-  if (count >= LANES) return numbers<LANES>(from, KIND);
-  Floats x = {};
-  for (int64_t n = 0; n < count; ++n) x[n] = numbers<1>(from + n * (KIND == FLOAT32 ? 4 : 2), KIND)[0];
-  return x;
-}
-
 // `Rows` queries times vectors of numbers, four vectors at a time.
 template <int64_t KIND, int64_t Rows>
 void with_numbers(const Asked& asked, const float* q, const char* x, float* out, int64_t count) {
-  const int64_t bytes = KIND == FLOAT32 ? 4 : 2;
+  const int64_t bytes = KIND == FLOAT32 ? 4 : 2, whole = asked.dim / LANES * LANES;
   for (int64_t n = 0; n < count; n += 4) {
     Floats sums[4][Rows] = {};
     const char* vector[4];
     for (int64_t j = 0; j < 4; ++j) vector[j] = x + (n + j < count ? n + j : count - 1) * asked.x_strides[2];
-    for (int64_t at = 0; at < asked.dim; at += LANES)
-      for (int64_t j = 0; j < 4; ++j) {
-        const Floats part = sixteen<KIND>(vector[j] + at * bytes, asked.dim - at);
-        for (int64_t row = 0; row < Rows; ++row) sums[j][row] += part * load(q + row * asked.width + at);
-      }
+    auto take = [&](int64_t j, int64_t at, Floats part) __attribute__((always_inline)) {
+      for (int64_t row = 0; row < Rows; ++row) sums[j][row] += part * load(q + row * asked.width + at);
+    };
+    for (int64_t at = 0; at < whole; at += LANES)
+      for (int64_t j = 0; j < 4; ++j) take(j, at, numbers<LANES>(vector[j] + at * bytes, KIND));
+    for (int64_t j = 0; j < 4 && whole < asked.dim; ++j) {
+      Floats rest = {};
+      for (int64_t at = whole; at < asked.dim; ++at) rest[at - whole] = numbers<1>(vector[j] + at * bytes, KIND)[0];
+      take(j, whole, rest);
+    }
     for (int64_t row = 0; row < Rows; ++row) {
       const Four four = sums_of(sums[0][row], sums[1][row], sums[2][row], sums[3][row]);
       std::memcpy(out + row * asked.count + n, &four, (count - n < 4 ? count - n : 4) * sizeof(float));
@@ -59,8 +56,9 @@ void with_numbers(const Asked& asked, const float* q, const char* x, float* out,
 template <int64_t KIND>
 void all_queries(const Asked& asked, const float* q, const char* x, float* out, int64_t count) {
   for (int64_t query = 0; query < asked.queries;) {
-    const int64_t left = asked.queries - query, taken = left >= 4 ? 4 : left >= 2 ? 2 : 1;
+    const int64_t left = asked.queries - query, taken = left < 4 ? left : 4;
     (taken == 4   ? with_numbers<KIND, 4>
+     : taken == 3 ? with_numbers<KIND, 3>
      : taken == 2 ? with_numbers<KIND, 2>
                   : with_numbers<KIND, 1>)(asked, q + query * asked.width, x, out + query * asked.count, count);
     query += taken;
