@@ -52,7 +52,7 @@ class Operand(NamedTuple):
     (key: 0), or the place `offset` bytes further on."""
 
     kind: str
-    key: str | int
+    key: Any
     offset: int = 0
 
 
