@@ -186,7 +186,8 @@ class Library:
 
 
 def library(template: Path, constants: Mapping[str, int], headers: Sequence[Path] = ()) -> Library:
-    """The object of a template with these constants, one in a process; named after the template's folder.
+    """The object of a template with these constants, one in a process; named after the template's folder, and its file where that is
+    another than `template.cpp`.
 
     headers: what comes before it, after what comes before every one.
     """
@@ -198,7 +199,8 @@ def library(template: Path, constants: Mapping[str, int], headers: Sequence[Path
 def _library(template: Path, constants: tuple[tuple[str, int], ...], headers: tuple[Path, ...]) -> Library:
     defined = [f"#define {name} {value}\n" for name, value in constants]
     parts = [path.read_text() for path in (*SHARED, *headers, template)]
-    return Library(template.parent.name, "".join([*defined, *parts]))
+    name = template.parent.name if template.stem == "template" else f"{template.parent.name}-{template.stem}"
+    return Library(name, "".join([*defined, *parts]))
 
 
 def _settle(future: Future[ctypes.CDLL], name: str, load: Callable[[], ctypes.CDLL]) -> None:

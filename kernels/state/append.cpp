@@ -23,6 +23,7 @@ struct Call {
 };
 
 void append_head(const Call& call, int64_t task) {
+  if (!call.tokens) return;  // there may be no window either
   const int64_t row = task / call.heads, head = task % call.heads;
   int64_t place = call.at[row] % call.window;
   place += place < 0 ? call.window : 0;

@@ -74,15 +74,16 @@ inline void rebuild(const char* codes, const uint16_t* scale, char* to, int64_t 
   sixteens(count, [&](auto some, int64_t n) { put<some>(from_bytes(loaded<some, Bytes>(codes + n), 128) * each, to + n * bytes_of(into), into); });
 }
 
-// A row of numbers as codes of 8 bits with a scale, those of semkv.runtime.quantization.
+// A row of numbers as codes of 8 bits with a scale, those of semkv.runtime.quantization. Where one is not a number, the scale is none.
 inline void quantize(const char* from, int64_t kind, char* codes, uint16_t* scale, int64_t count) {
-  Floats most = {};
+  Floats most = {}, odd = {};
   sixteens(count, [&](auto some, int64_t n) {
     Floats x = numbers<some>(from + n * bytes_of(kind), kind);
     x = x < 0.0f ? -x : x;
+    odd = x == x ? odd : x;
     most = x > most ? x : most;
   });
-  float each = largest(most) / 127.0f;
+  float each = sum(odd) == 0.0f ? largest(most) / 127.0f : __builtin_nanf("");
   each = each < 0x1p-24f ? 0x1p-24f : (each > 65504.0f ? 65504.0f : each);
   const Shorts half = to_float16(Floats{} + each);
   *scale = half[0];
@@ -91,7 +92,7 @@ inline void quantize(const char* from, int64_t kind, char* codes, uint16_t* scal
   sixteens(count, [&](auto some, int64_t n) {
     Floats x = numbers<some>(from + n * bytes_of(kind), kind) / held;
     x = x < -127.0f ? Floats{} - 127.0f : (x > 127.0f ? Floats{} + 127.0f : x);
-    Words code = (Words)(x + magic) - 0x4b400000u + 128u;
+    Words code = x == x ? (Words)(x + magic) - 0x4b400000u + 128u : Words{};
     Bytes packed = __builtin_convertvector(code, Bytes);
     std::memcpy(codes + n, &packed, some);
   });

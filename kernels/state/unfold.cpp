@@ -1,6 +1,7 @@
 // Slots of a memory made to hold the tokens of the units chosen: what is missing takes free slots, and is copied from where it waits.
-// A KV head of a row of the batch marks its tokens in a map of bits, from which its slots take away those that are there already. Rows that
-// are copied lie far apart in a large pool: each is asked for a few rows before it is copied, as no processor foresees where the next
+// A KV head of a row of the batch marks its tokens in a map of bits, from which its slots take away those that are there already; where far
+// more wait than there are slots, only the words of the map that chosen units and slots lie in are ever touched. Rows that are copied lie
+// far apart in a large pool: each is asked for a few rows before it is copied, as no processor foresees where the next
 // one is; where the pool is a file, all are asked for first, so that a disk answers many at once and not one page fault after the other.
 
 #include <sys/mman.h>
@@ -8,10 +9,12 @@
 
 namespace {
 
-[[maybe_unused]] constexpr uint64_t GATHER = 0x0102040810204080;  // times eight bytes of 0 and 1: the highest byte has them as bits, the first lowest
+// Times eight bytes of 0 and 1: the highest byte has them as bits, the first lowest.
+[[maybe_unused]] constexpr uint64_t GATHER = 0x0102040810204080;
 constexpr int64_t AHEAD = 12, SHARE = 64;        // rows that are asked for; rows of a task
 constexpr int64_t LEAST = 256;                   // rows of a thread: fewer are copied before another one has begun
 constexpr int64_t LEAST_SLOTS = 4096;            // slots that a thread looks at
+constexpr int64_t SPARSE = 2;                    // words of the map for each slot above which it is not touched as a whole
 constexpr int32_t EMPTY = INT32_MAX;
 
 // Fields of 8 bytes each, as semkv.kernels.state.unfold writes them. Strides are bytes, of rows of the batch, heads, and places or slots.
@@ -58,6 +61,17 @@ inline void set(uint64_t* marks, int64_t first, int64_t last) {
   marks[word] |= from;
   for (int64_t n = word + 1; n < end; ++n) marks[n] = ~0ull;
   marks[end] |= to;
+}
+
+// `use(number)` for the bits that are set from `first` to `last` - 1, ascending.
+template <typename Use>
+inline void each(const uint64_t* marks, int64_t first, int64_t last, Use use) {
+  for (int64_t word = first / 64; word * 64 < last; ++word) {
+    uint64_t those = marks[word];
+    if (word * 64 < first) those &= ~0ull << first % 64;
+    if (last - word * 64 < 64) those &= (1ull << last % 64) - 1;
+    for (; those; those &= those - 1) use(word * 64 + __builtin_ctzll(those));
+  }
 }
 
 // The units that a head of a row has chosen, and their tokens.
@@ -109,10 +123,25 @@ struct Head {
       }
   }
 
+  // Whether units have a token each, whose bits in the map are the units', further on.
+  bool singles() const { return !bounds && call.length == 1 && start >= 0; }
+
+  // Clear the words of the map that `mark` sets bits of, and those of what the slots hold.
+  void clear(uint64_t* marks, const int32_t* slots) const {
+    runs([&](int64_t first, int64_t last) {
+      if (!order)
+        std::memset(marks + first / 64, 0, ((last - 1) / 64 - first / 64 + 1) * sizeof(uint64_t));
+      else
+        for (int64_t n = first; n < last; ++n) marks[order[n] / 64u] = 0;
+    });
+    for (int64_t n = 0; n < call.capacity; ++n)
+      if (slots[n] >= 0) marks[slots[n] / 64u] = 0;
+  }
+
   // Mark the tokens of the chosen units; how many.
   int64_t mark(uint64_t* marks) const {
     int64_t wanted = 0;
-    if (!bounds && call.length == 1 && start >= 0) {  // a token each: their bits are the units', further on
+    if (singles()) {
       for (int64_t at = 0, place = start; at < call.units && place < call.waiting; at += 64, place += 64) {
         const int64_t left = call.waiting - place, word = place / 64, shift = place % 64;
         const uint64_t those = left < 64 ? bits(at) & ((1ull << left) - 1) : bits(at);
@@ -156,7 +185,11 @@ void find_head(const Call& call, int64_t task) {
   int32_t* positions = (int32_t*)part(call.positions, call.positions_strides, row, number);
   int32_t *places = call.places + task * call.capacity, *into = call.into + task * call.capacity;
   const int32_t* where = call.where ? (const int32_t*)(call.where + row * call.where_stride) : nullptr;
-  std::memset(marks, 0, words * sizeof(uint64_t));
+  const bool sparse = words > SPARSE * call.capacity && !head.singles();
+  if (sparse)
+    head.clear(marks, slots);
+  else
+    std::memset(marks, 0, words * sizeof(uint64_t));
   const int64_t wanted = head.mark(marks);
 
   int64_t there = 0, free = 0, made = 0;
@@ -189,14 +222,14 @@ void find_head(const Call& call, int64_t task) {
     positions[slot] = where ? where[place] : (int32_t)(place + call.shift[row]);
     places[made++] = (int32_t)place;
   };
-  if (wanted > there && !head.order)
-    for (int64_t word = 0; word < words; ++word)
-      for (uint64_t those = marks[word]; those; those &= those - 1) take(word * 64 + __builtin_ctzll(those));
-  if (wanted > there && head.order)
+  if (wanted > there && (head.order || sparse))
     head.runs([&](int64_t first, int64_t last) {
+      if (!head.order) return each(marks, first, last, take);
       for (int64_t n = first; n < last; ++n)
         if (marks[head.order[n] / 64u] >> head.order[n] % 64u & 1) take(head.order[n]);
     });
+  else if (wanted > there)
+    each(marks, 0, call.waiting, take);
   call.counts[2 * task] = made;
   call.counts[2 * task + 1] = there;
 }
@@ -278,7 +311,8 @@ void copy_rows(const Call& call, int64_t task) {
 
 extern "C" void unfold_units(const Call* call) {
   Call own = *call;
-  const int64_t tasks = own.rows * own.heads, looks = tasks * (own.capacity + own.units / 8 + words_of(own.waiting)) / LEAST_SLOTS + 1;
+  const int64_t tasks = own.rows * own.heads, words = words_of(own.waiting);
+  const int64_t looks = tasks * (own.capacity + own.units / 8 + (words < own.capacity ? words : own.capacity)) / LEAST_SLOTS + 1;
   own.threads = call->threads < looks ? call->threads : looks;
   share(own, find_head, tasks);
 

@@ -12,7 +12,7 @@ from semkv.ir import state_ops
 from semkv.kernels.calls import UnsupportedCall, run
 from semkv.kernels.cpp import compiler
 from semkv.kernels.state import IN_CPP, REFERENCES
-from semkv.kernels.state.append import describe_append
+from semkv.kernels.state.append import append_library, describe_append
 from semkv.runtime.quantization import quantize
 
 FORMS = ["reference", pytest.param("cpp", marks=pytest.mark.skipif(compiler() is None, reason="no C++ compiler"))]
@@ -48,7 +48,7 @@ def made(rows, heads, window, tokens, dims, *, dtype=torch.float32, new=torch.fl
         given[f"new_{name}"] = x.to(new).unflatten(2, (heads, width)).transpose(1, 2)
     given["positions"] = torch.full((rows, 1, window), state_ops.EMPTY, dtype=torch.int32)
     given["new_positions"] = torch.randint(0, 1 << 30, (rows, tokens), generator=generator)
-    given["at"] = torch.randint(0, 5 * window, (rows,), generator=generator)
+    given["at"] = torch.randint(0, 5 * window + 1, (rows,), generator=generator)
     return given
 
 
@@ -88,6 +88,7 @@ def check(given, form) -> None:
         (2, 3, 7, 4, (16, 8)),
         (1, 4, 64, 1, (60, 128)),
         (2, 1, 4, 0, (3, 3)),
+        (2, 1, 0, 0, (3, 3)),
     ],
 )
 def test_tokens_go_round_the_window(rows, heads, window, tokens, dims, coded, form):
@@ -119,6 +120,25 @@ def test_codes_are_those_of_the_runtime(new, form):
         x[0, 1, 0] *= 1e30
         x[0, 1, 1] *= 1e-30
     check(given, form)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("new", DTYPES)
+def test_what_is_no_number_stays_none_as_codes(new, form):
+    given = made(1, 2, 8, 3, (35, 16), new=new, coded=True)
+    given["new_k"][0, 0, 1, 34] = given["new_k"][0, 1, 2, 3] = given["new_v"][0, 1, 0, 9] = NAN
+    places = (int(given["at"][0]) + torch.arange(3)) % 8
+    appended(form, **given)
+    none = {name: given[f"{name}_scale"][0, :, places, 0].isnan().tolist() for name in "kv"}
+    assert none == {
+        "k": [[False, True, False], [False, False, True]],
+        "v": [[False, False, False], [True, False, False]],
+    }
+
+
+@pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+def test_its_object_is_named_after_its_file():
+    assert append_library().name == "state-append"
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -23,6 +23,8 @@ from semkv.runtime.quantization import quantize
 NEEDS_COMPILER = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 FORMS = ["reference", pytest.param("cpp", marks=NEEDS_COMPILER)]
 WRITTEN = ("k", "v", "positions", "slots", "k_scale", "v_scale")
+FEW_SLOTS = {"units": 500, "places": 4000, "capacity": 13, "longest": 7}
+"""So few that only what is looked at of the map of places is cleared."""
 OPTIONAL = ("k_scale", "v_scale", "host_k_scale", "host_v_scale", "bounds", "order", "where")
 KINDS = ["float32", "float16", "bfloat16", "codes", "codes to float32", "codes to float16", "codes to bfloat16"]
 
@@ -206,6 +208,8 @@ def test_slots_hold_what_is_chosen(table, kind, form):
         {"units": 5, "places": 700, "capacity": 400, "longest": 130, "rows": 3},
         {"units": 70, "places": 333, "capacity": 111, "longest": 5, "heads": 3},
         {"units": 4, "places": 5, "capacity": 9, "longest": 6},
+        FEW_SLOTS,
+        {"units": 120, "places": 9001, "capacity": 69, "longest": 67},
         {"units": 0, "places": 5, "capacity": 3},
         {"units": 3, "places": 0, "capacity": 3},
         {"units": 3, "places": 20, "capacity": 0},
@@ -315,7 +319,9 @@ def test_what_stands_in_results_and_scratch_before_does_not_matter(monkeypatch):
         return x
 
     monkeypatch.setattr(calls, "torch", SimpleNamespace(**(vars(torch) | {"empty": filled})))
-    check(Memory(units=70, places=333, capacity=111, longest=5, table="order"), "cpp")
+    for table in ("even", "bounds", "order"):
+        check(Memory(units=70, places=333, capacity=111, longest=5, table=table), "cpp")
+        check(Memory(**FEW_SLOTS, table=table), "cpp", steps=8)
 
 
 @NEEDS_COMPILER
