@@ -32,7 +32,7 @@ from semkv.errors import BudgetError
 from semkv.evaluation.environment import describe, now
 from semkv.ir.memory import Entries
 from semkv.ir.site import AttentionSite
-from semkv.kernels.slots import EMPTY
+from semkv.ir.state_ops import EMPTY
 from semkv.methods import METHODS
 from semkv.profiles.bundled.tasks import make_haystack
 from semkv.profiles.calibration import (
@@ -82,8 +82,10 @@ def device_tensors(memory: SiteMemory) -> Iterator[Tensor]:
         yield from part.buffers
     if memory.spans is not None:
         yield from memory.spans.device_tensors()
-    if memory.workspace is not None:
-        yield from memory.workspace.tensors
+    if memory.slots is not None:
+        yield from memory.slots.tensors().values()
+    if memory.factors is not None:
+        yield from memory.factors.tensors
 
 
 def read_bytes(entries: Entries, site: AttentionSite) -> int:

@@ -43,8 +43,8 @@ class Contender:
 FULL = Contender("full", "full")
 
 Costs = Mapping[str, Any]
-"""Of a contender at a length, a number for each context: first_s to the first token; step_ms, p95_ms, and of a step choosing_ms and
-stall_ms (waiting for folded tokens), medians; bytes on the device at its peak, on the host, and moved per step."""
+"""Of a contender at a length, a number for each context: first_s to the first token; step_ms, p95_ms, and of a step choosing_ms,
+medians; bytes on the device at its peak, on the host, and moved per step."""
 
 
 @torch.no_grad()
@@ -74,7 +74,6 @@ def measure(bench: Bench, contenders: Sequence[Contender], length: int, index: i
             "step_ms": statistics.median(steps[label]),
             "p95_ms": quantile(steps[label], 0.95),
             "choosing_ms": statistics.median(choosing[label]),
-            "stall_ms": state.stats.stall_ms_per_step,
             "device": state.nbytes["peak"],
             "host": state.nbytes["host"],
             "moved": state.stats.moved_bytes_per_step,
@@ -124,7 +123,6 @@ def costs_table(found: Mapping[int, Mapping[str, Costs]]) -> str:
                     f"{cost['p95_ms']:.1f}",
                     f"{cost['step_ms'] / full['step_ms']:.2f}",
                     f"{cost['choosing_ms']:.2f}",
-                    f"{cost['stall_ms']:.2f}",
                     size(cost["device"]),
                     size(cost["host"]),
                     size(cost["moved"]),
@@ -140,7 +138,6 @@ def costs_table(found: Mapping[int, Mapping[str, Costs]]) -> str:
         "p95",
         "times full's",
         "of it choosing",
-        "of it fetching",
         "device",
         "host",
         "moved per step",
@@ -229,8 +226,7 @@ ABOUT = (
     f"compression and the median of {STEPS} steps, which take turns; means over contexts, in brackets their 95 % interval. What the paper "
     "says is seen, or not, where the interval tells; a trend is the slope over all contexts with each doubling of the length, and level "
     f"is less than {100 * LEVEL:g} % of the mean. `choosing`: attention of retrieval heads, pivots and filters, scores of "
-    "all units and the choice among them; `fetching`: standing still for folded tokens, a mean over the steps like the bytes that are "
-    "moved; both in ms. Bytes are of the KV alone: device at its peak, by the tensors that there are. "
+    "all units and the choice among them, in ms. Bytes are of the KV alone: device at its peak, by the tensors that there are. "
     f"`on the link` is arithmetic: what a step moves over {LINK / 1e9:g} GB/s (PCIe 3, 16 lanes). "
 )
 """What `costs_table` shows."""

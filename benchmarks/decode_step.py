@@ -6,18 +6,17 @@
 
 Weights are random, and states are not prefilled but made of random keys and values of a length, one pair of tensors for all layers:
 what a step costs depends on neither. Every step reads the same token; with `95 % overlap` behind its name a method pays for its own
-choice and then takes one that overlaps so with the step before, as text does (`replay.py`). `fetched ahead` has a thread fetch what the
-next step is likely to lack; `no graphs` launches what lies between two attentions operator by operator. Beside them are Hugging
-Face's DynamicCache with SDPA and with flex_attention, its offloaded form, and StaticCache, eager and compiled; the dry run leaves out
-what is compiled.
+choice and then takes one that overlaps so with the step before, as text does (`replay.py`). `no graphs` launches what lies between two
+attentions operator by operator. Beside them are Hugging Face's DynamicCache with SDPA and with flex_attention, its offloaded form, and
+StaticCache, eager and compiled; the dry run leaves out what is compiled.
 Before anything is timed, `full` must give the model's own logits on such a state. Cells come in order of importance; what the
 deadline leaves no time for is said to be missing, and so is what fails, with its reason. Contenders share a process, and the
 allocator's cache is emptied between them.
 
 Of a cell: step times (the device is awaited after each), the bytes that the cache has on the device, what waits on the host, what
-moves per step and how long a step stood still for it, the allocator's peak over the timed steps less the weights, and the floor: the
-larger of the bytes that a step must read over the measured device bandwidth and the bytes that it moves over the measured bandwidth
-of the link. `busy` is what the device computes and copies in a step: what is left of the step, it waits for the host.
+moves per step, the allocator's peak over the timed steps less the weights, and the floor: the larger of the bytes that a step must
+read over the measured device bandwidth and the bytes that it moves over the measured bandwidth of the link. `busy` is what the device
+computes and copies in a step: what is left of the step, it waits for the host.
 """
 
 from __future__ import annotations
@@ -77,8 +76,6 @@ THEIRS = (DYNAMIC, FLEX, OFFLOADED, STATIC, COMPILED)
 OVERLAP = 0.95
 TEXT = f", {OVERLAP:.0%} overlap".replace("%", " %")
 """Behind a method's name: with a choice that overlaps so."""
-AHEAD = ", fetched ahead"
-"""Behind a method's name: with fetching ahead."""
 PLAIN = ", no graphs"
 """Behind a method's name: what lies between two attentions operator by operator."""
 PROFILED = 3
@@ -112,7 +109,6 @@ class Result:
     host_bytes: int | None = None
     moved_bytes: float | None = None
     overlap: float | None = None
-    stall_ms: float | None = None
     allocated_bytes: int | None = None
     first_ms: float | None = None
     missing: str | None = None
@@ -246,7 +242,7 @@ class Bench:
             return self.theirs(cell, record, ids)
         method, _, kind = cell.name.partition(", ")
         text = f", {kind}" == TEXT
-        changed = {AHEAD: {"prefetch": True}, PLAIN: {"cuda_graphs": False}}.get(f", {kind}", {})
+        changed = {"cuda_graphs": False} if f", {kind}" == PLAIN else {}
         compiled = self.full
         if cell.budget is not None or changed:
             config = self.full.settings.model_copy(update=changed)
@@ -263,9 +259,7 @@ class Bench:
         nbytes, stats = state.nbytes, state.stats
         found = self.result(cell, times, nbytes["device"], stats.moved_bytes_per_step * cell.rows)
         found = replace(found, busy_ms=busy(step, self.device))
-        return replace(
-            found, host_bytes=nbytes["host"] + nbytes["disk"], overlap=stats.overlap, stall_ms=stats.stall_ms_per_step
-        )
+        return replace(found, host_bytes=nbytes["host"] + nbytes["disk"], overlap=stats.overlap)
 
     def theirs(self, cell: Cell, record: RowRecord, ids: Tensor) -> Result:
         """Steps of the model itself on one of Hugging Face's caches."""
@@ -320,7 +314,6 @@ class Bench:
             0,
             moved,
             None,
-            None,
             torch.cuda.max_memory_allocated(self.device) - self.weights if cuda else None,
         )
 
@@ -333,7 +326,7 @@ def cells(lengths: list[int], share: float, fixed: int, steps: int, long_run: in
     out += [Cell("full" + PLAIN, middle, None, 1, steps)]
     out += [Cell("compresskv", length, fixed, 1, steps) for length in lengths]
     out += [Cell(name, middle, None, 1, steps) for name in (COMPILED, FLEX)]
-    out += [Cell(name, middle, share, 1, steps) for name in ("sekv", "sekv" + AHEAD)]
+    out += [Cell("sekv", middle, share, 1, steps)]
     out += [Cell("first token, full cache", middle, None, 1, 1), Cell("first token, sekv", middle, share, 1, 1)]
     out += [Cell("full", length, None, 1, steps) for length in lengths]
     out += [Cell(DYNAMIC, length, None, 1, steps) for length in lengths]
@@ -345,7 +338,7 @@ def cells(lengths: list[int], share: float, fixed: int, steps: int, long_run: in
 
 HEADER = (
     f"{'':24}{'tokens':>8}{'rows':>5}{'budget':>8}{'step, ms':>10}{'p99':>9}{'busy':>9}{'floor':>9}{'KV, MiB':>10}{'moved':>9}{'there':>7}"
-    f"{'stall':>8}{'allocated':>10}"
+    f"{'allocated':>10}"
 )
 
 
@@ -362,10 +355,9 @@ def show(result: Result) -> None:
         allocated = "-" if result.allocated_bytes is None else f"{result.allocated_bytes / 2**20:.0f}"
         working = "-" if result.busy_ms is None else f"{result.busy_ms:.2f}"
         overlap = "-" if result.overlap is None else f"{100 * result.overlap:.0f} %"
-        stall = "-" if result.stall_ms is None else f"{result.stall_ms:.2f}"
         print(
             f"{start}{result.median_ms:>10.2f}{result.p99_ms:>9.2f}{working:>9}{result.floor_ms:>9.2f}{result.device_bytes / 2**20:>10.1f}"
-            f"{result.moved_bytes / 2**20:>9.1f}{overlap:>7}{stall:>8}{allocated:>10}",
+            f"{result.moved_bytes / 2**20:>9.1f}{overlap:>7}{allocated:>10}",
             flush=True,
         )
 

@@ -69,8 +69,7 @@ def step_lines(path: Path) -> list[str]:
             out.append(start + f"first token after {one['first_ms']:.0f} ms")
         else:
             ratio = one["median_ms"] / one["floor_ms"]
-            stall = "" if one["stall_ms"] is None else f", stalled {one['stall_ms']:.2f}"
-            out.append(start + f"{one['median_ms']:.2f} ms, p99 {one['p99_ms']:.2f}{stall}, {ratio:.2f} of the floor")
+            out.append(start + f"{one['median_ms']:.2f} ms, p99 {one['p99_ms']:.2f}, {ratio:.2f} of the floor")
     return out
 
 

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from semkv.ir.site import AttentionSite
 from semkv.methods.speculation import SpeculativeRouter
-from semkv.runtime.components import Foresight
 from semkv.runtime.row_memory import RowMemory
 from semkv.runtime.site_memory import SiteMemory
 from semkv.runtime.spans import FoldedSpans
@@ -29,8 +28,6 @@ AHEAD = 1024
 """Units that may be folded after the scores were drawn; they are not chosen."""
 ABOVE = 100.0
 """Added to drawn scores, so that all are above every threshold and the budget decides."""
-DRAWN = "drawn"
-"""Where in `Step.passing` those are that layers share."""
 
 
 def walk(steps: int, heads: int, units: int, kept: float, generator: torch.Generator) -> Iterator[Tensor]:
@@ -94,23 +91,7 @@ class Replay:
         if self.drawn is None:
             return own
         self.drawn = tuple(score.to(own.device) for score in self.drawn)
-        return self._cut(self.drawn[step.tokens % 2], spans.count, step)
-
-    def _cut(self, score: Tensor, units: int, step: Step) -> Tensor:
-        return score[..., :units]
-
-
-class Foreseeing(Replay):
-    """A `Replay` of a router that is a `semkv.runtime.components.Foresight`. Layers that were drawn the same scores get one tensor of
-    them in a step, as those do that go by one ranking."""
-
-    def _cut(self, score: Tensor, units: int, step: Step) -> Tensor:
-        known = step.passing.setdefault(DRAWN, {})
-        assert isinstance(known, dict)
-        return known.setdefault((score.data_ptr(), units), score[..., :units])
-
-    def foresees(self, site: AttentionSite, step: Step) -> bool:
-        return self.router.foresees(site, step)
+        return self.drawn[step.tokens % 2][..., : spans.count]
 
 
 @dataclass(frozen=True)
@@ -147,9 +128,7 @@ def watch(state: State) -> Clock:
     at_site = {index: _TimedAtSite(one, clock) for index, one in plan.at_site.items()}
     row.placement = replace(row.placement, plan=replace(plan, before=before, at_site=at_site))
     for memory in _choosing(row):
-        router = memory.components.router
-        made = Foreseeing if isinstance(router, Foresight) else Replay
-        memory.components = replace(memory.components, router=made(router, clock))
+        memory.components = replace(memory.components, router=Replay(memory.components.router, clock))
         memory._select = clock.timed(memory._select)
     return clock
 

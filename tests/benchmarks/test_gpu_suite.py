@@ -47,12 +47,12 @@ def test_a_step_that_left_no_report_leaves_no_lines(table, tmp_path):
 
 def test_a_cell_says_its_time_over_the_floor_or_why_there_is_none(table, tmp_path):
     cell = {"name": "sekv", "tokens": 131072, "rows": 1, "budget": 0.1, "steps": 24}
-    told = {"missing": None, "first_ms": None, "median_ms": 9.0, "p99_ms": 11.0, "stall_ms": 0.2, "floor_ms": 6.0}
+    told = {"missing": None, "first_ms": None, "median_ms": 9.0, "p99_ms": 11.0, "floor_ms": 6.0}
     path = tmp_path / "decode_step.json"
     results = [{"cell": cell} | told, {"cell": cell} | told | {"missing": "the deadline had passed"}]
     path.write_text(json.dumps({"results": results}))
     first, second = table.step_lines(path)
-    assert first.endswith("131072 tokens,  1 rows, budget 0.1: 9.00 ms, p99 11.00, stalled 0.20, 1.50 of the floor")
+    assert first.endswith("131072 tokens,  1 rows, budget 0.1: 9.00 ms, p99 11.00, 1.50 of the floor")
     assert second.endswith("missing, the deadline had passed")
 
 
