@@ -108,6 +108,7 @@ class SiteMemory:
         """Device bytes that are allocated ahead of need."""
         ahead = self.kept.reserved_nbytes + self.recent.reserved_nbytes
         ahead += 0 if self.slots is None else self.slots.reserved_nbytes
+        ahead += 0 if self.spans is None else self.spans.room_nbytes
         return ahead + self.spans.reserved_nbytes if self.spans is not None and self.on_device else ahead
 
     @property

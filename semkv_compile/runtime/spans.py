@@ -201,6 +201,11 @@ class FoldedSpans:
         return sum(part.disk_nbytes for part in self._waiting())
 
     @property
+    def room_nbytes(self) -> int:
+        """Device bytes allocated ahead for `device_tensors`."""
+        return sum(x.untyped_storage().nbytes() - x.nbytes for x in self.device_tensors())
+
+    @property
     def reserved_nbytes(self) -> int:
         """Bytes allocated ahead for them."""
         return sum(part.reserved_nbytes for part in self._waiting())
@@ -479,12 +484,18 @@ class FoldedSpans:
 
     def step_tensors(self) -> dict[str, Tensor]:
         """What a step's graph reads of the units, in buffers: numbers beyond `count`, and beyond the tokens that wait, say nothing."""
-        made_of = (self.lengths, self.segment_unit, self.host_tokens)  # replaced whenever units change, or leave the device
-        if self._step is None or any(old is not new for old, new in zip(self._step[0], made_of)):
-            self._step = (made_of, self._step_tensors())
+        if self._step is None or any(old is not new for old, new in zip(self._step[0], self._made_of)):
+            made = self._step_tensors()
+            self._step = (self._made_of, made)
         return self._step[1]
 
+    @property
+    def _made_of(self) -> tuple[object, ...]:
+        """What is replaced whenever units change, or leave the device."""
+        return self.lengths, self.segment_unit, self.host_tokens
+
     def _step_tensors(self) -> dict[str, Tensor]:
+        self._settle()
         out: dict[str, Tensor] = {}
         parts: dict[str, Quantized | Tensor | None] = dict(self.index)
         if self.components.summary is not None:
@@ -500,6 +511,24 @@ class FoldedSpans:
             elif part is not None:
                 out[name] = self.room.whole(name, part)
         return out
+
+    def _settle(self) -> None:
+        """Have what is kept of the units begin buffers, so that a step reads it where it is."""
+        self.index = {name: self._settled(name, part) for name, part in self.index.items()}
+        if self.components.summary is not None:
+            self.mean_k, self.mean_v = self._settled("mean_k", self.mean_k), self._settled("mean_v", self.mean_v)
+            self.lengths, self.positions = (
+                self._settled(name, x) for name, x in (("lengths", self.lengths), ("positions", self.positions))
+            )
+
+    def _settled(self, name: str, x: Held) -> Held:
+        if isinstance(x, Quantized):
+            codes, scale = self._settled(f"{name}.codes", x.codes), self._settled(f"{name}.scale", x.scale)
+            return x if codes is x.codes and scale is x.scale else Quantized(codes, scale, x.bits, x.dim)
+        if x is None:
+            return x
+        buffer = self.room.whole(name, x)
+        return x if x.data_ptr() == buffer.data_ptr() else buffer[:, : x.shape[1]]
 
     def _waiting_tensors(self) -> dict[str, Tensor]:
         """What waits, and where."""

@@ -37,7 +37,8 @@ def held_bytes(row) -> int:
     for memory in row.budgeted():
         held += memory.kept.nbytes + memory.recent.nbytes
         held += sum(x.nbytes for x in memory.spans.device_tensors()) if memory.spans else 0
-        held += sum(x.nbytes for x in memory.workspace.tensors) if memory.workspace else 0
+        held += memory.slots.nbytes if memory.slots else 0
+        held += memory.factors.nbytes if memory.factors else 0
     return held
 
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from semkv.compiled import CompiledModel
-from semkv.config import CompileConfig
 from semkv.runtime.state import State
 
 STATES, THREADS, STEPS = 16, 4, 8
@@ -92,21 +91,3 @@ def test_forks_that_threads_decode_do_not_notice_each_other(models, prompts):
     assert all(fork.tokens == whole.tokens for fork in forks)
     assert len(set(whole.tokens)) > 1
     assert torch.isfinite(state.logits).all()
-
-
-@pytest.mark.parametrize("case", [1, 3])
-def test_threads_whose_states_fetch_ahead(models, prompts, case):
-    """Each state has a thread and buffers of its own."""
-    name, budget, options = CASES[case]
-    compiled = models[case].with_method(name, budget=budget, config=CompileConfig(floor=0, prefetch=True), **options)
-    alone, runs = ([Decoding(compiled, compiled.prefill(prompt)) for prompt in prompts[:THREADS]] for _ in range(2))
-    for run in alone:
-        for _ in range(STEPS):
-            run.step()
-    schedule = [i for i in range(len(runs)) for _ in range(STEPS)]
-    random.Random(case).shuffle(schedule)
-    with ThreadPoolExecutor(THREADS) as pool:
-        for done in [pool.submit(runs[i].step) for i in schedule]:
-            done.result()
-    assert [run.tokens for run in runs] == [run.tokens for run in alone]
-    assert all(run.state.stats.hit_rate > 0 for run in runs)

@@ -96,10 +96,10 @@ def test_a_retrieval_head_chooses_the_best_latents(latent, random_ids):
     weights = naive_weights(section, tensors, embedding, ids[0], hidden).amax(0)
     for memory in state.rows[0].budgeted():
         assert memory.site.kv_heads == 1
-        folded, at = memory.spans.positions[0], memory.workspace.positions[0]
+        folded, at = memory.spans.positions[0], memory.slots.positions[0]
         chosen = set(folded[memory.zoom.chosen[0]].tolist())
         assert_best(weights, chosen, set(folded.tolist()))
         held = at < 241
         assert set(at[held].tolist()) == chosen
-        assert torch.equal(memory.workspace.k[0, held], record.keys[memory.site.store][0, at[held].long()])
-        assert torch.equal(memory.workspace.v[0, held], record.values[memory.site.store][0, at[held].long()])
+        assert torch.equal(memory.slots.k[0, held], record.keys[memory.site.store][0, at[held].long()])
+        assert torch.equal(memory.slots.v[0, held], record.values[memory.site.store][0, at[held].long()])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from semkv.errors import BudgetError, ConfigError
-from semkv.kernels.slots import EMPTY
+from semkv.ir.state_ops import EMPTY
 from semkv.methods import OmniKV, find_method
 from semkv.methods import omnikv as module
 from semkv.runtime.step import Step
@@ -64,7 +64,7 @@ def test_layers_that_follow_read_what_the_filter_looks_at(whole, new, prompt):
             (memory,) = row.stores[store]
             assert memory.components.router is router
             folded = memory.spans.positions[0].tolist()
-            got = [set(positions.tolist()) - {EMPTY} for positions in memory.workspace.positions]
+            got = [set(positions.tolist()) - {EMPTY} for positions in memory.slots.positions]
             best = sorted(folded, key=lambda j: -float(scores[j]))[: len(got[0])]
             assert 0 < len(best) < len(folded)
             assert got == [set(best)] * 4

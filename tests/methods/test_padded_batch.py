@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from semkv.methods import METHODS
-from semkv.runtime.timeline import Timeline
 from tests.conftest import quick_ones
 
 LENGTHS = (190, 131, 163, 144)
@@ -117,13 +116,12 @@ def test_rows_that_a_program_takes_one_at_a_time(tiny, rows, case):
     assert not compiled.program.batched
     alone = [generated(tiny.with_method(name, budget, **options), row[None])[0] for row in rows]
     state = compiled.prefill(*padded(rows))
-    state.timeline = Timeline()
     got = []
     for _ in range(NEW):
         got.append(state.logits.argmax(-1))
         compiled.extend(state, got[-1][:, None])
     assert torch.stack(got, 1).tolist() == alone
-    assert len(state.timeline.steps) == NEW
+    assert state.stats.steps == NEW
 
 
 def test_the_tokens_depend_on_the_beginning_of_the_prompt(tiny, rows):

@@ -239,7 +239,7 @@ def test_the_budget_holds_and_only_the_faithful_mode_drops(whole, text, kind):
         row = state.rows[0]
         held = sum(sum(x.nbytes for x in memory.spans.device_tensors()) for memory in row.budgeted())
         held += sum(memory.kept.nbytes + memory.recent.nbytes for memory in row.budgeted())
-        held += sum(memory.workspace.nbytes for memory in row.budgeted())
+        held += sum(memory.slots.nbytes for memory in row.budgeted())
         assert held == row.device_nbytes() <= row.cap_bytes(row.tokens)
     assert state.stats.peak_share <= 1
     assert state.stats.moved_bytes_per_step > 0
@@ -323,7 +323,7 @@ def test_a_budget_recalls_the_same_share_at_any_depth(layers):
         compressing = compiled.with_method("sentencekv", 0.1, config=compiled.settings, **plain)
         state = compressing.compress(record)
         compressing.extend(state, ids[:, :1])
-        own = [m.workspace.filled / m.spans.host_tokens.length for m in state.rows[0].budgeted()]
+        own = [m.slots.filled / m.spans.host_tokens.length for m in state.rows[0].budgeted()]
         assert max(own) - min(own) < 0.15
         shares.append(max(own))
         assert state.stats.attended_share <= 0.1

@@ -65,15 +65,18 @@ def storages(tensors: Iterator[Tensor]) -> int:
 
 
 def resident_nbytes(row: RowMemory) -> int:
-    """Bytes of the device tensors of the budgeted stores, found by walking the memory: whole storages, not its own count."""
+    """Bytes of the device tensors of the budgeted stores, found by walking the memory: whole storages, not its own count, but for what is
+    reserved in them."""
     total = 0
     for memory in row.budgeted():
         tensors = [x for part in (memory.kept, memory.recent) for x in part.buffers]
         if memory.spans is not None:
             tensors += memory.spans.device_tensors()
-        if memory.workspace is not None:
-            tensors += memory.workspace.tensors
-        total += storages(iter(tensors))
+        if memory.slots is not None:
+            tensors += [x for name, x in memory.slots.tensors().items() if name != "places"]
+        if memory.factors is not None:
+            tensors += memory.factors.tensors
+        total += storages(iter(tensors)) - memory.reserved_nbytes
     return total
 
 

@@ -47,7 +47,7 @@ def equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
 @pytest.fixture
 def failing(monkeypatch):
     """`failing(site, cause)`: memories fail in that layer."""
-    entries = RowMemory.entries
+    entries, admit = RowMemory.entries, RowMemory.admit
 
     def fail(at: int, cause: BaseException) -> None:
         def answer(row, site, *arguments):
@@ -55,7 +55,13 @@ def failing(monkeypatch):
                 raise cause
             return entries(row, site, *arguments)
 
+        def enter(row, store, *arguments):
+            if store.index == at:
+                raise cause
+            return admit(row, store, *arguments)
+
         monkeypatch.setattr(RowMemory, "entries", answer)
+        monkeypatch.setattr(RowMemory, "admit", enter)
 
     yield fail
     monkeypatch.undo()

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from semkv.kernels.slots import EMPTY
+from semkv.ir.state_ops import EMPTY
 
 
 def held_tokens(memory) -> list[dict[int, torch.Tensor]]:
-    """Per KV head the keys of the tokens that the workspace holds, by position."""
-    workspace = memory.workspace
+    """Per KV head the keys of the tokens that the slots hold, by position."""
+    slots = memory.slots
     return [
-        {int(at): k for at, k in zip(positions, keys) if at != EMPTY}
-        for positions, keys in zip(workspace.positions, workspace.k)
+        {int(at): k for at, k in zip(positions, keys) if at != EMPTY} for positions, keys in zip(slots.positions, slots.k)
     ]
 
 

@@ -8,14 +8,16 @@ import pytest
 import torch
 
 from semkv.ir.site import AttentionSite
-from semkv.kernels.slots import EMPTY
+from semkv.ir.state_ops import EMPTY
 from semkv.methods.forms import LowRankForms
 from semkv.methods.routers import GateRouter
 from semkv.runtime.components import Components, IndexPart, Summary
+from semkv.runtime.factors import UnfoldedFactors
+from semkv.runtime.places import ranges
 from semkv.runtime.quantization import dequantize
 from semkv.runtime.segments import Folding
 from semkv.runtime.spans import FoldedSpans, unit_cost_bytes
-from semkv.runtime.workspace import Workspace, ranges
+from semkv.runtime.slots import Slots
 
 SITE = AttentionSite(index=0, name="layer", store=0, q_heads=4, kv_heads=2, key_dim=16, value_dim=12, scale=0.25)
 LENGTHS = [3, 8, 1, 5, 6, 4]
@@ -86,27 +88,35 @@ def test_the_declared_cost_of_a_span_is_what_it_takes(parts):
     assert held == pytest.approx(len(LENGTHS) * 2 * unit_cost_bytes(SITE, parts, torch.float32))
 
 
-def read(spans: FoldedSpans, union: list[list[int]], resident: Workspace | None = None) -> tuple[Workspace, int]:
-    """A workspace with the units of each head, `resident` itself where there is one, and the bytes that came from the host."""
+def read(spans: FoldedSpans, union: list[list[int]], resident: Slots | None = None) -> tuple[Slots, int]:
+    """Slots with the units of each head, `resident` itself where there are some, and the bytes that came from the host."""
     chosen = torch.zeros(2, spans.count, dtype=torch.bool)
     for head, units in enumerate(union):
         chosen[head, units] = True
-    workspace = spans.workspace(torch.device("cpu")) if resident is None else resident
-    segments = spans.segments_of(chosen)
-    factors = spans.unfold_factors(segments, workspace.factors, torch.device("cpu"))
-    moved, _ = spans.unfold(segments, workspace)
-    workspace.factors = factors
-    return workspace, moved + (0 if factors is None else factors.moved_nbytes)
+    slots = Slots(2, spans.room_kinds, torch.device("cpu")) if resident is None else resident
+    slots.allow(int(spans.places.tokens(chosen).max()))
+    return slots, slots.hold(chosen, spans)[0] * spans.host_tokens.token_nbytes
 
 
-def check_tokens(spans: FoldedSpans, got: Workspace, k, v, groups: list[list[int]], union: list[list[int]]) -> None:
+def unfolded(
+    spans: FoldedSpans, union: list[list[int]], resident: UnfoldedFactors | None = None
+) -> UnfoldedFactors:
+    """The factored units of each head."""
+    chosen = torch.zeros(2, spans.count, dtype=torch.bool)
+    for head, units in enumerate(union):
+        chosen[head, units] = True
+    return spans.unfold_factors(spans.segments_of(chosen), resident, torch.device("cpu"))
+
+
+def check_tokens(spans: FoldedSpans, got: Slots, k, v, groups: list[list[int]], union: list[list[int]]) -> None:
     """Each head holds exactly the tokens of its units, with their keys, values, positions and units."""
-    all_units = spans.units_of(got.segment)
+    all_units = spans.places.units_of(got.places)
     for head, units in enumerate(union):
         expected = sorted((place, unit) for unit in units for place in groups[unit])
-        slots = got.tokens[head].argsort()[got.slots - len(expected) :]
-        empty = got.tokens[head] < 0
-        assert int(empty.sum()) == got.slots - len(expected)
+        count = got.places.shape[1]
+        slots = got.places[head].argsort()[count - len(expected) :]
+        empty = got.places[head] < 0
+        assert int(empty.sum()) == count - len(expected)
         assert (got.positions[head, empty] == EMPTY).all()
         assert (all_units[head, empty] == -1).all()
         places = [place for place, _ in expected]
@@ -124,7 +134,7 @@ def test_unfolding_raw_spans_per_head():
         check_tokens(spans, got, k, v, groups, union)
         moved = sum(LENGTHS[unit] for units in union for unit in units)
         assert moved_nbytes == moved * 28 * 4
-        assert got.nbytes == got.k.nbytes + got.v.nbytes + got.positions.nbytes
+        assert got.nbytes + got.reserved_nbytes == got.k.nbytes + got.v.nbytes + got.positions.nbytes
 
 
 def test_what_is_resident_is_not_moved_again():
@@ -266,9 +276,8 @@ def test_unfolding_factored_spans(resident):
     spans.fold(Folding(k, v, torch.arange(10, 10 + N), torch.rand(N), torch.tensor(LENGTHS)))
     assert spans.host_tokens.length == 0
     union = [[1, 3], [4]]
-    before = read(spans, [[3, 5], [0, 4]])[0] if resident else None
-    workspace, moved = read(spans, union, before)
-    got = workspace.factors
+    before = unfolded(spans, [[3, 5], [0, 4]]) if resident else None
+    got = unfolded(spans, union, before)
     rebuilt_k = (got.parts["key_u"] * got.parts["key_s"][..., None, :]) @ got.parts["key_v"].mT
     rebuilt_v = (got.parts["value_u"] * got.parts["value_s"][..., None, :]) @ got.parts["value_v"].mT
     for head, units in enumerate(union):
@@ -281,7 +290,7 @@ def test_unfolding_factored_spans(resident):
     assert int(got.ids[1, 1]) == -1
     sizes = spans.host_factors.span_nbytes()
     fetched = int(sizes[0, 1]) if resident else int(sizes[0, [1, 3]].sum() + sizes[1, 4])
-    assert moved == fetched
+    assert got.moved_nbytes == fetched
 
 
 def test_a_span_waits_in_the_smallest_faithful_form():

@@ -225,7 +225,7 @@ def test_a_step_moves_what_the_one_before_did_not(double_program, compile_as, pr
     assert kept.rows[0].stores[0][0].spans.count > 3
     for _ in range(10):
         for memory in anew.rows[0].memories():
-            memory.workspace = None
+            memory.slots = memory.factors = None
         decode(compiled, anew, 1)
         decode(compiled, kept, 1)
         same(kept.logits, anew.logits)
