@@ -16,8 +16,6 @@ import semkv
 from semkv.ir.ops import mixed_attention
 from semkv.kernels.mixed_attention import mixed_attention_reference
 from semkv.kernels.tuning import Tuning
-from semkv.runtime.host_pool import HostTokens, room_kinds
-from semkv.runtime.prefetch import Prefetcher
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -186,25 +184,3 @@ def test_a_prompt_in_chunks_gives_the_tokens_of_one_piece(model: Any, prompts: t
         compiled = semkv.compile(model, method="sekv", budget=0.5, config=config, device="cuda")
         found.append(compiled.generate(prompts.cuda(), max_new_tokens=24, do_sample=False).tolist())
     assert found[0] == found[1]
-
-
-def test_tokens_are_fetched_ahead_to_the_device() -> None:
-    """Many fetches through two buffers, whose copies run on their own stream: every one brings its own tokens."""
-    heads, tokens, dims = 2, 4096, (64, 32)
-    stored = HostTokens(heads, *dims, torch.float32, "raw")
-    stored.append(*(torch.arange(heads * tokens * dim, dtype=torch.float32).view(heads, tokens, dim) for dim in dims))
-    prefetcher = Prefetcher(512, room_kinds(*dims, torch.float32, codes=False), torch.device("cuda"))
-    generator = torch.Generator().manual_seed(0)
-    sums, wanted = [], []
-    for _ in range(200):
-        own, places = (torch.randint(0, high, (512,), generator=generator) for high in (heads, tokens))
-        fetch = prefetcher.submit(stored, lambda given=(own, places): given)
-        assert fetch is not None
-        got = prefetcher.wait(fetch)
-        assert got is not None
-        sums.append(torch.stack([x.double().sum() for x in got]))  # read on the device, before the buffer is free
-        prefetcher.release(fetch)
-        wanted.append(torch.stack([x.double().sum() for x in stored.gather(places, own)]))
-    assert torch.equal(torch.stack(sums).cpu(), torch.stack(wanted))
-    assert prefetcher.faults == 0
-    prefetcher.close()

@@ -19,8 +19,8 @@ from semkv.offload import offload_demand
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a device that is there needs no pretence")
 
 VOCAB, PROMPT, NEW = 61, 120, 12
-REAL: dict[str, Any] = {"prefetch": False, "kernels": "torch", "cuda_graphs": False}
-"""A GPU's streams, kernels and graphs cannot be pretended."""
+REAL: dict[str, Any] = {"kernels": "torch", "cuda_graphs": False}
+"""A GPU's kernels and graphs cannot be pretended."""
 
 
 @pytest.fixture(scope="module")
