@@ -79,14 +79,14 @@ def _held(part: SiteMemory, tokens: int, queries: int) -> Tensor:
     for store in (part.kept, part.recent):
         at = store.positions[:, : store.length].long().cpu().expand(heads, -1)
         held |= _marked(at, torch.ones_like(at, dtype=torch.bool), tokens).repeat_interleave(group, 0)[:, None]
-    workspace, zoomed = part.workspace, part.zoomed
-    if workspace is None or zoomed is None:
+    slots, zoomed = part.slots, part.zoomed
+    if slots is None or zoomed is None:
         return held
     zoomed, spans = zoomed.cpu(), part.spans
     assert spans is not None
-    there = [(workspace.positions.cpu().long(), spans.units_of(workspace.segment))] if workspace.slots else []
-    if workspace.factors is not None:
-        at, unit = workspace.factors.positions.long().cpu(), workspace.factors.unit.cpu()
+    there = [(slots.positions.cpu().long(), spans.places.units_of(slots.places.cpu()))] if slots.filled else []
+    if part.factors is not None:
+        at, unit = part.factors.positions.long().cpu(), part.factors.unit.cpu()
         there.append((at.flatten(1), unit.repeat_interleave(at.shape[2], 1)))
     for at, unit in there:
         read = zoomed_units(zoomed, unit, part.site)
