@@ -44,6 +44,9 @@ NUMBER = {name: place for place, name in enumerate(CODES)}
 MOST_COPIED = 1 << 16
 """Numbers with gaps that are copied for a call which takes dense ones; more of them are a mistake of whoever made the graph."""
 
+MOST_PARTS = 64
+"""Instructions for tensors of more dims than one has."""
+
 Number = bool | int | float
 Given = Value | Number
 """An operand: a tensor, or a number that stands for one."""
@@ -94,9 +97,21 @@ class Emitting:
         """One number of `out` for each number of the operands, which are broadcast to it."""
         wide = [self.expanded(x, out.shape) for x in operands]
         steps = [x.layout.strides if isinstance(x, Value) else (0,) * len(out.shape) for x in wide]
-        sizes, ours, *theirs = common(out.shape, out.layout.strides, *steps)
+        try:
+            sizes, ours, *theirs = common(out.shape, out.layout.strides, *steps)
+        except UnsupportedNode:
+            self._apply_in_parts(code, wide, out, value)
+            return out
         self.step(code, sizes, (out, ours), *zip(wide, theirs), value=value, whole=_whole((out, *operands)))
         return out
+
+    def _apply_in_parts(self, code: str, operands: Sequence[Given], out: Value, value: float) -> None:
+        """`apply` for each index of the smallest dim, where there are more dims than an instruction has."""
+        size, dim = min((size, dim) for dim, size in enumerate(out.shape) if size > 1)
+        expect(size <= MOST_PARTS, f"{out.shape} in parts")
+        for place in range(size):
+            parts = [self.view(x, x.meta.select(dim, place)) if isinstance(x, Value) else x for x in (out, *operands)]
+            self.apply(code, parts[1:], parts[0], value)
 
     def step(
         self,

@@ -377,7 +377,7 @@ def _product(x: Operation) -> Value:
     return _matrix(x.emitting, *x.args[:2], x.out())
 
 
-@emits(aten.matmul.default)
+@emits(aten.matmul.default, aten.mv.default, aten.dot.default)
 def _matmul(x: Operation) -> Value:
     e, (a, b), made = x.emitting, x.args[:2], x.bare()
     out = e.new(made.shape, made.dtype)
@@ -434,7 +434,10 @@ def _rows_at(e: Emitting, table: Value, index: Value) -> Value:
     index = e.dense(index)
     count, row = table.shape[0], table.layout.numel // max(1, table.shape[0]) * table.dtype.itemsize
     _expect_index(index)
-    expect(table.layout.dense, "an embedding with gaps")
+    if not table.layout.dense:
+        flat = e.view(index, index.meta.view(-1, *[1] * (len(table.shape) - 1)))
+        made = _gathered(e, table, 0, e.expanded(flat, (index.layout.numel, *table.shape[1:])))
+        return e.view(made, made.meta.view(*index.shape, *table.shape[1:]))
     out = e.new((*index.shape, *table.shape[1:]), table.dtype)
     sizes = (1, 1, index.layout.numel, row)
     e.step("TAKE", sizes, (out, (0, 0, row, 1)), (index, (0, 0, 1, 0)), (table, (0, 0, 0, 0)), first=count, second=row)
@@ -585,8 +588,9 @@ def _repeated(x: Operation) -> Value:
     e, one, times, out = x.emitting, x.args[0], list(x.args[1]), x.out()
     shape = [1] * (len(times) - len(one.shape)) + [*one.shape]
     wide = out.meta.view([y for count, size in zip(times, shape) for y in (count, size)])
-    source = one.meta.view([y for size in shape for y in (1, size)]) if one.layout.dense else None
-    expect(source is not None, "a repetition of what has gaps")
+    source = one.meta[(None,) * (len(times) - len(one.shape))]
+    for dim in range(len(times)):
+        source = source.unsqueeze(2 * dim)
     e.copy(e.view(one, source), e.view(out, wide))
     return out
 
