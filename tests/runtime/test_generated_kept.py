@@ -262,17 +262,17 @@ def test_methods_that_fold_fold_the_prompt_alone(tiny, random_ids, case):
     assert folds
     units = [memory.spans.count for memory in folds]
     room = [row.workspace_allowance(store, row.tokens) for store in row.placement.budgeted]
-    zooms = []
+    unfolded = []
     for at in range(60):
         compiled.extend(state, random_ids(1, at)[None])
-        zooms.append([memory.zoomed.clone() for memory in folds])
+        unfolded.append([memory.slots.places.sort().values for memory in folds])
     later = set(range(180, 240))
     for memory in row.budgeted():
         assert later <= set(memory.recent.positions[0].tolist())
     assert [memory.spans.count for memory in folds] == units
     assert all(int(memory.spans.positions.max()) < 180 for memory in folds)
     assert [row.workspace_allowance(store, row.tokens) for store in row.placement.budgeted] == room
-    assert any(not torch.equal(x, y) for x, y in zip(zooms[0], zooms[-1]))
+    assert any(not torch.equal(x, y) for x, y in zip(unfolded[0], unfolded[-1]))
     caps = row.cap_bytes(180) + sum(memory.followed_nbytes for memory in row.budgeted())
     held = sum(memory.device_nbytes for memory in row.budgeted())
     whole = sum(memory.device_nbytes for memory in row.budgeted() if memory.components.whole)
