@@ -14,7 +14,7 @@ import semkv
 from semkv.ir.graph import copy_graph_module, output_value
 from semkv.kernels.cpp import compiler
 from semkv.kernels.mixed_attention import mixed_attention
-from semkv.kernels.segments import Segment, cpp, fuse
+from semkv.kernels.segments import Segment, cpp, fuse, whole
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 
@@ -194,8 +194,7 @@ def test_an_index_outside_of_an_embedding_is_refused(layer):
             fuse(layer)(torch.tensor([[1], [wrong]]))
 
 
-def test_a_decode_step_is_a_call_a_layer():
-    """With what the passes make of a model: what is left are the memory's calls and the attention."""
+def small_model() -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=41,
@@ -207,17 +206,35 @@ def test_a_decode_step_is_a_call_a_layer():
         head_dim=8,
         max_position_embeddings=300,
     )
-    compiled = semkv.compile(LlamaForCausalLM(config).eval(), config=semkv.CompileConfig(floor=0, kernels="cpp"))
+    return LlamaForCausalLM(config).eval()
+
+
+def test_a_decode_step_is_one_call(monkeypatch):
+    """With what the passes make of a model."""
+    steps = []
+
+    def as_one(kernels, dtype, module):
+        if kernels == "torch":
+            return module
+        steps.append(whole(module))
+        return steps[-1]
+
+    monkeypatch.setattr("semkv.compiled.as_step", as_one)
+    compiled = semkv.compile(small_model(), config=semkv.CompileConfig(floor=0, kernels="cpp"))
     plain = compiled.with_method("full", config=semkv.CompileConfig(floor=0, kernels="torch"))
     ids = torch.randint(41, (2, 20), generator=torch.Generator().manual_seed(0))
     states = [one.prefill(ids) for one in (compiled, plain)]
     for step in range(3):
         got, expected = (one.extend(state, ids[:, step : step + 1]) for one, state in zip((compiled, plain), states))
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+    assert [step.reason for step in steps] == [None]
+
+
+def test_runs_between_attentions_are_calls():
+    """Of a graph whose memory is no tensor, as for several tokens."""
+    compiled = semkv.compile(small_model(), config=semkv.CompileConfig(floor=0, kernels="cpp"))
     decode = compiled._running.decode
     left = [node.target for node in decode.graph.nodes if node.op == "call_function"]
     assert left.count(mixed_attention) == 2
     assert {str(target) for target in left if isinstance(target, torch._ops.OpOverload)} <= {"aten.sym_size.int"}
     assert len(segments(decode)) == 3
-    assert all(runs_native(segment) for segment in segments(decode))
-    assert plain._running.decode is plain.program.decode
