@@ -7,10 +7,10 @@ namespace {
 struct Asked {
   const float* q;      // [rows, heads, queries, dim]
   const char* x;       // [rows, heads, count, dim or bytes of codes]
-  const char* scale;   // float16 [rows, heads, count], of codes
+  const char* scale;   // float16 or float32 [rows, heads, count], of codes
   float* out;          // [rows, heads, queries, count]
   float* padded;       // [rows, heads, queries, width]: the queries, with zeros up to whole vectors, or to all codes of a vector
-  int64_t rows, heads, queries, count, dim, width, bytes, kind, bits;
+  int64_t rows, heads, queries, count, dim, width, bytes, kind, bits, scale_bytes;
   int64_t q_strides[3], x_strides[3], scale_strides[3];
   int64_t threads;
   Parallel parallel;
@@ -77,7 +77,7 @@ void ask(const Asked& asked, int64_t task) {
                                     : all_queries<BFLOAT16>)(asked, q, x, out, count);
   Call call = {};
   call.rows = asked.queries, call.count = asked.count, call.width = asked.bytes, call.bits = asked.bits;
-  call.vector_stride = asked.x_strides[2], call.scale_vector_stride = asked.scale_strides[2], call.scale_bytes = 2;
+  call.vector_stride = asked.x_strides[2], call.scale_vector_stride = asked.scale_strides[2], call.scale_bytes = asked.scale_bytes;
   const char* scale = asked.scale + row * asked.scale_strides[0] + head * asked.scale_strides[1] + start * asked.scale_strides[2];
   const Part part = {q, (const uint8_t*)x, scale, out, count};
   asked.bits == 8 ? products<8>(call, part) : products<4>(call, part);

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from semkv.kernels.calls import Call, Made, Operand, UnsupportedCall, call, demand, strides_of
+from semkv.kernels.code_products.cpp import SCALES
 from semkv.kernels.code_products.cpp import TEMPLATE as CODE_PRODUCTS
 from semkv.kernels.cpp import Library, library
-from semkv.kernels.state.numbers import CODES, FLOATS, KINDS, NUMBERS, SCALES
+from semkv.kernels.state.numbers import CODES, FLOATS, KINDS, NUMBERS
 
 TEMPLATE = Path(__file__).parent / "products.cpp"
 LANES = 16
@@ -25,7 +26,7 @@ class _Call(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("q", "x", "scale", "out", "padded")),
         *(
             (name, ctypes.c_int64)
-            for name in ("rows", "heads", "queries", "count", "dim", "width", "bytes", "kind", "bits")
+            for name in ("rows", "heads", "queries", "count", "dim", "width", "bytes", "kind", "bits", "scale_bytes")
         ),
         *((name, ctypes.c_int64 * 3) for name in ("q_strides", "x_strides", "scale_strides")),
         ("threads", ctypes.c_int64),
@@ -40,7 +41,8 @@ def products_library() -> Library:
 
 
 def describe_products(q: Tensor, x: Tensor, scale: Tensor | None = None, bits: int = 16) -> Call:
-    """`products` with numbers of 32 or 16 bits, or codes; the numbers of each vector lie one after the other. Raises `UnsupportedCall`."""
+    """`products` with numbers of 32 or 16 bits, or codes with a scale of float16 or float32; the numbers of each vector lie one after the
+    other. Raises `UnsupportedCall`."""
     rows, heads, queries, dim = q.shape
     count, packed = x.shape[2], bits != 16
     if packed and (scale is None or bits not in (4, 8)):
@@ -66,6 +68,7 @@ def describe_products(q: Tensor, x: Tensor, scale: Tensor | None = None, bits: i
         "bytes": size,
         "kind": KINDS[x.dtype],
         "bits": bits,
+        "scale_bytes": scale.itemsize if packed else 0,
         **strides_of("q_strides", q, 3, numbers=True),
         **strides_of("x_strides", x, 3),
         **(strides_of("scale_strides", scale, 3) if packed else {}),
