@@ -14,6 +14,7 @@ from semkv.ir.state_ops import EMPTY
 from semkv.methods import OmniKV, find_method
 from semkv.methods import omnikv as module
 from semkv.runtime.step import Step
+from tests.conftest import eagerly
 
 
 def naive_highest(q, k, scale, groups):
@@ -51,7 +52,7 @@ def test_a_token_scores_the_largest_weight_of_any_head(whole, strict, chunk, mon
 @pytest.mark.parametrize("new", [1, 4])
 def test_layers_that_follow_read_what_the_filter_looks_at(whole, new, prompt):
     """All heads the same tokens: the best that are not exact anyway, as many as fit, anew at every step."""
-    compiled = whole.with_method("omnikv", budget=0.7)
+    compiled = eagerly(whole.with_method("omnikv", budget=0.7))
     state = compiled.prefill(prompt(240, 3))
     row, router = state.rows[0], compiled.placement.plan.at_site[1]
     chosen = []
@@ -75,7 +76,7 @@ def test_layers_that_follow_read_what_the_filter_looks_at(whole, new, prompt):
 
 
 def test_filters_and_the_layers_before_them_keep_everything(whole, prompt):
-    compiled = whole.with_method("omnikv", budget=0.9, filter_layers=(1, 3))
+    compiled = eagerly(whole.with_method("omnikv", budget=0.9, filter_layers=(1, 3)))
     state = compiled.prefill(prompt(200, 3))
     compiled.extend(state, prompt(7, 4))
     row = state.rows[0]

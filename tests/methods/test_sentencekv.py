@@ -22,6 +22,7 @@ from semkv.methods.sentences import sentence_classes, sentence_ends
 from semkv.profiles.schema import Profile, SentenceSection
 from semkv.runtime.record import RowRecord
 from semkv.runtime.step import Step
+from tests.conftest import eagerly
 
 SITE = AttentionSite(index=0, name="layer", store=0, q_heads=6, kv_heads=3, key_dim=7, value_dim=5, scale=0.4)
 STOP = 9
@@ -133,7 +134,7 @@ def test_the_query_is_the_mean_of_the_sentence_so_far(cuts):
 
 def test_the_nearest_sentences_are_recalled(whole, text):
     """Each KV head recalls buckets in order of the best product of a query head's mean query and the bucket's mean key."""
-    compiled = whole.with_method("sentencekv", budget=100, bits=16, recoverable=True)
+    compiled = eagerly(whole.with_method("sentencekv", budget=100, bits=16, recoverable=True))
     state = compiled.prefill(text(300, 1))
     (memory,) = state.rows[0].stores[1]
     seen = []

@@ -18,10 +18,7 @@ from semkv.methods.speculation import KEYS, NEWEST, RANKING, SCALE, UNREAD, Rank
 from semkv.passes.retrieval_graph import head_graph
 from semkv.profiles.calibration.steps import with_section
 from semkv.profiles.schema.retrieval_head import PREFIX, RetrievalHead, RetrievalHeadSection, Yarn
-from semkv.runtime import site_memory
-from semkv.runtime.choosing import choose_units
 from semkv.runtime.record import RowRecord
-from semkv.runtime.site_memory import SiteMemory
 from semkv.runtime.spans import FoldedSpans
 
 SIZES = {
@@ -277,23 +274,6 @@ def test_what_layers_unfold_is_one_selection(whole):
         assert (held[0][0] == held[0][1]) == (selection == "batch")
         places = state.rows[0].stores[0][0].spans.segment_position
         assert max(int(places[token]) for head in held[0] for token in head) >= 200
-
-
-def test_layers_share_one_selection(whole, monkeypatch):
-    """It is made once a step; made again in every layer it is the same."""
-    compiled = whole.with_method("specontext", 0.4, config=CompileConfig(floor=0, kv_dtype="float16"))
-    state = compiled.prefill(prompt(200, 9))
-    other, asked = state.fork(), []
-    monkeypatch.setattr(site_memory, "choose_units", lambda *given: asked.append(1) or choose_units(*given))
-    ids = torch.tensor([[5]])
-    first = compiled.extend(state, ids)
-    assert len(asked) == 1
-    monkeypatch.setattr(
-        SiteMemory, "_choose", lambda self, site, score, room, step, kernels: self._select(site, score, room)
-    )
-    again = compiled.extend(other, ids)
-    assert len(asked) == 1 + len(other.rows[0].stores)
-    assert torch.equal(first, again)
 
 
 def test_a_row_alone_is_the_row_in_a_batch(whole):
