@@ -7,7 +7,28 @@ namespace {
 
 constexpr int64_t TOGETHER = 8, VECTORS = 256;  // rows of queries; vectors of a book
 constexpr float NONE = -__builtin_inff();
+constexpr int64_t CHUNK = 4;  // vectors of a value that a task computes
 using Eight = float __attribute__((vector_size(4 * TOGETHER)));
+
+inline Eight eight(const float* from) {
+  Eight x;
+  std::memcpy(&x, from, sizeof(x));
+  return x;
+}
+
+inline void put(float* to, Eight x) { std::memcpy(to, &x, sizeof(x)); }
+
+// Sixteen weights of each of eight queries as eight weights of each of sixteen units: halves are put together like cards, three times.
+inline void turn(Floats* x) {
+  for (int step = 0; step < 3; ++step) {
+    Floats made[TOGETHER];
+    for (int64_t n = 0; n < TOGETHER / 2; ++n) {
+      made[2 * n] = first_of(x[n], x[n + TOGETHER / 2]);
+      made[2 * n + 1] = second_of(x[n], x[n + TOGETHER / 2]);
+    }
+    for (int64_t n = 0; n < TOGETHER; ++n) x[n] = made[n];
+  }
+}
 
 // Fields of 8 bytes each, as semkv.kernels.state.coarse writes them. Strides are of rows of the batch, heads, and units or queries; in
 // numbers, which flags and codes are of a byte.
@@ -90,24 +111,20 @@ void sum_part(const Call& call, int64_t task) {
   Floats totals[TOGETHER] = {};
   for (int64_t n = 0; n < count; n += LANES) {
     const int64_t some = count - n < LANES ? count - n : LANES;
-    float weights[LANES][TOGETHER] = {};
+    Floats weights[TOGETHER] = {};
     for (int64_t query = 0; query < queries; ++query) {
       if (tops[query] == NONE) continue;
       const Line line(call, place, group * TOGETHER + query, first);
-      const Floats x = exponential(line.logits(line.scores(n, count - n)) - tops[query]);
-      totals[query] += x;
-      for (int64_t i = 0; i < LANES; ++i) weights[i][query] = x[i];
+      weights[query] = exponential(line.logits(line.scores(n, count - n)) - tops[query]);
+      totals[query] += weights[query];
     }
+    turn(weights);
     for (int64_t i = 0; i < some; ++i) {
-      Eight weight;
-      std::memcpy(&weight, weights[i], sizeof(weight));
+      const Eight weight = eight((const float*)weights + i * TOGETHER);
       const uint8_t* code = codes + (n + i) * call.code_strides[2];
       for (int64_t stage = 0; stage < call.stages; ++stage) {
         float* into = sums + (stage * VECTORS + code[stage]) * TOGETHER;
-        Eight so_far;
-        std::memcpy(&so_far, into, sizeof(so_far));
-        so_far += weight;
-        std::memcpy(into, &so_far, sizeof(so_far));
+        put(into, eight(into) + weight);
       }
     }
   }
@@ -118,53 +135,95 @@ void sum_part(const Call& call, int64_t task) {
 void merge(const Call& call, int64_t task) {
   const int64_t group = task % call.groups, place = task / call.groups;
   float* whole = call.of(place, group, 0);
-  float *tops = whole + call.sums(), *masses = tops + TOGETHER, most[TOGETHER], less[TOGETHER], total[TOGETHER] = {};
-  for (int64_t query = 0; query < TOGETHER; ++query) {
-    most[query] = NONE;
-    for (int64_t number = 0; number < call.parts; ++number) {
-      const float top = (call.of(place, group, number) + call.sums())[query];
-      most[query] = top > most[query] ? top : most[query];
-    }
+  Eight most = Eight{} + NONE, total = {};
+  for (int64_t number = 0; number < call.parts; ++number) {
+    const Eight top = eight(call.of(place, group, number) + call.sums());
+    most = top > most ? top : most;
   }
   for (int64_t number = 0; number < call.parts; ++number) {
     const float* part = call.of(place, group, number);
-    for (int64_t query = 0; query < TOGETHER; ++query) {
-      const float top = (part + call.sums())[query];
-      less[query] = top == NONE ? 0 : std::exp(top - most[query]);
-      total[query] += less[query] * (part + call.sums() + TOGETHER)[query];
+    const Eight top = eight(part + call.sums()), mass = eight(part + call.sums() + TOGETHER);
+    Eight less = {};
+    for (int64_t query = 0; query < TOGETHER; ++query) less[query] = top[query] == NONE ? 0 : std::exp(top[query] - most[query]);
+    total += less * mass;
+    for (int64_t n = 0; n < call.sums() && call.parts > 1; n += TOGETHER) {
+      const Eight x = less * eight(part + n);
+      put(whole + n, number ? eight(whole + n) + x : x);
     }
-    for (int64_t n = 0; n < call.sums(); n += TOGETHER)
-      for (int64_t query = 0; query < TOGETHER; ++query)
-        whole[n + query] = (number ? whole[n + query] : 0) + less[query] * part[n + query];
   }
-  for (int64_t query = 0; query < TOGETHER; ++query) masses[query] = total[query];
+  put(whole + call.sums() + TOGETHER, total);
   for (int64_t query = 0; query < TOGETHER && group * TOGETHER + query < call.queries; ++query)
     call.mass[place * call.queries + group * TOGETHER + query] = total[query] > 0 ? most[query] + std::log(total[query]) : NONE;
 }
 
-// Sixteen numbers of the values of a group of rows.
-void add_books(const Call& call, int64_t task) {
-  const int64_t columns = (call.dim + LANES - 1) / LANES, first = task % columns * LANES;
-  const int64_t group = task / columns % call.groups, place = task / columns / call.groups, head = place % call.heads;
-  const int64_t some = call.dim - first < LANES ? call.dim - first : LANES;
-  const float *weights = call.of(place, group, 0), *masses = weights + call.sums() + TOGETHER;
-  const float* book = call.books + head * call.stages * VECTORS * call.dim + first;
-  auto part = [&](const float* from) {
+// What a task has of the values of a group of rows: numbers from `first` on.
+struct Columns {
+  const float *book, *mean, *weights, *masses;
+  float* out;
+  int64_t queries, count;
+
+  Columns(const Call& call, int64_t task) {
+    const int64_t chunks = (call.dim + CHUNK * LANES - 1) / (CHUNK * LANES), first = task % chunks * CHUNK * LANES;
+    const int64_t group = task / chunks % call.groups, place = task / chunks / call.groups, head = place % call.heads;
+    weights = call.of(place, group, 0), masses = weights + call.sums() + TOGETHER;
+    book = call.books + head * call.stages * VECTORS * call.dim + first;
+    mean = call.mean + head * call.dim + first;
+    out = call.value + (place * call.queries + group * TOGETHER) * call.dim + first;
+    queries = call.queries - group * TOGETHER < TOGETHER ? call.queries - group * TOGETHER : TOGETHER;
+    count = call.dim - first < CHUNK * LANES ? call.dim - first : CHUNK * LANES;
+  }
+};
+
+// `Vectors` times sixteen numbers of `Queries` rows, from `row` and the number `at` on; of the last vector there may be `some` numbers
+// alone. Vectors of the books that no unit has are not read.
+template <int64_t Queries, int64_t Vectors, bool Whole>
+void add_books(const Call& call, const Columns& columns, int64_t row, int64_t at, int64_t some) {
+  auto part = [some](const float* from) __attribute__((always_inline)) {
+    if (Whole) return load(from);
     Floats x = {};
-    some == LANES ? std::memcpy(&x, from, sizeof(x)) : std::memcpy(&x, from, some * sizeof(float));
+    std::memcpy(&x, from, some * sizeof(float));
     return x;
   };
-  Floats sums[TOGETHER] = {};
-  for (int64_t n = 0; n < call.stages * VECTORS; ++n) {
-    const Floats x = part(book + n * call.dim);
-    for (int64_t query = 0; query < TOGETHER; ++query) sums[query] += x * weights[n * TOGETHER + query];
+  const float *book = columns.book + at, *weight = columns.weights + row, *masses = columns.masses + row;
+  Floats sums[Queries][Vectors] = {};
+  for (int64_t n = 0; n < call.stages * VECTORS; ++n, book += call.dim, weight += TOGETHER) {
+    bool read = false;
+    for (int64_t query = 0; query < Queries; ++query) read |= weight[query] != 0;
+    if (!read) continue;
+    for (int64_t i = 0; i < Vectors; ++i) {
+      const Floats x = part(book + i * LANES);
+      for (int64_t query = 0; query < Queries; ++query) sums[query][i] += x * weight[query];
+    }
   }
-  const Floats mean = part(call.mean + head * call.dim + first);
-  for (int64_t query = 0; query < TOGETHER && group * TOGETHER + query < call.queries; ++query) {
-    const Floats x = masses[query] > 0 ? mean + sums[query] / masses[query] : Floats{};
-    float* out = call.value + (place * call.queries + group * TOGETHER + query) * call.dim + first;
-    std::memcpy(out, &x, some * sizeof(float));
+  for (int64_t query = 0; query < Queries; ++query)
+    for (int64_t i = 0; i < Vectors; ++i) {
+      const Floats mean = part(columns.mean + at + i * LANES);
+      const Floats x = masses[query] > 0 ? mean + sums[query][i] / masses[query] : Floats{};
+      std::memcpy(columns.out + (row + query) * call.dim + at + i * LANES, &x, (Whole ? LANES : some) * sizeof(float));
+    }
+}
+
+template <int64_t Vectors, bool Whole = true>
+void all_queries(const Call& call, const Columns& columns, int64_t at, int64_t some = LANES) {
+  for (int64_t row = 0; row < columns.queries;) {
+    const int64_t left = columns.queries - row, taken = left < 4 ? left : 4;
+    (taken == 4   ? add_books<4, Vectors, Whole>
+     : taken == 3 ? add_books<3, Vectors, Whole>
+     : taken == 2 ? add_books<2, Vectors, Whole>
+                  : add_books<1, Vectors, Whole>)(call, columns, row, at, some);
+    row += taken;
   }
+}
+
+void add_columns(const Call& call, int64_t task) {
+  const Columns columns(call, task);
+  const int64_t whole = columns.count / LANES, some = columns.count % LANES;
+  if (whole)
+    (whole == 4   ? all_queries<4>
+     : whole == 3 ? all_queries<3>
+     : whole == 2 ? all_queries<2>
+                  : all_queries<1>)(call, columns, 0, LANES);
+  if (some) all_queries<1, false>(call, columns, whole * LANES, some);
 }
 
 }  // namespace
@@ -173,5 +232,5 @@ extern "C" void coarse_attention(const Call* call) {
   const int64_t groups = call->rows * call->heads * call->groups;
   share(*call, sum_part, groups * call->parts);
   share(*call, merge, groups);
-  share(*call, add_books, groups * ((call->dim + LANES - 1) / LANES));
+  share(*call, add_columns, groups * ((call->dim + CHUNK * LANES - 1) / (CHUNK * LANES)));
 }

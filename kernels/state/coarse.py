@@ -16,8 +16,8 @@ from semkv.kernels.state.numbers import CODES
 TEMPLATE = Path(__file__).parent / "coarse.cpp"
 TOGETHER, VECTORS, LANES = 8, 256, 16
 """Constants of the template."""
-LEAST_PART, MOST_PARTS = 4096, 16
-"""Units of a part, and parts of a KV head, whose sums are apart. Sizes alone say what is summed together, so that threads change no bit."""
+LEAST_PART, MOST_TASKS = 4096, 64
+"""Units of a part, whose sums are apart, and parts in all. Sizes alone say what is summed together, so that threads change no bit."""
 
 
 class _Call(ctypes.Structure):
@@ -69,7 +69,7 @@ def describe_coarse(
     if own is not None:
         demand("own", own, [torch.bool], score.shape)
     groups = -(-queries // TOGETHER)
-    step = MOST_PARTS * LANES
+    step = max(1, MOST_TASKS // max(1, rows * heads * groups)) * LANES
     part = max(LEAST_PART, -(-units // step) * LANES)
     parts = max(1, -(-units // part))
     tensors = {
