@@ -22,7 +22,7 @@ from semkv.kernels.segments.scratch import scratch_offsets
 from semkv.kernels.segments.values import LAYOUTS, Instruction, Layout, Value, expect
 from semkv.kernels.state.numbers import NUMBERS
 
-TEMPLATE = Path(__file__).parent / "template.cpp"
+TEMPLATE, BLOCKS = (Path(__file__).parent / name for name in ("template.cpp", "blocks.h"))
 
 
 class _Tape(ctypes.Structure):
@@ -34,7 +34,7 @@ class _Tape(ctypes.Structure):
 @cache
 def segments_library() -> Library:
     """The object, one for all graphs."""
-    return library(TEMPLATE, {f"OP_{name}": number for number, name in enumerate(CODES)}, [NUMBERS])
+    return library(TEMPLATE, {f"OP_{name}": number for number, name in enumerate(CODES)}, [NUMBERS, BLOCKS])
 
 
 def layout_of(x: Tensor) -> Layout:
