@@ -114,7 +114,13 @@ def describe_attention(
     ------
     UnsupportedCall: what `attend_cpp` would copy, or does not compute.
     """
-    given = {"q": q, "q_positions": q_positions, **dict(zip(Entries._fields, entries)), **named}
+    given = {
+        "q": q,
+        "q_positions": q_positions,
+        **dict.fromkeys(Entries._fields),
+        **dict(zip(Entries._fields, entries)),
+        **named,
+    }
     if fresh or kernel not in ("auto", "cpp") or given.get("key_u") is not None:
         raise UnsupportedCall("a prompt, factored spans or another kernel; expected a step that reads blocks")
     tensors = {name: _alone(x) for name, x in flat(given).items()}

@@ -2,8 +2,8 @@
 
 namespace {
 
-// Fields of 8 bytes each, as semkv.kernels.state.look_up writes them. Strides are of rows of the batch and heads, and of all dims of tables;
-// in numbers, which codes are of a byte.
+// Fields of 8 bytes each, as semkv.kernels.state.look_up writes them. Strides are of rows of the batch and heads, and of all dims of
+// tables; in numbers, which codes are of a byte.
 struct Asked {
   const float* tables;   // [rows, heads, queries, stages, VECTORS]
   const uint8_t* codes;  // [rows, heads, count, stages], a unit's codes behind those of the one before
