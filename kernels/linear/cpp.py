@@ -69,7 +69,7 @@ def describe_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ca
     tokens = x.numel() // max(1, inner)
     if not 0 < tokens <= FEW_TOKENS:
         raise UnsupportedCall(f"{tokens} tokens; expected 1 to {FEW_TOKENS}")
-    fields = {
+    fields: dict[str, Operand | float | None] = {
         "x": Operand("argument", "x"),
         "weight": Operand("argument", "weight"),
         "bias": None if bias is None else Operand("argument", "bias"),

@@ -124,7 +124,7 @@ def describe_attention(
     if fresh or kernel not in ("auto", "cpp") or given.get("key_u") is not None:
         raise UnsupportedCall("a prompt, factored spans or another kernel; expected a step that reads blocks")
     tensors = {name: _alone(x) for name, x in flat(given).items()}
-    own = {
+    own: dict[str, Any] = {
         name: [tensors[f"{name}.{n}"] for n in range(len(x))] if isinstance(x, list) else tensors[name]
         for name, x in given.items()
     }

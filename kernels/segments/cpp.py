@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from threading import RLock
 from typing import Any
 
 import torch
@@ -9,9 +10,11 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from semkv.kernels.segments.reading import Reading
-from semkv.kernels.segments.tape import Tape, segments_library
+from semkv.kernels.segments.tape import Tape, layout_of, segments_library
 from semkv.kernels.segments.values import UnsupportedNode
 
+_making = RLock()
+"""Held while tapes are looked up and made."""
 MOST_TAPES = 16
 """Of layouts that a segment keeps, the most recent ones."""
 
@@ -37,13 +40,11 @@ class Segment:
             return self.module(*inputs)
         tape = self._last
         addresses = None if tape is None else tape.addresses(inputs)
-        if addresses is None:
+        if tape is None or addresses is None:
             found = self._tape(inputs)
             addresses = None if isinstance(found, str) else found.addresses(inputs)
-            if addresses is None:
-                self.reason = (
-                    found if isinstance(found, str) else "weights are others than those that instructions are for"
-                )
+            if isinstance(found, str) or addresses is None:
+                self.reason = found if isinstance(found, str) else "an input or a weight changed while it was looked at"
                 return self.module(*inputs)
             tape = self._last = found
         self.reason = None
@@ -51,16 +52,18 @@ class Segment:
 
     def _tape(self, inputs: tuple[Any, ...]) -> Tape | str:
         """The tape for inputs of these layouts, or why there is none."""
+        with _making:
+            return self._found(inputs)
+
+    def _found(self, inputs: tuple[Any, ...]) -> Tape | str:
         weights = [] if self._reading is None else self._reading.weights
-        key = tuple(
-            [(x.dtype, x.shape, x.stride(), x.device.type) if isinstance(x, Tensor) else x for x in (*inputs, *weights)]
-        )
+        key = tuple([(x.device.type, layout_of(x)) if isinstance(x, Tensor) else x for x in (*inputs, *weights)])
         found = self._tapes.pop(key, None)
         if found is None:
             try:
                 if self._reading is None:
                     self._reading = Reading(self.module)
-                    return self._tape(inputs)
+                    return self._found(inputs)
                 found = Tape(self._reading, inputs)
             except UnsupportedNode as reason:
                 found = str(reason)

@@ -73,9 +73,9 @@ class Emitting:
         own = x.layout.in_file
         return Value(x.base, x.offset + int(part.storage_offset()) * part.dtype.itemsize, LAYOUTS.of(part, own))
 
-    def expanded(self, x: Given, shape: Sequence[int]) -> Given:
+    def expanded(self, x: Value, shape: Sequence[int]) -> Value:
         """x over `shape`."""
-        return self.view(x, x.meta.expand(tuple(shape))) if isinstance(x, Value) else x
+        return self.view(x, x.meta.expand(tuple(shape)))
 
     def dense(self, x: Value) -> Value:
         """x, or a copy of it where its numbers do not lie one after the other."""
@@ -95,7 +95,7 @@ class Emitting:
 
     def apply(self, code: str, operands: Sequence[Given], out: Value, value: float = 1.0) -> Value:
         """One number of `out` for each number of the operands, which are broadcast to it."""
-        wide = [self.expanded(x, out.shape) for x in operands]
+        wide = [self.expanded(x, out.shape) if isinstance(x, Value) else x for x in operands]
         steps = [x.layout.strides if isinstance(x, Value) else (0,) * len(out.shape) for x in wide]
         try:
             sizes, ours, *theirs = common(out.shape, out.layout.strides, *steps)
@@ -110,8 +110,8 @@ class Emitting:
         size, dim = min((size, dim) for dim, size in enumerate(out.shape) if size > 1)
         expect(size <= MOST_PARTS, f"{out.shape} in parts")
         for place in range(size):
-            parts = [self.view(x, x.meta.select(dim, place)) if isinstance(x, Value) else x for x in (out, *operands)]
-            self.apply(code, parts[1:], parts[0], value)
+            parts = [self.view(x, x.meta.select(dim, place)) if isinstance(x, Value) else x for x in operands]
+            self.apply(code, parts, self.view(out, out.meta.select(dim, place)), value)
 
     def step(
         self,
@@ -248,7 +248,7 @@ def _with_copies(emitting: Emitting, x: Any) -> Any:
 
 def _entry(call: Call) -> int:
     """The address of a call's function."""
-    return int(ctypes.cast(call.library.function(call.function), ctypes.c_void_p).value or 0)
+    return int(ctypes.cast(call.library.function(call.function), ctypes.c_void_p).value or 0)  # type: ignore[arg-type]
 
 
 def _whole(given: Sequence[Given]) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from semkv.kernels.segments.emitting import Emitting, Given
+from semkv.kernels.segments.emitting import Emitting
 from semkv.kernels.segments.operation import Operation, aten, emits, overloads
 from semkv.kernels.segments.values import Value, common, expect
 
@@ -69,7 +69,7 @@ def _gathered(e: Emitting, x: Value, dim: int, index: Value) -> Value:
     """Numbers of x at an index along `dim`, which has the shape of the output."""
     _expect_index(index)
     out = e.new(index.shape, x.dtype)
-    sizes, ours, theirs, along = _around(out, x, dim, index)
+    sizes, ours, theirs, along = _around(out.layout.strides, x, dim, index)
     e.step("GATHER", sizes, (out, ours), (x, theirs), (index, along), first=x.shape[dim], second=x.layout.strides[dim])
     return out
 
@@ -93,7 +93,7 @@ def _scattered(x: Operation) -> Value:
     if isinstance(source, Value):
         source = e.view(source, source.meta[tuple(slice(0, size) for size in index.shape)])
     steps = source.layout.strides if isinstance(source, Value) else (0,) * len(index.shape)
-    sizes, theirs, ours, along = _around(source, out, dim, index, steps)
+    sizes, theirs, ours, along = _around(steps, out, dim, index)
     whole = not out.dtype.is_floating_point
     e.step(
         str(code),
@@ -109,12 +109,12 @@ def _scattered(x: Operation) -> Value:
 
 
 def _around(
-    dense: Given, x: Value, dim: int, index: Value, steps: Sequence[int] | None = None
-) -> tuple[tuple[int, ...], ...]:
-    """Sizes of an index; strides of what has its shape, of x but for `dim`, and of the index."""
-    steps = dense.layout.strides if steps is None else steps
+    along: Sequence[int], x: Value, dim: int, index: Value
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Sizes of an index; strides `along` of what has its shape, those of x but for `dim`, and those of the index."""
     others = [0 if place == dim else step for place, step in enumerate(x.layout.strides)]
-    return common(index.shape, steps, others, index.layout.strides)
+    sizes, ours, theirs, own = common(index.shape, along, others, index.layout.strides)
+    return sizes, ours, theirs, own
 
 
 def _expect_index(index: Value) -> None:

@@ -6,7 +6,7 @@ import torch
 
 from semkv.ir.ops import linear
 from semkv.kernels.calls import OPERATORS
-from semkv.kernels.segments.emitting import Emitting, described
+from semkv.kernels.segments.emitting import MOST_PARTS, Emitting, described
 from semkv.kernels.segments.operation import Operation, aten, emits
 from semkv.kernels.segments.values import UnsupportedNode, Value, common, expect
 
@@ -22,7 +22,7 @@ def _linear(x: Operation) -> Value:
 
 @emits(aten.bmm.default, aten.mm.default)
 def _product(x: Operation) -> Value:
-    return _matrix(x.emitting, *x.args[:2], x.out())
+    return _matrix(x.emitting, x.args[0], x.args[1], x.out())
 
 
 @emits(aten.matmul.default, aten.mv.default, aten.dot.default)
@@ -30,40 +30,44 @@ def _matmul(x: Operation) -> Value:
     e, (a, b), made = x.emitting, x.args[:2], x.bare()
     out = e.new(made.shape, made.dtype)
     a = e.view(a, a.meta[None]) if len(a.shape) == 1 else a
-    b, dense = (e.view(b, b.meta[:, None]), 1) if len(b.shape) == 1 else (b, b.shape[-1])
-    whole = e.view(out, out.meta.view(*torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], dense))
-    _matrix(e, a, b, whole)
+    b = e.view(b, b.meta[:, None]) if len(b.shape) == 1 else b
+    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    _matrix(e, a, b, e.view(out, out.meta.view(*batch, a.shape[-2], b.shape[-1])))
     return out
 
 
 @emits(aten.addmm.default, aten.baddbmm.default)
 def _product_and_sum(x: Operation) -> Value:
     expect(x.given["beta"] == 1 and x.given["alpha"] == 1, "a product with factors")
-    return _matrix(x.emitting, *x.args[1:3], x.out(), x.args[0])
+    return _matrix(x.emitting, x.args[1], x.args[2], x.out(), x.args[0])
 
 
 def _matrix(e: Emitting, a: Value, b: Value, out: Value, more: Value | None = None) -> Value:
     """a [.., m, k] times b [.., k, n], plus what is broadcast to [.., m, n], to `out`."""
     (m, inner), n, batch = a.shape[-2:], b.shape[-1], out.shape[:-2]
-    given = [a, b, out] if more is None else [a, b, out, more]
-    expect(all(x.dtype == FLOAT for x in given), f"a product of {a.dtype}")
-    a, b = e.expanded(a, (*batch, m, inner)), e.expanded(b, (*batch, inner, n))
-    terms = [out, a, b] if more is None else [out, a, b, e.expanded(more, (*batch, m, n))]
+    terms = [out, e.expanded(a, (*batch, m, inner)), e.expanded(b, (*batch, inner, n))]
+    terms += [] if more is None else [e.expanded(more, (*batch, m, n))]
+    expect(all(x.dtype == FLOAT for x in terms), f"a product of {a.dtype}")
     try:
         sizes, *steps = common(batch, *(x.layout.strides[:-2] for x in terms))
-        expect(sizes[:3] == (1, 1, 1), "several dims of products")
-    except UnsupportedNode:
-        return _matrix(e, *(e.copied(x) if x.layout.numel <= 1 << 16 else _too_large(x) for x in (a, b)), out, more)
+        expect(sizes[:3] == (1, 1, 1), "")
+    except UnsupportedNode:  # one after the other of the first dim
+        expect(batch[0] <= MOST_PARTS, f"products over {batch}")
+        for place in range(batch[0]):
+            _matrix(e, *_swapped([e.view(x, x.meta[place]) for x in terms]))
+        return out
+    last = [x.layout.strides[-2:] for x in terms]
     along = [
-        (steps[0][3], out.layout.strides[-2], out.layout.strides[-1], 0),
-        (steps[1][3], a.layout.strides[-2], 0, a.layout.strides[-1]),
-        (steps[2][3], 0, b.layout.strides[-1], b.layout.strides[-2]),
+        (steps[0][3], *last[0], 0),
+        (steps[1][3], last[1][0], 0, last[1][1]),
+        (steps[2][3], 0, last[2][1], last[2][0]),
     ]
-    if more is not None:
-        along.append((steps[3][3], *terms[3].layout.strides[-2:], 0))
+    along += [] if more is None else [(steps[3][3], *last[3], 0)]
     e.step("MATRIX", (sizes[3], m, n, inner), *zip(terms, along))
     return out
 
 
-def _too_large(x: Value) -> Value:
-    raise UnsupportedNode(f"a product of {x.shape} with gaps")
+def _swapped(terms: list[Value]) -> tuple[Value, ...]:
+    """Arguments of `_matrix` from its terms."""
+    out, a, b, *more = terms
+    return (a, b, out, *more)

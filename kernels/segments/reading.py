@@ -60,8 +60,9 @@ class Reading:
                 kinds[node.op].append(node)
         self._numbers = {node: place for place, node in enumerate(x for own in kinds.values() for x in own)}
         self.inputs = len(kinds["placeholder"])
-        self.weights = [attribute(module, str(node.target)) for node in kinds["get_attr"]]
-        expect(all(isinstance(x, Tensor) for x in self.weights), "an attribute that is no tensor")
+        found = [attribute(module, str(node.target)) for node in kinds["get_attr"]]
+        self.weights = [x for x in found if isinstance(x, Tensor)]
+        expect(len(self.weights) == len(found), "an attribute that is no tensor")
         self.recipes = [self._recipe(node) for node in kinds["call_function"]]
         self.returned = _placed(module.graph.output_node().args[0], self._numbers)
 

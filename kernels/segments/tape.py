@@ -158,7 +158,7 @@ class Tape:
         elif len(inputs) != len(self._seen):
             return None
         try:
-            at = list(map(Tensor.data_ptr, inputs))
+            at = [*map(Tensor.data_ptr, inputs)]
         except (TypeError, RuntimeError):
             return None
         changed = list(map(is_not, inputs, [seen() for seen in self._seen]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -181,6 +182,7 @@ CLOSE = {
     "products": lambda x: [
         x @ x.mT, x[0] @ x[1].T, torch.bmm(x, x.transpose(1, 2)), x.transpose(1, 2) @ x, torch.baddbmm(x[:, :, :4], x, x.mT),
         torch.addmm(x[0, 0, :4], x[1], x[2].T), x[..., :4] @ x, x @ x[0, 0],
+        x[:, None, :, :5] @ x.view(3, 2, 2, 37)[None, :, :, 0, :20].reshape(1, 3, 2, 20)[:, :, 0].view(1, 3, 5, 4),
     ],
     "remainders": lambda x: [x % 0.3, x.remainder(-0.7), torch.div(x, 0.25, rounding_mode="floor"), x.floor(), x.ceil(), (9 * x).round()],
     "normalisation": lambda x: [F.rms_norm(x, (37,), x[0, 0], 1e-5), F.layer_norm(x, (37,), x[0, 0], x[0, 1]), x.abs().sqrt()],
@@ -192,6 +194,31 @@ def test_close(name):
     expected, found = run(lambda x: tuple(CLOSE[name](x)), (X,))
     for one, other in zip(found, expected):
         torch.testing.assert_close(one, other, rtol=3e-6, atol=3e-6)
+
+
+def test_a_file_is_another_input_than_memory(tmp_path):
+    """It is read where it is mapped."""
+    segment, x = whole(make_fx(lambda x: (x * 2,))(X)), drawn(3, 4, 37, seed=5)
+    (tmp_path / "numbers").write_bytes(x.numpy().tobytes())
+    mapped = torch.from_file(str(tmp_path / "numbers"), shared=True, size=x.numel()).view(x.shape)
+    with torch.no_grad():
+        for given in (x, mapped, x):
+            assert torch.equal(segment(given)[0], x * 2)
+            assert segment.reason is None
+    assert len(segment._tapes) == 2
+
+
+def test_threads_of_python_run_the_same_tape():
+    segment = whole(make_fx(lambda x: ((x * 2).softmax(-1) @ x.mT,))(X))
+    given = [drawn(3, 4, 37, seed=seed) for seed in range(8)]
+
+    def run_many(x: torch.Tensor) -> bool:
+        with torch.no_grad():
+            expected = segment(x)[0]
+            return all(torch.equal(segment(x)[0], expected) for _ in range(200))
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(run_many, given))
 
 
 def test_what_is_not_finite():
