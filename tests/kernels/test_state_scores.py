@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -11,17 +12,40 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from semkv.errors import InputError
 from semkv.ir import state_ops
-from semkv.kernels.state import REFERENCES
+from semkv.kernels.calls import OPERATORS, UnsupportedCall, run
+from semkv.kernels.cpp import compiler
+from semkv.kernels.state import IN_CPP, REFERENCES
 from semkv.runtime.quantization import dequantize, quantize
 
 NONE = float("-inf")
 SIZES = [(1, 1, 1, 1), (2, 3, 5, 63), (3, 2, 2, 111)]
-FORMS = ["reference", "operator"]
-"""The operator is what this machine has: a form in C++, or the reference."""
+NEEDS_CPP = pytest.mark.skipif(compiler() is None, reason="kernels in C++ need g++ or clang++")
+FORMS = ["reference", pytest.param("cpp", marks=NEEDS_CPP)]
+NAMES = ["products", "look_up", "scores", "coarse_attention"]
 
 
-def form_of(name: str, form: str):
-    return REFERENCES[name] if form == "reference" else getattr(state_ops, name)
+@pytest.fixture(autouse=True)
+def filled_with_nan() -> Iterator[None]:
+    """What is allocated and not written shows, scratch too."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+def answered(name: str, form: str, **arguments):
+    """What a form returns; that in C++ is one, not the reference in its place."""
+    if form == "reference":
+        return REFERENCES[name](**arguments)
+    outputs = run(IN_CPP[name].describe(**arguments), arguments)
+    return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+
+def apart(x: torch.Tensor, dim: int, garbage=math.nan) -> torch.Tensor:
+    """x as a part of a larger tensor, with `garbage` around it along a dimension."""
+    whole = torch.full((*x.shape[:dim], x.shape[dim] + 3, *x.shape[dim + 1 :]), garbage, dtype=x.dtype)
+    part = whole.narrow(dim, 1, x.shape[dim])
+    return part.copy_(x)
 
 
 def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -54,11 +78,16 @@ def test_products(sizes, kind, dim, form):
     if isinstance(kind, int):
         packed = quantize(x, kind)
         numbers = dequantize(packed).double()
-        given = (q, behind(packed.codes, count, 2, 255), behind(packed.scale, count, 2, math.nan), kind)
+        given = {
+            "q": q,
+            "x": behind(packed.codes, count, 2, 255),
+            "scale": behind(packed.scale, count, 2, math.nan),
+            "bits": kind,
+        }
     else:
         numbers = x.to(kind).double()
-        given = (q, behind(x.to(kind), count, 2, math.nan))
-    found = form_of("products", form)(*given)
+        given = {"q": q, "x": behind(x.to(kind), count, 2, math.nan)}
+    found = answered("products", form, **given)
     assert found.shape == (rows, heads, queries, units)
     assert found.dtype == torch.float32
     for row, there in enumerate(count.tolist()):
@@ -68,6 +97,38 @@ def test_products(sizes, kind, dim, form):
                     expected = sum(a * b for a, b in zip(q[row, head, query].double(), numbers[row, head, unit]))
                     size = (q[row, head, query].double() * numbers[row, head, unit]).abs().sum()
                     assert abs(found[row, head, query, unit] - expected) <= 1e-5 * size + 1e-30
+
+
+@NEEDS_CPP
+@pytest.mark.parametrize("dim", [64, 128, 160])
+@pytest.mark.parametrize("kind", [torch.float32, torch.float16, torch.bfloat16, 8, 4])
+def test_products_of_many_vectors_where_they_lie(kind, dim):
+    """More than a task has, of queries as projections leave them and vectors of a longer memory, with gaps everywhere."""
+    units = 4100
+    q, x = drawn(2, 5, 3, dim).transpose(1, 2), apart(drawn(2, 3, units, dim, seed=1), 2)
+    given = {"q": q, "x": x if isinstance(kind, int) else x.to(kind)}
+    if isinstance(kind, int):
+        packed = quantize(drawn(2, 3, units, dim, seed=1), kind)
+        given = {
+            "q": q,
+            "x": apart(apart(packed.codes, 2, 255), 3, 255),
+            "scale": apart(apart(packed.scale, 3), 2),
+            "bits": kind,
+        }
+    else:
+        given["x"] = apart(apart(given["x"], 3), 1)
+    found, expected = answered("products", "cpp", **given), REFERENCES["products"](**given)
+    assert not found.isnan().any()
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_scales_in_float32(bits, form):
+    packed = quantize(drawn(2, 3, 70, 33, seed=1), bits)
+    given = {"q": drawn(2, 3, 2, 33), "x": packed.codes, "bits": bits}
+    wide = answered("products", form, **given, scale=packed.scale.float())
+    torch.testing.assert_close(wide, answered("products", form, **given, scale=packed.scale))
 
 
 def test_codes_without_scales_are_refused():
@@ -85,7 +146,7 @@ def test_look_up(sizes, stages, form):
     rows, heads, queries, units = sizes
     tables = drawn(rows, heads, queries, stages, 256)
     codes = torch.randint(0, 256, (rows, heads, units, stages), generator=torch.Generator().manual_seed(1)).byte()
-    found = form_of("look_up", form)(tables, codes)
+    found = answered("look_up", form, tables=tables, codes=codes)
     expected = torch.zeros(rows, heads, queries, units)
     for row in range(rows):
         for head in range(heads):
@@ -93,6 +154,16 @@ def test_look_up(sizes, stages, form):
                 for stage in range(stages):
                     expected[row, head, :, unit] += tables[row, head, :, stage, int(codes[row, head, unit, stage])]
     assert torch.equal(found, expected)
+
+
+@NEEDS_CPP
+@pytest.mark.parametrize(("queries", "stages"), [(7, 4), (17, 2)])
+def test_look_up_in_tables_where_they_lie(queries, stages):
+    """More units than a task has, and tables and codes with gaps."""
+    tables = apart(drawn(2, queries, 3, stages, 256).transpose(1, 2), 2)
+    codes = torch.randint(0, 256, (2, 3, 5000, stages), generator=torch.Generator().manual_seed(1)).byte()
+    given = {"tables": tables, "codes": apart(codes, 2, 255)}
+    assert torch.equal(answered("look_up", "cpp", **given), REFERENCES["look_up"](**given))
 
 
 # -- scores ------------------------------------------------------------------------------------------------------------
@@ -106,7 +177,7 @@ def test_scores(sizes, garbage, form):
     count = counts(rows, units)
     logits = 30 * drawn(*sizes) + 500
     logits[0, 0, 0, units // 2] = NONE if units > 1 else 500
-    found, mass = form_of("scores", form)(behind(logits, count, 3, garbage), count)
+    found, mass = answered("scores", form, logits=behind(logits, count, 3, garbage), count=count)
     assert found.shape == sizes
     assert mass.shape == (rows, heads, queries, 1)
     for row, there in enumerate(count.tolist()):
@@ -124,12 +195,29 @@ def test_scores(sizes, garbage, form):
 @pytest.mark.parametrize("form", FORMS)
 def test_scores_of_what_nobody_wants_are_not_nan(form):
     logits = torch.full((2, 1, 1, 20), NONE)
-    found, mass = form_of("scores", form)(logits, torch.tensor([20, 3]))
+    found, mass = answered("scores", form, logits=logits, count=torch.tensor([20, 3]))
     assert (found == NONE).all()
     assert (mass == NONE).all()
-    found, mass = form_of("scores", form)(torch.zeros(2, 1, 1, 0), torch.tensor([0, 0]))
+    found, mass = answered("scores", form, logits=torch.zeros(2, 1, 1, 0), count=torch.tensor([0, 0]))
     assert found.shape == (2, 1, 1, 0)
     assert (mass == NONE).all()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_scores_of_logits_where_they_lie(form):
+    logits, count = drawn(2, 5, 3, 70).transpose(1, 2), torch.tensor([70, 33])
+    found, mass = answered("scores", form, logits=apart(logits, 3), count=count)
+    for row, there in enumerate(count.tolist()):
+        torch.testing.assert_close(found[row, ..., :there], logits[row, ..., :there].log_softmax(-1))
+        torch.testing.assert_close(mass[row, ..., 0], logits[row, ..., :there].logsumexp(-1))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_scores_are_as_exact_far_from_zero(form):
+    """What is taken off first is the largest, so that the logarithm of the sum keeps its digits."""
+    logits = 1e4 + drawn(1, 1, 1, 1000)
+    found, _ = answered("scores", form, logits=logits, count=torch.tensor([1000]))
+    torch.testing.assert_close(found.double(), logits.double().log_softmax(-1), rtol=0, atol=2e-6)
 
 
 # -- coarse attention --------------------------------------------------------------------------------------------------
@@ -184,10 +272,44 @@ def coarse_by_loops(score, shift, chosen, count, codes, books, mean, softcap=0.0
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (2, 3, 4, 37), (3, 2, 1, 63)], ids=str)
 def test_coarse_attention(sizes, garbage, own, softcap, form):
     given = coarse(*sizes, own=own, garbage=garbage)
-    value, mass = form_of("coarse_attention", form)(**given, softcap=softcap)
+    value, mass = answered("coarse_attention", form, **given, softcap=softcap)
     expected, total = coarse_by_loops(**given, softcap=softcap)
     torch.testing.assert_close(value.double(), expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(mass.double(), total, rtol=1e-5, atol=1e-5)
+
+
+@NEEDS_CPP
+@pytest.mark.parametrize(("queries", "dim"), [(3, 64), (8, 20), (11, 96), (1, 133)])
+@pytest.mark.parametrize("own", [False, True])
+def test_coarse_attention_of_many_units_where_they_lie(own, queries, dim):
+    """Several parts of units, rows of queries and numbers of a value, and every tensor with gaps."""
+    given = coarse(2, 2, queries, 9001, stages=2, dim=dim, own=own) | {
+        "count": torch.tensor([8999, 4097]),
+        "softcap": 3.0,
+    }
+    given["score"] = 4 * drawn(2, queries, 2, 9001).transpose(1, 2)
+    expected = REFERENCES["coarse_attention"](**given)
+    for name, garbage in (("score", math.nan), ("chosen", True), ("codes", 255)):
+        given[name] = apart(apart(given[name], 2, garbage), 1, garbage)
+    if own:
+        given["own"] = apart(given["own"], 3, True)
+    found = answered("coarse_attention", "cpp", **given)
+    for one, other in zip(found, expected):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_nobody_scores_has_no_share(form):
+    """A score of -inf is no weight, and vectors that no unit has are never read."""
+    given = coarse(1, 1, 2, 5, garbage=0.0) | {"chosen": torch.zeros(1, 1, 5, dtype=torch.bool)}
+    given["score"][0, 0, 0, 1:] = NONE
+    given["score"][0, 0, 1] = NONE
+    value, mass = answered("coarse_attention", form, **given)
+    codes = given["codes"][0, 0, 0].tolist()
+    expected = given["mean"][0] + sum(given["books"][0, stage, code] for stage, code in enumerate(codes))
+    torch.testing.assert_close(value[0, 0, 0], expected)
+    assert (value[0, 0, 1] == 0).all()
+    assert mass[0, 0, 1] == NONE
 
 
 # -- all of them -------------------------------------------------------------------------------------------------------
@@ -204,9 +326,6 @@ def arguments(name: str, seed: int = 0) -> dict:
         return {"logits": drawn(2, 2, 3, 9, seed=seed), "count": torch.tensor([5 + seed, 0])}
     given = coarse(2, 2, 3, 9, own=True, garbage=1e38)
     return given | {"score": drawn(2, 2, 3, 9, seed=seed), "count": torch.tensor([5 + seed, 0])}
-
-
-NAMES = ["products", "look_up", "scores", "coarse_attention"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -229,3 +348,87 @@ def test_the_references_are_traced_without_numbers(name):
         expected = REFERENCES[name](**given)
         for one, other in zip(*((x,) if torch.is_tensor(x) else x for x in (found, expected))):
             assert torch.equal(one, other)
+
+
+@NEEDS_CPP
+@pytest.mark.parametrize("name", NAMES)
+def test_threads_change_no_bit(name):
+    many = {
+        "products": lambda: arguments(name) | {"q": drawn(2, 2, 3, 7), "x": large.codes, "scale": large.scale},
+        "look_up": lambda: {"tables": drawn(2, 2, 9, 3, 256), "codes": codes},
+        "scores": lambda: {"logits": drawn(2, 2, 3, 20000), "count": torch.tensor([20000, 11111])},
+        "coarse_attention": lambda: coarse(2, 2, 9, 9000, dim=100),
+    }
+    large = quantize(drawn(2, 2, 9000, 7), 4)
+    codes = torch.randint(0, 256, (2, 2, 9000, 3), generator=torch.Generator().manual_seed(1)).byte()
+    given, found, before = many[name](), [], torch.get_num_threads()
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        made = answered(name, "cpp", **given)
+        found.append((made,) if torch.is_tensor(made) else made)
+    torch.set_num_threads(before)
+    assert all(torch.equal(x, y) for other in found[1:] for x, y in zip(found[0], other))
+
+
+@NEEDS_CPP
+@pytest.mark.parametrize("name", NAMES)
+def test_the_operators_are_their_calls(name):
+    """What PyTorch's dispatcher calls is the form in C++, which a list of calls has by the operator."""
+    given, operator = arguments(name), getattr(state_ops, name)
+    assert OPERATORS[operator] is IN_CPP[name]
+    found, expected = operator(**given), answered(name, "cpp", **given)
+    for one, other in zip(*((x,) if torch.is_tensor(x) else x for x in (found, expected))):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_calls_are_described_without_numbers(name):
+    given = arguments(name)
+    meta = {
+        key: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") if torch.is_tensor(x) else x
+        for key, x in given.items()
+    }
+    one, other = IN_CPP[name].describe(**given), IN_CPP[name].describe(**meta)
+    assert (one.words, one.addresses, one.arguments) == (other.words, other.addresses, other.arguments)
+    assert not one.written
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "change"),
+    [
+        ("products", "q", lambda x: x.double()),
+        ("products", "q", lambda x: x.repeat_interleave(2, 3)[..., ::2]),
+        ("products", "x", lambda x: x[..., 1:]),
+        ("products", "x", lambda x: x.char()),
+        ("products", "scale", lambda x: x.double()),
+        ("products", "scale", lambda x: x[:, :1]),
+        ("products", "bits", lambda x: 2),
+        ("look_up", "tables", lambda x: x[..., :255]),
+        ("look_up", "tables", lambda x: x.half()),
+        ("look_up", "codes", lambda x: x[:, :, ::2]),
+        ("look_up", "codes", lambda x: x.int()),
+        ("scores", "logits", lambda x: x.mT.contiguous().mT),
+        ("scores", "logits", lambda x: x.double()),
+        ("scores", "count", lambda x: x.int()),
+        ("coarse_attention", "score", lambda x: x.bfloat16()),
+        ("coarse_attention", "shift", lambda x: x[..., 0]),
+        ("coarse_attention", "own", lambda x: x[:, :, :1]),
+        ("coarse_attention", "chosen", lambda x: x.byte()),
+        ("coarse_attention", "books", lambda x: x.transpose(1, 2).contiguous().transpose(1, 2)),
+        ("coarse_attention", "books", lambda x: x[:, :, :200]),
+    ],
+)
+def test_what_there_is_no_function_for_is_said(name, key, change):
+    given = arguments(name)
+    with pytest.raises(UnsupportedCall, match="expected"):
+        IN_CPP[name].describe(**given | {key: change(given[key])})
+
+
+@pytest.mark.parametrize("name", ["products", "scores"])
+def test_what_cpp_cannot_is_done_by_the_reference(name):
+    key = {"products": "q", "scores": "logits"}[name]
+    given = arguments(name)
+    given[key] = given[key].mT.contiguous().mT
+    assert IN_CPP[name].call(given) is None
+    found, expected = getattr(state_ops, name)(**given), REFERENCES[name](**given)
+    assert all(map(torch.equal, found, expected))
