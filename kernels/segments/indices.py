@@ -51,12 +51,19 @@ def _indexed(x: Operation) -> Value:
         [dim for dim, y in enumerate(indices) if y is not None] if sum(y is not None for y in indices) == 1 else (None,)
     )
     expect(dim is not None and indices[dim].dtype != torch.bool, "several indices, or a mask")
-    index, shape = e.dense(indices[dim]), [1] * len(one.shape)
+    index, shape = _from_the_end(e, indices[dim], one.shape[dim]), [1] * len(one.shape)
     shape[dim] = index.layout.numel
     wide = [*one.shape]
     wide[dim] = index.layout.numel
     made = _gathered(e, one, dim, e.expanded(e.view(index, index.meta.view(shape)), wide))
     return e.view(made, made.meta.view(x.bare().shape))
+
+
+def _from_the_end(e: Emitting, index: Value, size: int) -> Value:
+    """An index, dense, whose numbers below 0 count from the end."""
+    below = e.apply("BELOW", [index, 0], e.new(index.shape, torch.bool))
+    other = e.apply("ADD", [index, size], e.new(index.shape, index.dtype))
+    return e.apply("WHERE", [below, other, index], other)
 
 
 @emits(aten.gather.default)

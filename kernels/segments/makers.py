@@ -91,4 +91,15 @@ def _repeated(x: Operation) -> Value:
     return out
 
 
+@emits(aten.repeat_interleave.self_int)
+def _each_repeated(x: Operation) -> Value:
+    e, one, times = x.emitting, x.args[0], x.args[1]
+    if x.given["dim"] is None:
+        one = e.dense(one)
+        one = e.view(one, one.meta.view(-1))
+    out, dim = x.out(), (x.given["dim"] or 0) % max(1, len(one.shape))
+    e.copy(e.view(one, one.meta.unsqueeze(dim + 1)), e.view(out, out.meta.unflatten(dim, (one.shape[dim], times))))
+    return out
+
+
 __all__ = ["FILLED"]

@@ -104,7 +104,8 @@ EXACT = {
     "largest and smallest": (lambda x, i: [x.amax(-1), x.amax((0, 2)), i.amin(1, keepdim=True), x.max(), i.amax(-1), x.amin(0)], (X, I)),
     "indices": (
         lambda x, i, n: [
-            x.gather(1, n[:, :, None].expand(-1, -1, 37)), x.index_select(0, n[1]), x[n], i[:, n[0]], x.gather(-1, (i.abs() % 37)),
+            x.gather(1, n[:, :, None].expand(-1, -1, 37)), x.index_select(0, n[1]), x[n], i[:, n[0]], x[:, :, n - 3],
+            x.gather(-1, (i.abs() % 37)),
             i.to(torch.int32).gather(2, i.abs() % 37), F.embedding(n, x[0]), x.bool().gather(0, n[:, :, None]),
         ],
         (X, I, N),
@@ -122,7 +123,8 @@ EXACT = {
     "joined": (
         lambda x, i, b: [
             torch.cat([x, x[:, :2] * 2], 1), torch.stack([i, -i], 1), torch.cat([b, ~b], -1), F.pad(x, (1, 2, 0, 3), value=4.0),
-            x.repeat(2, 1, 3), torch.cat([i[0], i[1, :, :5], i[2]], -1),
+            x.repeat(2, 1, 3), x.repeat_interleave(2, 1),
+            i.repeat_interleave(3), torch.cat([i[0], i[1, :, :5], i[2]], -1),
         ],
         (X, I, B),
     ),
