@@ -98,7 +98,7 @@ float half_of(const char* from, int64_t dtype) {
 
 // `count` numbers of a row of an operand, from `from` on, in a dtype: where they are, or in `room`.
 template <typename T>
-const T* fetch(const char* from, int64_t dtype, int64_t stride, int64_t count, T* room) {
+__attribute__((noinline)) const T* fetch(const char* from, int64_t dtype, int64_t stride, int64_t count, T* room) {
   const int64_t own = sizeof(T) == 4 ? F32 : I64;
   if (dtype == own && stride == 1) return (const T*)from;
   if (stride == 0 && count > 1) {
@@ -128,7 +128,7 @@ void put_numbers(const T* x, char* to, int64_t stride, int64_t count) {
 }
 
 template <typename T>
-void keep(const T* x, char* to, int64_t dtype, int64_t stride, int64_t count) {
+__attribute__((noinline)) void keep(const T* x, char* to, int64_t dtype, int64_t stride, int64_t count) {
   switch (dtype) {
     case F32: return put_numbers<float>(x, to, stride, count);
     case I64: return put_numbers<int64_t>(x, to, stride, count);
@@ -145,35 +145,48 @@ void keep(const T* x, char* to, int64_t dtype, int64_t stride, int64_t count) {
   }
 }
 
-// `f(out, a, b, c, count)` for the numbers of each row, up to BLOCK at once, in the dtype T; room behind each for whole vectors.
-template <typename T, int Arity, typename Function>
-void blocks(const Tape& tape, const Instruction& in, Function f) {
+template <typename T>
+using OfBlock = void (*)(const void* function, T* out, const T* a, const T* b, const T* c, int64_t count);
+
+// `f` for the numbers of each row, up to BLOCK at once, in the dtype T.
+template <typename T>
+__attribute__((noinline)) void all_blocks(const Tape& tape, const Instruction& in, int arity, OfBlock<T> f, const void* function) {
   const int64_t size = in.sizes[3], chunks = (size + BLOCK - 1) / BLOCK, count = rows_of(in) * chunks;
   if (!count) return;
   const Operand* operands[] = {&in.a, &in.b, &in.c};
-  const char *from[3] = {}, *to = address(tape, in.out);
-  for (int n = 0; n < Arity; ++n) from[n] = address(tape, *operands[n]);
+  const char* from[3] = {};
+  char* to = address(tape, in.out);
+  for (int n = 0; n < arity; ++n) from[n] = address(tape, *operands[n]);
   const int64_t wide = size < BLOCK ? size : BLOCK, each = (TASK + wide - 1) / wide;
   const int64_t own = sizeof(T) == 4 ? F32 : I64, out_bytes = bytes_of_dtype(in.out.dtype);
   spread_tasks(tape, rows_of(in) * size, (count + each - 1) / each, [&](int64_t task) {
-    T rooms[Arity + 1][BLOCK];
+    T rooms[4][BLOCK];
     for (int64_t block = task * each; block < (task + 1) * each && block < count; ++block) {
       int64_t i[3];
       index_of(in, block / chunks, i);
       const int64_t first = block % chunks * BLOCK, some = size - first < BLOCK ? size - first : BLOCK;
       const T* x[3] = {};
-      for (int n = 0; n < Arity; ++n) {
-        const Operand& own = *operands[n];
-        const int64_t shift = shifted(own, i) + first * own.strides[3];
-        x[n] = fetch<T>(from[n] + shift * bytes_of_dtype(own.dtype), own.dtype, own.strides[3], some, rooms[n]);
+      for (int n = 0; n < arity; ++n) {
+        const Operand& given = *operands[n];
+        const int64_t shift = shifted(given, i) + first * given.strides[3];
+        x[n] = fetch<T>(from[n] + shift * bytes_of_dtype(given.dtype), given.dtype, given.strides[3], some, rooms[n]);
       }
-      char* out = (char*)to + (shifted(in.out, i) + first * in.out.strides[3]) * out_bytes;
+      char* out = to + (shifted(in.out, i) + first * in.out.strides[3]) * out_bytes;
       const bool direct = in.out.dtype == own && in.out.strides[3] == 1;
-      T* made = direct ? (T*)out : rooms[Arity];
-      f(made, x[0], x[1], x[2], some);
+      T* made = direct ? (T*)out : rooms[3];
+      f(function, made, x[0], x[1], x[2], some);
       if (!direct) keep(made, out, in.out.dtype, in.out.strides[3], some);
     }
   });
+}
+
+// `f(out, a, b, c, count)` for them.
+template <typename T, int Arity, typename Function>
+void blocks(const Tape& tape, const Instruction& in, Function f) {
+  const OfBlock<T> call = [](const void* function, T* out, const T* a, const T* b, const T* c, int64_t count) {
+    (*(const Function*)function)(out, a, b, c, count);
+  };
+  all_blocks<T>(tape, in, Arity, call, &f);
 }
 
 }  // namespace
