@@ -21,9 +21,23 @@ from semkv.kernels.linear.cpp import linear_library
 from semkv.kernels.log_softmax.cpp import log_softmax_library
 from semkv.kernels.mixed_attention.cpp import attention_library
 from semkv.kernels.mixed_attention.dispatch import DTYPES, form_of, mixed_attention
-from semkv.kernels.segments import fuse, segments_library
+from semkv.kernels.segments import fuse, segments_library, whole
 from semkv.kernels.selection.cpp import selection_library
 from semkv.kernels.sketch_scores.cpp import lookup_library
+from semkv.kernels.state.append import append_library
+from semkv.kernels.state.bmm import bmm_library
+from semkv.kernels.state.choose import choose_library
+from semkv.kernels.state.coarse import coarse_library
+from semkv.kernels.state.look_up import look_up_library
+from semkv.kernels.state.products import products_library
+from semkv.kernels.state.scores import scores_library
+from semkv.kernels.state.unfold import unfold_library
+
+ROUTING = (
+    *(code_library, log_softmax_library, lookup_library, selection_library, gather_library),
+    *(products_library, look_up_library, scores_library, choose_library, unfold_library, coarse_library, bmm_library),
+)
+"""Objects for methods that choose among units: in steps of several tokens, and in those of one."""
 
 
 def start_builds(program: Program, kernels: str, device: torch.device, *, routes: bool) -> None:
@@ -38,17 +52,15 @@ def start_builds(program: Program, kernels: str, device: torch.device, *, routes
         warnings.warn(f"{reason}: attention on this CPU is PyTorch's, which is slower; install one", stacklevel=3)
     if form == "cpp":
         linear_library(1).start()
+        append_library().start()
         if program.dtype == torch.float32:
             segments_library().start()
     if form == "cpp" and program.dtype in DTYPES:
         for shape in {(site.key_dim, site.value_dim, site.group_size) for site in program.sites}:
             attention_library(*shape).start()
         if routes:
-            code_library().start()
-            log_softmax_library().start()
-            lookup_library().start()
-            selection_library().start()
-            gather_library().start()
+            for made in ROUTING:
+                made().start()
 
 
 def check_graphs(cuda_graphs: bool | None, device: torch.device) -> None:
@@ -64,7 +76,7 @@ def as_run(program: Program, kernels: str, device: torch.device, *, cuda_graphs:
     `cuda_graphs`, it is a CUDA graph. In both, attention is called without PyTorch's dispatcher."""
     if cuda_graphs:
         decode = record_runs(program.decode, partial(CudaRecorder, device))
-    elif _fuses(program, kernels, device):
+    elif _fuses(kernels, program.dtype, device):
         decode = fuse(program.decode)
     else:
         return program
@@ -76,14 +88,15 @@ def as_run(program: Program, kernels: str, device: torch.device, *, cuda_graphs:
 
 
 def as_step(kernels: str, dtype: torch.dtype, module: GraphModule) -> Callable[..., tuple[Tensor, ...]]:
-    """The graph of a step on a CPU as it runs there: attention is called without PyTorch's dispatcher."""
+    """The graph of a step on a CPU as it runs there: with a compiler one call, else node by node, where attention is called without
+    PyTorch's dispatcher."""
     for node in module.graph.nodes:
         if node.target == ops.mixed_attention:
             node.target = mixed_attention
     module.recompile()
-    return module
+    return whole(module) if _fuses(kernels, dtype, torch.device("cpu")) else module
 
 
-def _fuses(program: Program, kernels: str, device: torch.device) -> bool:
-    native = form_of(kernels, device)[0] == "cpp" and program.dtype == torch.float32
+def _fuses(kernels: str, dtype: torch.dtype, device: torch.device) -> bool:
+    native = form_of(kernels, device)[0] == "cpp" and dtype == torch.float32
     return native and segments_library().failure() is None
