@@ -412,7 +412,7 @@ class SiteMemory:
         heads, tokens = mass.shape
         own, group = site.group_size * tokens, site.group_size
         value, mass = value.to(self.device), mass.to(self.device)
-        v = value.view(site.kv_heads, own, -1).to(self.spans.dtype)
+        v = value.view(site.kv_heads, own, -1)
         k = v.new_zeros(site.kv_heads, own, site.key_dim)
         bias = mass.new_full((heads, tokens, own), NEG_INF)
         at = torch.arange(tokens, dtype=torch.int64, device=self.device)
