@@ -183,12 +183,12 @@ class Emitting:
         return outputs
 
 
-def described(emitting: Emitting, operator: Operator, arguments: dict[str, Any]) -> Any:
-    """What an operator returns of arguments by name."""
+def described(emitting: Emitting, operator: Operator, arguments: dict[str, Any], *, copies: bool = True) -> Any:
+    """What an operator returns of arguments by name. copies: whether it may be given dense copies of small ones with gaps."""
     try:
         call, values = _described(operator, arguments), _flat(arguments)
     except UnsupportedCall as reason:
-        copied = {name: _with_copies(emitting, x) for name, x in arguments.items()}
+        copied = {name: _with_copies(emitting, x) for name, x in arguments.items()} if copies else arguments
         if copied == arguments:
             raise UnsupportedNode(str(reason)) from reason
         try:

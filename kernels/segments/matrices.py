@@ -9,6 +9,7 @@ from semkv.kernels.calls import OPERATORS
 from semkv.kernels.segments.emitting import MOST_PARTS, Emitting, described
 from semkv.kernels.segments.operation import Operation, aten, emits
 from semkv.kernels.segments.values import UnsupportedNode, Value, common, expect
+from semkv.kernels.state.bmm import bmm
 
 FLOAT = torch.float32
 
@@ -22,7 +23,13 @@ def _linear(x: Operation) -> Value:
 
 @emits(aten.bmm.default, aten.mm.default)
 def _product(x: Operation) -> Value:
-    return _matrix(x.emitting, x.args[0], x.args[1], x.out())
+    a, b = x.args
+    if x.into is None:
+        try:
+            return described(x.emitting, bmm, {"a": a, "b": b}, copies=False)
+        except UnsupportedNode:  # small, or with gaps
+            pass
+    return _matrix(x.emitting, a, b, x.out())
 
 
 @emits(aten.matmul.default, aten.mv.default, aten.dot.default)
