@@ -35,12 +35,16 @@ ELEMENTWISE: dict[Any, tuple[str, int]] = {
     for overload in overloads(name, kinds)
 }
 """Instruction and number of operands, which are the operator's first arguments."""
+ROUNDED = ("FLOOR", "CEILING", "ROUND")
+"""Of whole numbers, these are themselves."""
 POWERS = {1: "COPY", 2: "SQUARE", 3: "CUBE", 0.5: "SQUARE_ROOT", -0.5: "RECIPROCAL_ROOT", -1: "RECIPROCAL"}
 
 
 @emits(*ELEMENTWISE)
 def _elementwise(x: Operation) -> Value:
     code, arity = ELEMENTWISE[x.target]
+    if code in ROUNDED and not floating(x.args[0]):
+        code = "COPY"
     return x.emitting.apply(code, x.args[:arity], x.out())
 
 

@@ -95,6 +95,7 @@ class Emitting:
 
     def apply(self, code: str, operands: Sequence[Given], out: Value, value: float = 1.0) -> Value:
         """One number of `out` for each number of the operands, which are broadcast to it."""
+        _expect_numbers_fit(operands)
         wide = [self.expanded(x, out.shape) if isinstance(x, Value) else x for x in operands]
         steps = [x.layout.strides if isinstance(x, Value) else (0,) * len(out.shape) for x in wide]
         try:
@@ -249,6 +250,17 @@ def _with_copies(emitting: Emitting, x: Any) -> Any:
 def _entry(call: Call) -> int:
     """The address of a call's function."""
     return int(ctypes.cast(call.library.function(call.function), ctypes.c_void_p).value or 0)  # type: ignore[arg-type]
+
+
+def _expect_numbers_fit(given: Sequence[Given]) -> None:
+    """Refuse whole numbers that PyTorch would wrap around: they become numbers of the tensors' dtype."""
+    kinds = [x.dtype for x in given if isinstance(x, Value) and x.dtype != torch.bool]
+    if not kinds or any(kind.is_floating_point for kind in kinds):
+        return
+    wide = torch.iinfo(max(kinds, key=lambda kind: torch.iinfo(kind).max))
+    for x in given:
+        if isinstance(x, int):
+            expect(wide.min <= x <= wide.max, f"the number {x} beside tensors of {wide.dtype}")
 
 
 def _whole(given: Sequence[Given]) -> bool:

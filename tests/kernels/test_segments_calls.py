@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import semkv
 from semkv import compiled as compiled_module
 from semkv.kernels.cpp import compiler
-from semkv.kernels.segments import Segment
+from semkv.kernels.segments import Segment, whole
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 WHERE = pytest.mark.xfail(
@@ -62,3 +63,20 @@ def test_other_kernels_are_asked_node_by_node(prompt):
     compiled = semkv.compile(model, config=semkv.CompileConfig(kernels="torch", floor=0))
     compiled.extend(compiled.prefill(prompt[:, :50]), prompt[:, :1])
     assert not any(isinstance(run, Segment) for run in runs(compiled))
+
+
+def test_numbers_that_pytorch_wraps_around_are_refused():
+    x = torch.arange(256, dtype=torch.int32).to(torch.uint8)
+    module = make_fx(lambda x: (x > -3, x.clamp(min=-3)))(x)
+    step = whole(module)
+    with torch.no_grad():
+        assert all(map(torch.equal, step(x), module(x)))
+    assert "the number -3 beside tensors of uint8" in step.reason
+
+
+def test_whole_numbers_beyond_float32_stay_what_they_are():
+    x = torch.tensor([(1 << 40) + 1, -(1 << 53) - 1], dtype=torch.int64)
+    step = whole(make_fx(lambda x: (x.floor(), x.ceil(), x.round()))(x))
+    with torch.no_grad():
+        assert all(torch.equal(found, x) for found in step(x))
+    assert step.reason is None
