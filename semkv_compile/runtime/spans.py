@@ -541,7 +541,8 @@ class FoldedSpans:
             behind = waiting["k"].shape[1] - places.order.shape[1]
             out["places.order"] = torch.nn.functional.pad(places.order, (0, behind))
         if places.where is not None:
-            out["places.where"] = self.room.whole("places.where", places.where)
+            behind = waiting["k"].shape[1] - places.where.shape[1]
+            out["places.where"] = torch.nn.functional.pad(places.where, (0, behind))
         return out
 
     @property
