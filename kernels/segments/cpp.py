@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from threading import RLock
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
+from semkv.kernels.segments.parts import cut, roles_of
 from semkv.kernels.segments.reading import Reading
 from semkv.kernels.segments.tape import Tape, layout_of, segments_library
 from semkv.kernels.segments.values import UnsupportedNode
@@ -19,19 +21,28 @@ MOST_TAPES = 16
 """Of layouts that a segment keeps, the most recent ones."""
 
 
+class Refusal(NamedTuple):
+    """Why one call does not answer inputs of some layouts, and what does."""
+
+    reason: str
+    run: Callable[..., Any]
+
+
 class Segment:
-    """Nodes of a graph that are computed together: by one call where there are instructions for all of them, else one by one.
+    """Nodes of a graph that are computed together: by one call where there are instructions for all of them.
 
     module: the nodes as a graph of their own, whose placeholders are its inputs and `get_attr` its weights. It is the reference, and
     answers calls that C++ does not: gradients, other dtypes or devices. What it writes in place, C++ does too.
-    reason: why the module answered the last call; None where one call of C++ did.
+    parts: whether a graph of which some nodes have no instructions is cut there, and what lies between computed by calls; else the module
+    answers. reason: why not one call of C++ answered the last time; None where it did.
     """
 
-    def __init__(self, module: GraphModule) -> None:
-        self.module = module
+    def __init__(self, module: GraphModule, *, parts: bool = False) -> None:
+        self.module, self.parts = module, parts
         self.reason: str | None = "it was never called"
         self._reading: Reading | None = None
-        self._tapes: dict[tuple[Any, ...], Tape | str] = {}
+        self._tapes: dict[tuple[Any, ...], Tape | Refusal] = {}
+        self._cuts: dict[frozenset[Node], GraphModule] = {}
         self._last: Tape | None = None
 
     def __call__(self, *inputs: Any) -> Any:
@@ -42,20 +53,23 @@ class Segment:
         addresses = None if tape is None else tape.addresses(inputs)
         if tape is None or addresses is None:
             found = self._tape(inputs)
-            addresses = None if isinstance(found, str) else found.addresses(inputs)
-            if isinstance(found, str) or addresses is None:
-                self.reason = found if isinstance(found, str) else "an input or a weight changed while it was looked at"
+            if isinstance(found, Refusal):
+                self.reason = found.reason
+                return found.run(*inputs)
+            addresses = found.addresses(inputs)
+            if addresses is None:
+                self.reason = "an input or a weight changed while it was looked at"
                 return self.module(*inputs)
             tape = self._last = found
         self.reason = None
         return tape.run(addresses)
 
-    def _tape(self, inputs: tuple[Any, ...]) -> Tape | str:
+    def _tape(self, inputs: tuple[Any, ...]) -> Tape | Refusal:
         """The tape for inputs of these layouts, or why there is none."""
         with _making:
             return self._found(inputs)
 
-    def _found(self, inputs: tuple[Any, ...]) -> Tape | str:
+    def _found(self, inputs: tuple[Any, ...]) -> Tape | Refusal:
         weights = [] if self._reading is None else self._reading.weights
         key = tuple([(x.device.type, layout_of(x)) if isinstance(x, Tensor) else x for x in (*inputs, *weights)])
         found = self._tapes.pop(key, None)
@@ -66,11 +80,23 @@ class Segment:
                     return self._found(inputs)
                 found = Tape(self._reading, inputs)
             except UnsupportedNode as reason:
-                found = str(reason)
+                found = Refusal(str(reason), self._in_parts(inputs))
         while len(self._tapes) >= MOST_TAPES:
             del self._tapes[next(iter(self._tapes))]
         self._tapes[key] = found
         return found
 
+    def _in_parts(self, inputs: tuple[Any, ...]) -> GraphModule:
+        """What answers inputs of these layouts in place of one call."""
+        reading = self._reading
+        given = [] if reading is None else [x for x in (*inputs, *reading.weights) if isinstance(x, Tensor)]
+        if reading is None or not self.parts or not all(x.is_cpu for x in given):
+            return self.module
+        roles = roles_of(reading, inputs)
+        nodes = frozenset(roles.outside)
+        if nodes not in self._cuts:
+            self._cuts[nodes] = cut(self.module, roles, Segment) or self.module
+        return self._cuts[nodes]
 
-__all__ = ["Segment", "segments_library"]
+
+__all__ = ["Refusal", "Segment", "segments_library"]

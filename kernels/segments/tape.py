@@ -98,7 +98,7 @@ class Tape:
                     x = own[base]
                     placed.append((at, x.base, x.offset + offset))
             self._steps.append((step, placed))
-        return _moved(made, own, first)
+        return moved(made, own, first)
 
     def _placed(self, returned: Any) -> array[int]:
         """All words, with outputs and scratch in their places."""
@@ -206,7 +206,7 @@ def _filled(x: Any, outputs: Sequence[Tensor]) -> Any:
     return x.value if isinstance(x, _Constant) else outputs[x]
 
 
-def _moved(x: Any, own: Sequence[Value], first: int) -> Any:
+def moved(x: Any, own: Sequence[Value], first: int) -> Any:
     """What a node has made, with the bases of a tape."""
     if type(x) is Value:
         base, offset, layout = x
@@ -214,7 +214,7 @@ def _moved(x: Any, own: Sequence[Value], first: int) -> Any:
             return Value(base - first, offset, layout)
         of = own[base]
         return Value(of.base, of.offset + offset, layout)
-    return [_moved(part, own, first) for part in x] if isinstance(x, (list, tuple)) else x
+    return [moved(part, own, first) for part in x] if isinstance(x, (list, tuple)) else x
 
 
-__all__ = ["Tape", "segments_library"]
+__all__ = ["Tape", "layout_of", "moved", "segments_library"]

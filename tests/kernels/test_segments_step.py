@@ -337,7 +337,8 @@ def test_a_node_that_is_not_known_is_named(model):
     step = whole(module)
     expected, found = Conversation(1).run(module, 1)[0], Conversation(1).run(step, 1)[0]
     assert "aten.sort.default" in step.reason
-    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    for one, other in zip(found, expected, strict=True):  # what lies before it is a call all the same
+        torch.testing.assert_close(one, other, rtol=2e-4, atol=2e-4)
 
 
 def test_a_call_that_is_not_described_says_why(model):
