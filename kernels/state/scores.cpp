@@ -36,23 +36,35 @@ struct Part {
     there = all - first < 0 ? 0 : all - first < count ? all - first : count;
   }
 
-  // `use(numbers)` for sixteen at a time; the last ones filled up with NONE.
+  // `use(numbers)` for sixteen at a time, from `n` on; the last ones filled up with NONE.
   template <typename Use>
-  void numbers(Use use) const {
-    int64_t n = 0;
+  void numbers(Use use, int64_t n = 0) const {
     for (; n + LANES <= there; n += LANES) use(load(x + n));
     if (n == there) return;
     Floats rest = Floats{} + NONE;
     std::memcpy(&rest, x + n, (there - n) * sizeof(float));
     use(rest);
   }
+
+  // The largest number: of four vectors at a time, none of which waits for another.
+  float largest_of() const {
+    Floats most[4];
+    for (Floats& own : most) own = Floats{} + NONE;
+    int64_t n = 0;
+    for (; n + 4 * LANES <= there; n += 4 * LANES)
+      for (int64_t i = 0; i < 4; ++i) {
+        const Floats x = load(this->x + n + i * LANES);
+        most[i] = x > most[i] ? x : most[i];
+      }
+    numbers([&](Floats x) { most[0] = x > most[0] ? x : most[0]; }, n);
+    for (int64_t i = 1; i < 4; ++i) most[0] = most[i] > most[0] ? most[i] : most[0];
+    return largest(most[0]);
+  }
 };
 
 void sum_part(const Call& call, int64_t task) {
   const Part part(call, task);
-  Floats most = Floats{} + NONE;
-  part.numbers([&](Floats x) { most = x > most ? x : most; });
-  const float top = largest(most);
+  const float top = part.largest_of();
   Floats total = {};
   if (top > NONE) part.numbers([&](Floats x) { total += exponential(x - top); });
   call.partial[2 * task] = top;
