@@ -11,8 +11,8 @@ from semkv.profiles.schema import Profile
 from semkv.profiles.schema.memory import RUNTIME_SHARE, MemoryDemand, thresholds
 from semkv.runtime.budget import Budget
 from semkv.runtime.components import Plan
+from semkv.runtime.costs import waiting_cost_bytes
 from semkv.runtime.host_pool import AHEAD
-from semkv.runtime.spans import waiting_cost_bytes
 
 
 def offload_thresholds(

@@ -14,11 +14,11 @@ from semkv.following import Following
 from semkv.input_ids import check_vocabulary, real_tokens
 from semkv.ir.program import Program
 from semkv.kernel_builds import as_run
+from semkv.runtime.costs import waiting_cost_bytes
 from semkv.runtime.heap import return_freed
 from semkv.runtime.modes import undisturbed
 from semkv.runtime.record import RowRecord
 from semkv.runtime.row_memory import RowMemory
-from semkv.runtime.spans import waiting_cost_bytes
 from semkv.runtime.state import State
 from semkv.runtime.steps import extend, prefill_row
 

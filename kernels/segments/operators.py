@@ -23,7 +23,7 @@ from semkv.kernels.segments.values import Emitted, Value, expect
 TABLES = (elementwise, indices, makers, matrices, reductions)
 """What knows operators: each puts its own into `FUNCTIONS`."""
 
-STAND_FOR = {mixed_attention: ops.mixed_attention}
+STAND_FOR: dict[Any, Any] = {mixed_attention: ops.mixed_attention}
 """Operators that functions in a graph stand for."""
 
 

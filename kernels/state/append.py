@@ -81,7 +81,7 @@ def describe_append(
         demand(f"new_{name}", fresh, FLOATS, (rows, heads, tokens, width))
         if scale is not None:
             demand(f"{name}_scale", scale, SCALES, (rows, heads, window, 1))
-        side = {
+        side: dict[str, Operand | float | None] = {
             "into": Operand("argument", name),
             "scale": None if scale is None else Operand("argument", f"{name}_scale"),
             "fresh": Operand("argument", f"new_{name}"),

@@ -1,8 +1,8 @@
 """Schemas and fake implementations of the operators on a memory's tensors; `semkv.kernels.state` brings the real ones.
 
-B rows of a batch, H KV heads, R rows of queries of a KV head (its group's query heads, T tokens of each: row g * T + t), D and Dv numbers of
-a key and a value. W places of a window, C slots, M units of which row b has the first `count[b]`, N places where folded tokens wait. What is
-written is written in place; sizes never depend on data, and nothing is asked of the host.
+B rows of a batch, H KV heads, R rows of queries of a KV head (its group's query heads, T tokens of each: row g * T + t), D and Dv numbers
+of a key and a value. W places of a window, C slots, M units of which row b has the first `count[b]`, N places where folded tokens wait.
+What is written is written in place; sizes never depend on data, and nothing is asked of the host.
 """
 
 from __future__ import annotations

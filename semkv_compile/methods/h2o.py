@@ -9,8 +9,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from semkv.ir.program import Program
 from semkv.ir import state_ops
+from semkv.ir.program import Program
 from semkv.ir.site import AttentionSite
 from semkv.methods.base import Method
 from semkv.methods.options import Inner

@@ -83,9 +83,15 @@ class PivotRouter(MeansSuffice):
 
     def bring(self, site: AttentionSite, step: Step, spans: FoldedSpans) -> Brought:
         """See `semkv.runtime.components.Bringer`: what the units score, made again when they or the ranking change."""
-        orders = [step.notes[order_note(step.site, head)] for head in range(site.first_head, site.first_head + site.kv_heads)]
+        orders = [
+            step.notes[order_note(step.site, head)] for head in range(site.first_head, site.first_head + site.kv_heads)
+        ]
         basis = (spans.positions, *orders)
-        if spans.known is None or len(spans.known[0]) != len(basis) or any(a is not b for a, b in zip(spans.known[0], basis)):
+        if (
+            spans.known is None
+            or len(spans.known[0]) != len(basis)
+            or any(a is not b for a, b in zip(spans.known[0], basis))
+        ):
             at = spans.positions[0].long()
             end = int(at[-1]) + 1
             rows = torch.stack([-turns(order.long(), end, self.recent)[at].float() for order in orders])

@@ -126,7 +126,10 @@ class GateRouter:
     def constants(self, site: AttentionSite) -> dict[str, Tensor]:
         """See `semkv.runtime.components.Scorer`."""
         sizes = (site.kv_heads, site.group_size)
-        return {"weight": self._weight(site).float().unflatten(0, sizes), "limit": self._limit(site).float().unflatten(0, sizes)}
+        return {
+            "weight": self._weight(site).float().unflatten(0, sizes),
+            "limit": self._limit(site).float().unflatten(0, sizes),
+        }
 
     def scores(self, site: AttentionSite, q: Tensor, units: Units) -> Tensor:
         """See `semkv.runtime.components.Scorer`."""
@@ -226,7 +229,11 @@ class OracleRouter(MeansSuffice):
         logits = units.products(q * site.scale, "waiting.k")
         logits = site.softcap * torch.tanh(logits / site.softcap) if site.softcap else logits
         before = torch.ones_like(logits, dtype=torch.int64).cumsum(-1) <= units.tensors["first"].view(-1, 1, 1, 1)
-        return state_ops.scores(logits.masked_fill(before, float("-inf")), units.count)[0].clamp(min=math.log(1e-30)).masked_fill(before, float("-inf"))
+        return (
+            state_ops.scores(logits.masked_fill(before, float("-inf")), units.count)[0]
+            .clamp(min=math.log(1e-30))
+            .masked_fill(before, float("-inf"))
+        )
 
     def threshold(self, site: AttentionSite) -> Tensor:
         return torch.full((site.q_heads,), -1e9, dtype=torch.float32, device="cpu")

@@ -128,15 +128,17 @@ class SentenceRouter(MeanKeyRouter):
         if self.classes is None:
             return Brought({})
         name = f"sentence.{step.site.index}"
-        if f"{name}.new" not in step.passing:  # once for all parts of a layer
-            step.passing[f"{name}.new"] = self._advanced(name, step)
-        sums, told = step.passing[f"{name}.new"]  # type: ignore[misc]
+        made = step.passing.get(f"{name}.new")
+        if made is None:  # once for all parts of a layer
+            made = step.passing[f"{name}.new"] = self._advanced(name, step)
+        assert isinstance(made, tuple)
+        sums, told = made
         return Brought({"sentence.sum": sums[site.query_heads], "sentence.told": told})
 
     def _advanced(self, name: str, step: Step) -> tuple[Tensor, Tensor]:
         held, total = step.notes.get(name), step.notes.get(f"{name.replace('.', '.query.', 1)}")
         state, count = (START, 0) if held is None else held.tolist()
-        state, starts = advance(state, int(self.classes[int(step.ids[0])]))  # type: ignore[index]
+        state, starts = advance(state, int(self.classes[int(step.ids[0])]))
         count = 1 if starts else count + 1
         shape = (step.site.q_heads, step.site.key_dim)
         sums = torch.zeros(shape, dtype=torch.float32, device="cpu") if total is None or starts else total.clone()

@@ -75,7 +75,9 @@ class SketchRouter(PageRouter):
         tables = (asked @ units.constant("tables")).unflatten(-1, (stages, -1))
         score, mass = state_ops.scores(state_ops.look_up(tables, units.tensors["codes"]), units.count)
         if self.has_rest(site):
-            units.passing["shift"] = mass + asked @ units.constant("mean")[..., None]  # from a score to the logit of a token
+            units.passing["shift"] = (
+                mass + asked @ units.constant("mean")[..., None]
+            )  # from a score to the logit of a token
         return score
 
     def has_rest(self, site: AttentionSite) -> bool:

@@ -238,9 +238,13 @@ class SpeculativeRouter(MeansSuffice):
         skipped = spans.places.start + spans.places.shift - ranking.first
         asked = (skipped, site.first_head, site.kv_heads, step.site.kv_heads)
         if asked not in known:  # the same for most layers
-            own = matched_heads(ranking.logs[:, 0], step.site.kv_heads)[site.first_head : site.first_head + site.kv_heads]
+            own = matched_heads(ranking.logs[:, 0], step.site.kv_heads)[
+                site.first_head : site.first_head + site.kv_heads
+            ]
             count = own.shape[1]
-            room = torch.full((site.kv_heads, count + JOINED - count % JOINED), float("-inf"), dtype=torch.float32, device="cpu")
+            room = torch.full(
+                (site.kv_heads, count + JOINED - count % JOINED), float("-inf"), dtype=torch.float32, device="cpu"
+            )
             room[:, max(0, skipped) : count] = own[:, max(0, skipped) :]
             known[asked] = room
         return Brought({"ranking": known[asked]}, skipped)

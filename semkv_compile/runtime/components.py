@@ -204,8 +204,8 @@ class Rest(Protocol):
 
 @dataclass(frozen=True)
 class Brought:
-    """tensors: by the names under which `Units.tensors` has them, [...] without a dimension of rows. skipped: numbers before the first unit,
-    where scores begin with something else than units."""
+    """tensors: by the names under which `Units.tensors` has them, [...] without a dimension of rows. skipped: numbers before the first
+    unit, where scores begin with something else than units."""
 
     tensors: Mapping[str, Tensor]
     skipped: int = 0
@@ -246,8 +246,8 @@ class Passer(Protocol):
     def passed(
         self, site: AttentionSite, q: Tensor, held: Sequence[ExactKeys], asked: Tensor, places: Tensor
     ) -> dict[str, Tensor]:
-        """Of q float32 [B, Hkv, G, D] of one token a row at position `asked` int64 [B, 1], and the keys of all tokens, wherever they are; by
-        the names under which `Units.tensors` of this layer and of later ones have them. places float32 [B, at least asked + 2], without
+        """Of q float32 [B, Hkv, G, D] of one token a row at position `asked` int64 [B, 1], and the keys of all tokens, wherever they are;
+        by the names under which `Units.tensors` of this layer and of later ones have them. places float32 [B, at least asked + 2], without
         numbers: for what is told of each position."""
 
 

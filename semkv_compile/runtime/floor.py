@@ -10,8 +10,8 @@ from semkv.ir.site import AttentionSite
 from semkv.profiles.schema.memory import UNBOUNDED
 from semkv.runtime.budget import Budget
 from semkv.runtime.components import Components, Part, Plan
+from semkv.runtime.costs import exact_nbytes, unit_cost_bytes
 from semkv.runtime.placement import in_pages
-from semkv.runtime.spans import exact_nbytes, unit_cost_bytes
 
 MARGIN = 1.01
 """What is asked for beyond the least that a method can live in: bytes are whole, and shares are raised and lowered a little."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from semkv.ir import state_ops
 from semkv.ir.ops import mixed_attention
 from semkv.ir.site import AttentionSite
-from semkv.runtime.components import Components, ExactKeys, Giver, Passer, Rest
+from semkv.runtime.components import Components, ExactKeys, Giver, Passer, Rest, Scorer
 from semkv.runtime.slots import NAMES, unfold
 from semkv.runtime.units import Units
 
@@ -53,9 +53,28 @@ class Layer:
     def kind(self) -> tuple[object, ...]:
         """Layers of one kind have the same trace."""
         site = self.site
-        sizes = (site.q_heads, site.kv_heads, site.key_dim, site.value_dim, site.scale, site.softcap, site.window, site.has_bias)
+        sizes = (
+            site.q_heads,
+            site.kv_heads,
+            site.key_dim,
+            site.value_dim,
+            site.scale,
+            site.softcap,
+            site.window,
+            site.has_bias,
+        )
         terms = tuple(sorted((name, repr(value)) for name, value in self.terms.items()))
-        return (id(self.components), sizes, self.owner, self.reads, self.length, self.tensors, terms, id(self.passer), self.passes)
+        return (
+            id(self.components),
+            sizes,
+            self.owner,
+            self.reads,
+            self.length,
+            self.tensors,
+            terms,
+            id(self.passer),
+            self.passes,
+        )
 
 
 def attend_step(
@@ -92,7 +111,9 @@ def attend_step(
     told: tuple[Tensor, ...] = ()
     if layer.reads:
         units = Units(layer.site, tensors, count)
-        score = layer.components.router.scores(layer.site, grouped, units)  # type: ignore[union-attr]
+        router = layer.components.router
+        assert isinstance(router, Scorer)
+        score = router.scores(layer.site, grouped, units)
         chosen, own = choose(layer, score, count, room, tensors)
         moved = fetch(layer, chosen, start, shift, tensors)
         blocks.add(tensors, "slots", bias=None if own is None else slot_bias(layer, own, start, tensors))
@@ -117,7 +138,9 @@ def exact_tokens(tensors: Mapping[str, Tensor]) -> list[str]:
 
 def exact_keys(exact: list[str], tensors: Mapping[str, Tensor]) -> list[ExactKeys]:
     """Their keys."""
-    return [ExactKeys(tensors[f"{name}.k"], tensors.get(f"{name}.k_scale"), tensors[f"{name}.positions"]) for name in exact]
+    return [
+        ExactKeys(tensors[f"{name}.k"], tensors.get(f"{name}.k_scale"), tensors[f"{name}.positions"]) for name in exact
+    ]
 
 
 def waiting_keys(tensors: Mapping[str, Tensor], end: Tensor, shift: Tensor) -> list[ExactKeys]:
@@ -130,9 +153,7 @@ def waiting_keys(tensors: Mapping[str, Tensor], end: Tensor, shift: Tensor) -> l
     return [ExactKeys(k, tensors.get("waiting.k_scale"), positions)]
 
 
-def credit(
-    layer: Layer, exact: list[str], tensors: Mapping[str, Tensor], grouped: Tensor, positions: Tensor
-) -> None:
+def credit(layer: Layer, exact: list[str], tensors: Mapping[str, Tensor], grouped: Tensor, positions: Tensor) -> None:
     """Add what the new token attends to to the scores of the exact tokens."""
     evictor = layer.components.evictor
     assert isinstance(evictor, Giver)
@@ -161,7 +182,9 @@ def fetch(layer: Layer, chosen: Tensor, start: Tensor, shift: Tensor, tensors: M
     slots = {name: tensors[f"slots.{name}"] for name in SLOTS if f"slots.{name}" in tensors}
     waiting = {name: tensors[f"waiting.{name}"] for name in SLOTS if f"waiting.{name}" in tensors}
     bounds, order, where = (tensors.get(f"places.{name}") for name in ("bounds", "order", "where"))
-    return unfold(slots, chosen, waiting, start, shift, layer.length, bounds, order, None if where is None else where[:, 0])
+    return unfold(
+        slots, chosen, waiting, start, shift, layer.length, bounds, order, None if where is None else where[:, 0]
+    )
 
 
 def slot_bias(layer: Layer, own: Tensor, start: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
@@ -172,7 +195,7 @@ def slot_bias(layer: Layer, own: Tensor, start: Tensor, tensors: Mapping[str, Te
     else:
         bounds = tensors["places.bounds"].expand(-1, places.shape[1], -1)
         unit = torch.searchsorted(bounds.contiguous(), places, right=True) - 1
-    unit = torch.minimum(unit.clamp(min=0), (tensors["last_unit"] if "last_unit" in tensors else unit).clamp(min=0))
+    unit = torch.minimum(unit.clamp(min=0), tensors.get("last_unit", unit).clamp(min=0))
     seen = own.gather(3, unit[:, :, None].expand(-1, -1, own.shape[2], -1).long()) & (places >= 0)[:, :, None]
     return per_query_head(layer.site, torch.zeros_like(seen, dtype=torch.float32).masked_fill(~seen, NEG_INF))
 
@@ -232,7 +255,7 @@ class Blocks:
         self, k: tuple[Tensor, Tensor | None], v: tuple[Tensor, Tensor | None], positions: Tensor, bias: Tensor | None
     ) -> None:
         for mine, x in zip((self.k, self.k_scale, self.v, self.v_scale), (*k, *v)):
-            mine.append(x)  # type: ignore[arg-type]
+            mine.append(x)
         self.positions.append(positions)
         self.bias.append(bias)
 

@@ -10,7 +10,7 @@ import torch
 
 from semkv.ir.site import AttentionSite
 from semkv.runtime.components import Components
-from semkv.runtime.spans import exact_nbytes
+from semkv.runtime.costs import exact_nbytes
 
 if TYPE_CHECKING:
     from semkv.runtime.placement import Placement

@@ -35,7 +35,9 @@ class Steps(Protocol):
 
     def serves(self, rows: Sequence[RowMemory]) -> bool: ...
 
-    def step(self, rows: Sequence[RowMemory], ids: Tensor, positions: Tensor, known: Tensor, surprisal: Tensor) -> Tensor: ...
+    def step(
+        self, rows: Sequence[RowMemory], ids: Tensor, positions: Tensor, known: Tensor, surprisal: Tensor
+    ) -> Tensor: ...
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,9 @@ def places_of(segments: Segments, unit: Tensor, units: int, waiting: int, retire
         return Places(even.length, even.start, even.position - even.start)
     shift, where = _positions(segments, waiting, retired)
     ends = segments.start + segments.length
-    follows = len(unit) == 1 and bool((unit[0, 1:] >= unit[0, :-1]).all()) and torch.equal(ends[:-1], segments.start[1:])
+    follows = (
+        len(unit) == 1 and bool((unit[0, 1:] >= unit[0, :-1]).all()) and torch.equal(ends[:-1], segments.start[1:])
+    )
     if follows and unit.shape[1] and int(unit[0, 0]) >= 0:
         sizes = segments.length.new_zeros(units + 1).scatter_add_(0, unit[0] + 1, segments.length)
         sizes[0] = segments.start[0]
@@ -109,7 +111,8 @@ def _positions(segments: Segments, waiting: int, retired: Tensor) -> tuple[int, 
         return int(shifts[0]), None
     where = torch.zeros(waiting, dtype=torch.int32, device="cpu")
     position, length, start = (
-        torch.cat([old, new]) for old, new in zip(retired.unbind(1), (segments.position, segments.length, segments.start))
+        torch.cat([old, new])
+        for old, new in zip(retired.unbind(1), (segments.position, segments.length, segments.start))
     )
     where[ranges(start, length)] = ranges(position, length).to(torch.int32)
     return 0, where[None]

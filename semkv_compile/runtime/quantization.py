@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -35,6 +36,9 @@ class Quantized:
 
     def clone(self) -> Quantized:
         return Quantized(self.codes.clone(), self.scale.clone(), self.bits, self.dim)
+
+
+Held = TypeVar("Held", Quantized, Tensor, Quantized | Tensor)
 
 
 def quantize(x: Tensor, bits: int) -> Quantized:
@@ -101,3 +105,16 @@ def bytes_per_vector(dim: int, bits: int, dtype: torch.dtype = torch.float16) ->
     if bits == 16:
         return dim * dtype.itemsize
     return (dim * bits + 7) // 8 + 2
+
+
+def replaced(held: Held, keep: Tensor, at: Tensor, made: Tensor) -> Held:
+    """The units `keep` bool [M] of `held` [H, M, ...], those then at the places `at` replaced by `made` float32 [H, P, ...]."""
+    first = int(at[0])  # what comes before is copied as it lies
+    behind = keep[first:]
+    if isinstance(held, Quantized):
+        packed, new = concatenate([held[:, :first], held[:, first:][:, behind]], 1), quantize(made, held.bits)
+        packed.codes[:, at], packed.scale[:, at] = new.codes, new.scale
+        return packed
+    kept = torch.cat([held[:, :first], held[:, first:][:, behind]], 1)
+    kept[:, at] = made.to(kept.dtype)
+    return kept

@@ -1,9 +1,11 @@
-"""Tensors that grow along their second dimension, in buffers with room behind them, whose sizes seldom change: what a step's graph reads."""
+"""Tensors that grow along their second dimension, in buffers with room behind them, so that the sizes in a step's graph seldom change."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from semkv.runtime.quantization import Held, Quantized
 
 LEAST, SHARE = 32, 16
 """Columns that a buffer grows by at least, and of how many it has the largest power of two is at most one part."""
@@ -21,8 +23,17 @@ class Roomy:
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
 
-    def joined(self, name: str, old: Tensor | None, new: Tensor) -> Tensor:
+    def joined(self, name: str, old: Quantized | Tensor | None, new: Quantized | Tensor) -> Quantized | Tensor:
         """old [H, n, ...] and new [H, m, ...] one behind the other; where `old` begins its buffer, only `new` is copied."""
+        if isinstance(new, Tensor):
+            assert old is None or isinstance(old, Tensor)
+            return self._joined(name, old, new)
+        assert old is None or isinstance(old, Quantized)
+        codes = self._joined(f"{name}.codes", None if old is None else old.codes, new.codes)
+        scale = self._joined(f"{name}.scale", None if old is None else old.scale, new.scale)
+        return Quantized(codes, scale, new.bits, new.dim)
+
+    def _joined(self, name: str, old: Tensor | None, new: Tensor) -> Tensor:
         if old is None:
             return new
         count = old.shape[1] + new.shape[1]
@@ -37,7 +48,12 @@ class Roomy:
         buffer = self._buffers.get(name)
         if buffer is not None and _begins(x, buffer) and buffer.shape[1] == room_for(x.shape[1]):
             return buffer
-        alike = buffer is not None and buffer.dtype == x.dtype and buffer.shape[0] == x.shape[0] and buffer.shape[2:] == x.shape[2:]
+        alike = (
+            buffer is not None
+            and buffer.dtype == x.dtype
+            and buffer.shape[0] == x.shape[0]
+            and buffer.shape[2:] == x.shape[2:]
+        )
         capacity = room_for(x.shape[1])
         if not alike or buffer.shape[1] != capacity:
             buffer = self._buffers[name] = torch.zeros(
@@ -45,6 +61,16 @@ class Roomy:
             )
         buffer[:, : x.shape[1]] = x
         return buffer
+
+    def settled(self, name: str, x: Held) -> Held:
+        """x [H, n, ...], or what is held of it, as the first columns of its buffer."""
+        if isinstance(x, Quantized):
+            codes, scale = self.settled(f"{name}.codes", x.codes), self.settled(f"{name}.scale", x.scale)
+            return x if codes is x.codes and scale is x.scale else Quantized(codes, scale, x.bits, x.dim)
+        if x is None:
+            return x
+        buffer = self.whole(name, x)
+        return x if x.data_ptr() == buffer.data_ptr() else buffer[:, : x.shape[1]]
 
 
 def _begins(x: Tensor, buffer: Tensor) -> bool:

@@ -17,6 +17,7 @@ from semkv.kernels.mixed_attention.dispatch import DTYPES
 from semkv.profiles.schema.memory import UNBOUNDED, offloaded_stores
 from semkv.runtime.budget import bounded_shares
 from semkv.runtime.components import Components, Cutting, Evictor, Part
+from semkv.runtime.costs import exact_nbytes, unit_cost_bytes
 from semkv.runtime.join import join_parts
 from semkv.runtime.page_shares import exact_token_nbytes, shares_in_pages
 from semkv.runtime.part_shares import part_shares, whole_nbytes
@@ -26,7 +27,7 @@ from semkv.runtime.prompt_part import PromptPart
 from semkv.runtime.record import RowRecord
 from semkv.runtime.segments import Boundary, Folding, Segmentation
 from semkv.runtime.site_memory import SiteMemory
-from semkv.runtime.spans import FoldedSpans, exact_nbytes, unit_cost_bytes
+from semkv.runtime.spans import FoldedSpans
 from semkv.runtime.step import Step
 from semkv.runtime.token_store import TokenStore
 from semkv.runtime.traffic import Traffic
@@ -480,7 +481,7 @@ class RowMemory:
             yield self._step_allowance(store, part, tokens), limit
 
     def admit(self, store: AttentionSite, ids: Tensor, surprisal: Tensor) -> list[int]:
-        """Have room for a token, ids int64 [1] of surprisal [1], in a store, whose key and value a step's graph fills in; where, per part."""
+        """Make room in a store for a token, ids int64 [1] of surprisal [1], that a step's graph writes; its place, per part."""
         made = zip(self.stores[store.store], self._making_room(store, self.tokens + 1))
         return [memory.admit(ids, surprisal, *room) for memory, room in made]
 
@@ -492,9 +493,7 @@ class RowMemory:
         kernels = self.placement.kernels and q.dtype in DTYPES
         return Step(ids, self.tokens, site, q, self.stores[site.store], caps, self.notes, self.passing, kernels)
 
-    def account(
-        self, site: AttentionSite, store: AttentionSite, memories: tuple[SiteMemory, ...], tokens: int
-    ) -> None:
+    def account(self, site: AttentionSite, store: AttentionSite, memories: tuple[SiteMemory, ...], tokens: int) -> None:
         """Count the turn of a site in a step after which the row has `tokens` tokens."""
         traffic = self.traffic
         traffic.moved_bytes += sum(memory.moved_nbytes for memory in memories)

@@ -18,7 +18,6 @@ from semkv.runtime.row_memory import RowMemory
 from semkv.runtime.site_memory import SiteMemory
 from semkv.runtime.step_graph import TERMS, StepGraphs, Turn
 
-
 POSITIONS = 256
 """Places by position that are allocated at a time."""
 
@@ -77,7 +76,7 @@ def _constants(site: AttentionSite, components: Components) -> dict[str, Tensor]
     assert isinstance(router, Scorer)
     found = {f"constant.{name}": x for name, x in router.constants(site).items()}
     if not components.fill:
-        found["threshold"] = router.threshold(site).float().view(site.kv_heads, site.group_size)  # type: ignore[attr-defined]
+        found["threshold"] = router.threshold(site).float().view(site.kv_heads, site.group_size)
     return found
 
 
@@ -109,9 +108,7 @@ def turns_of(row: RowMemory, ids: Tensor, surprisal: Tensor, layers: Layers) -> 
     return turns
 
 
-def take_turns(
-    row: RowMemory, turns: Sequence[Sequence[Turn]], told: Iterator[tuple[list[int], Tensor]]
-) -> None:
+def take_turns(row: RowMemory, turns: Sequence[Sequence[Turn]], told: Iterator[tuple[list[int], Tensor]]) -> None:
     """Count what a step did to a row; told: for each turn that reads units, tokens copied and there, and units read int64 [H]."""
     placement, tokens = row.placement, row.tokens + 1
     for site, own in zip(placement.program.sites, turns):
@@ -133,15 +130,17 @@ class GraphedSteps:
         """Whether the next step of these rows is a graph."""
         return all(memory.graphed for row in rows for memory in row.memories())
 
-    def step(self, rows: Sequence[RowMemory], ids: Tensor, positions: Tensor, known: Tensor, surprisal: Tensor) -> Tensor:
+    def step(
+        self, rows: Sequence[RowMemory], ids: Tensor, positions: Tensor, known: Tensor, surprisal: Tensor
+    ) -> Tensor:
         """Run the tokens ids int64 [B, 1] at `positions` int64 [B, 1], a row each -> hidden [B, 1, H]. known, surprisal [B, 1]: the ids
         and their surprisal float32 on the host."""
         turns = [turns_of(row, known[r], surprisal[r], self.layers) for r, row in enumerate(rows)]
         asking = [row for row in rows if row.past is not None]
         sites = rows[0].placement.program.sites if asking else ()
-        asked = {site.index for site in sites if site.treatment == "method"}
+        queried = {site.index for site in sites if site.treatment == "method"}
         looking = [(row, at_site) for row in rows for at_site in row.placement.plan.at_site.items()]
-        asked = tuple(sorted(asked | {site for _, (site, actor) in looking if not isinstance(actor, Passer)}))
+        asked = tuple(sorted(queried | {site for _, (site, actor) in looking if not isinstance(actor, Passer)}))
         graph = self.graphs.of(turns, asked)
         flat = [turn for own in turns for parts in own for turn in parts]
         numbers = torch.tensor([turn.numbers for turn in flat], dtype=torch.int64, device="cpu")[..., None]

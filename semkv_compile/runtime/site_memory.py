@@ -10,11 +10,12 @@ from semkv.ir.site import AttentionSite
 from semkv.runtime.blocks import NEG_INF, bias_of, with_block, zoomed_units
 from semkv.runtime.choosing import Zoom, choose_there, choose_units
 from semkv.runtime.components import Coarse, Components, Continuing, Cutting, OfTokens, Rest
+from semkv.runtime.costs import exact_nbytes
 from semkv.runtime.factors import UnfoldedFactors
 from semkv.runtime.quantization import quantize, tensors_of
 from semkv.runtime.segments import Boundary, Folding
 from semkv.runtime.slots import Slots
-from semkv.runtime.spans import FoldedSpans, exact_nbytes
+from semkv.runtime.spans import FoldedSpans
 from semkv.runtime.step import Step
 from semkv.runtime.token_store import TokenStore, plain
 
@@ -150,7 +151,7 @@ class SiteMemory:
 
     @property
     def counts(self) -> tuple[Tensor, int] | None:
-        """(units read in the last step, summed over tokens, int64 [Hq], decisions that each query head took); None where nothing is folded."""
+        """(units read in the last step, summed over tokens, int64 [Hq], decisions of each query head); None where nothing is folded."""
         if self._read is not None:
             return self._read, self.spans.count
         return None if self.zoom is None else self.zoom.counts()
@@ -501,7 +502,11 @@ class SiteMemory:
             allowance = min(allowance, self.components.most * slot_nbytes)
         if spans.has_factors:
             return None, allowance
-        slots = min(int(allowance / slot_nbytes), spans.host_tokens.length) if allowance < float("inf") else spans.host_tokens.length
+        slots = (
+            min(int(allowance / slot_nbytes), spans.host_tokens.length)
+            if allowance < float("inf")
+            else spans.host_tokens.length
+        )
         return slots, min(allowance, slots * slot_nbytes)
 
     def clone(self) -> SiteMemory:

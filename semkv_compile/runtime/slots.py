@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 NAMES = ("k", "v", "k_scale", "v_scale")
 
+
 class Slots:
     """On the device, rooms [Hkv, C, ...] of the given kinds, by name, positions int32 [Hkv, C], `EMPTY` where a slot holds nothing; and
     which place's token each holds, int32 [Hkv, C], -1 where none.
@@ -84,8 +85,8 @@ class Slots:
         return {**self.rooms, "positions": self.positions, "places": self.places}
 
     def hold(self, chosen: Tensor, spans: FoldedSpans) -> tuple[int, int]:
-        """Hold exactly the tokens of the units chosen bool [Hkv, M], which there are slots for. Returns the tokens that were copied and those
-        that were there, over all heads."""
+        """Hold exactly the tokens of the units chosen bool [Hkv, M], which there are slots for. Returns the tokens that were copied and
+        those that were there, over all heads."""
         places = spans.places
         if spans.device is None and self.positions.device.type != "cpu":
             return self._hold_across(chosen, spans)
@@ -95,14 +96,16 @@ class Slots:
         device = self.positions.device
         chosen = chosen.to(device)
         numbers = [torch.tensor([x], dtype=torch.int64, device=device) for x in (places.start, places.shift)]
-        where = tables.get("places.where")
+        bounds, order, where = (tables.get(f"places.{name}") for name in ("bounds", "order", "where"))
         moved, held = unfold(
             {name: x[None] for name, x in self.tensors().items()},
             chosen[None],
             {name: waiting[f"waiting.{name}"][None] for name in NAMES if f"waiting.{name}" in waiting},
-            *numbers,
+            numbers[0],
+            numbers[1],
             places.length,
-            *(None if f"places.{name}" not in tables else tables[f"places.{name}"][None].to(device) for name in ("bounds", "order")),
+            None if bounds is None else bounds[None].to(device),
+            None if order is None else order[None].to(device),
             None if where is None else where.to(device),
         )[0].tolist()
         self.filled = moved + held
@@ -111,15 +114,25 @@ class Slots:
     def _hold_across(self, chosen: Tensor, spans: FoldedSpans) -> tuple[int, int]:
         """`hold` from memory of the host to another device: the host decides, and only what is missing crosses."""
         here = Slots(self.heads, ((0, torch.float32), (0, torch.float32)), torch.device("cpu"))
-        here.rooms = {name: torch.zeros(self.heads, self.places.shape[1], 0, dtype=torch.float32, device="cpu") for name in NAMES[:2]}
+        here.rooms = {
+            name: torch.zeros(self.heads, self.places.shape[1], 0, dtype=torch.float32, device="cpu")
+            for name in NAMES[:2]
+        }
         here.positions, here.places = self.positions.cpu(), self.places.cpu()
         before = here.places.clone()
-        nothing = torch.zeros(self.heads, spans.host_tokens.parts["k"].stored.shape[1], 0, dtype=torch.float32, device="cpu")
+        nothing = torch.zeros(
+            self.heads, spans.host_tokens.parts["k"].stored.shape[1], 0, dtype=torch.float32, device="cpu"
+        )
         tables = spans.step_tensors()
         bounds, order, where = (tables.get(f"places.{name}") for name in ("bounds", "order", "where"))
-        start, shift = (torch.tensor([x], dtype=torch.int64, device="cpu") for x in (spans.places.start, spans.places.shift))
+        start, shift = (
+            torch.tensor([x], dtype=torch.int64, device="cpu") for x in (spans.places.start, spans.places.shift)
+        )
         moved, held = unfold_reference(
-            *(x[None] for x in (here.rooms["k"], here.rooms["v"], here.positions, here.places)),
+            here.rooms["k"][None],
+            here.rooms["v"][None],
+            here.positions[None],
+            here.places[None],
             pad(chosen.cpu(), (0, room_for(spans.count) - spans.count))[None],
             nothing[None],
             nothing[None],

@@ -18,7 +18,7 @@ from semkv.runtime.row_memory import RowMemory
 from semkv.runtime.segments import Boundary
 from semkv.runtime.site_memory import SiteMemory
 from semkv.runtime.slots import Slots
-from semkv.runtime.spans import FACTORS, TOKENS, FoldedSpans
+from semkv.runtime.spans import FACTORS, FoldedSpans
 from semkv.runtime.token_store import TokenStore
 from semkv.runtime.traffic import Traffic
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -11,57 +10,26 @@ from torch import Tensor
 from semkv.ir.site import AttentionSite
 from semkv.ir.state_ops import EMPTY
 from semkv.runtime.components import Components, Derived, IndexPart
+from semkv.runtime.costs import exact_nbytes
 from semkv.runtime.device_index import DeviceIndex
-from semkv.runtime.factors import UnfoldedFactors
+from semkv.runtime.factors import UnfoldedFactors, gather_factors
 from semkv.runtime.host_pool import GrowingTensor, HostFactors, HostTokens, RoomKinds, room_kinds
 from semkv.runtime.host_tier import HostTier
 from semkv.runtime.places import Places, Segments, places_of, ranges
 from semkv.runtime.quantization import (
     Quantized,
-    bytes_per_vector,
-    concatenate,
     dequantize,
     held,
     norms,
     products,
     quantize,
+    replaced,
     tensors_of,
 )
 from semkv.runtime.roomy import Roomy, room_for
 from semkv.runtime.segments import Folding
 
-Held = TypeVar("Held", Quantized, Tensor, Quantized | Tensor)
-
 TOKENS, FACTORS = 0, 1
-
-
-def unit_cost_bytes(site: AttentionSite, components: Components, dtype: torch.dtype) -> float:
-    """Device bytes that stay for one folded unit, per KV head, with keys and values in `dtype`."""
-    summary, router = components.summary, components.router
-    cost = 0.0
-    if summary is not None:
-        cost += bytes_per_vector(site.key_dim, summary.bits, dtype) + 8 / site.kv_heads
-        cost += bytes_per_vector(site.value_dim, summary.bits, dtype) if summary.attend else 0
-    if router is not None and components.unfold:
-        parts = router.index(site, summary)
-        cost += sum(part.unit_nbytes for part in parts.values()) / site.kv_heads
-    return cost
-
-
-def exact_nbytes(site: AttentionSite, components: Components, dtype: torch.dtype) -> int:
-    """Device bytes of an exact token's key and value in one KV head."""
-    if components.exact_form == "int8":
-        return bytes_per_vector(site.key_dim, 8) + bytes_per_vector(site.value_dim, 8)
-    return (site.key_dim + site.value_dim) * dtype.itemsize
-
-
-def waiting_cost_bytes(site: AttentionSite, components: Components, dtype: torch.dtype) -> int:
-    """Bytes that one folded token takes while it waits, over the heads of `site`; factors take no more than that."""
-    if components.segmenter is None or components.host_form == "none":
-        return 0
-    if components.host_form == "raw":
-        return site.values_per_token * dtype.itemsize
-    return site.kv_heads * (bytes_per_vector(site.key_dim, 8) + bytes_per_vector(site.value_dim, 8))
 
 
 class FoldedSpans:
@@ -275,10 +243,10 @@ class FoldedSpans:
         if summary is not None:
             weights = folding.surprisal_weights() if summary.weights == "surprisal" else None
             mean_k = folding.mean(folding.k, weights)
-            self.mean_k = self._joined("mean_k", self.mean_k, held(mean_k, summary.bits, self.dtype))
+            self.mean_k = self.room.joined("mean_k", self.mean_k, held(mean_k, summary.bits, self.dtype))
             if summary.attend:
                 mean_v = folding.mean(folding.v, weights)
-                self.mean_v = self._joined("mean_v", self.mean_v, held(mean_v, summary.bits, self.dtype))
+                self.mean_v = self.room.joined("mean_v", self.mean_v, held(mean_v, summary.bits, self.dtype))
             if weights is not None:
                 self.mass = _same_rows(self.mass, folding.surprisal_mass(), heads)
         parts = self.index_parts
@@ -295,17 +263,7 @@ class FoldedSpans:
 
     def _append_index(self, name: str, part: IndexPart, x: Tensor) -> None:
         new = x.to(part.dtype) if part.bits is None else quantize(x, part.bits)
-        self.index[name] = self._joined(name, self.index.get(name), new)
-
-    def _joined(self, name: str, old: Quantized | Tensor | None, new: Quantized | Tensor) -> Quantized | Tensor:
-        """What is held under a name, and more units [H, m, ...] behind it."""
-        if isinstance(new, Tensor):
-            assert old is None or isinstance(old, Tensor)
-            return self.room.joined(name, old, new)
-        assert old is None or isinstance(old, Quantized)
-        codes = self.room.joined(f"{name}.codes", None if old is None else old.codes, new.codes)
-        scale = self.room.joined(f"{name}.scale", None if old is None else old.scale, new.scale)
-        return Quantized(codes, scale, new.bits, new.dim)
+        self.index[name] = self.room.joined(name, self.index.get(name), new)
 
     def _store(self, folding: Folding, mean_k: Tensor | None) -> None:
         k, v, positions, lengths = folding.k, folding.v, folding.positions, folding.lengths
@@ -416,16 +374,16 @@ class FoldedSpans:
                 made = mean(old, by_size)
             else:
                 made = (torch.minimum if part.merge == "min" else torch.maximum)(*pairs(old))
-            index[name] = _replaced(old, keep, at, made)
+            index[name] = replaced(old, keep, at, made)
         self.index = index
         if self.mean_v is not None:
-            self.mean_v = _replaced(self.mean_v, keep, at, mean(self.mean_v, by_mass))
+            self.mean_v = replaced(self.mean_v, keep, at, mean(self.mean_v, by_mass))
         if self.mean_k is not None:
-            self.mean_k = _replaced(self.mean_k, keep, at, mean_k)
+            self.mean_k = replaced(self.mean_k, keep, at, mean_k)
         if mass is not None:
-            self.mass = _replaced(self.mass, keep, at, mass)
-        self.positions = _replaced(self.positions, keep, at, mean(self.positions[..., None], by_size)[..., 0])
-        self.lengths = _replaced(self.lengths, keep, at, total)
+            self.mass = replaced(self.mass, keep, at, mass)
+        self.positions = replaced(self.positions, keep, at, mean(self.positions[..., None], by_size)[..., 0])
+        self.lengths = replaced(self.lengths, keep, at, total)
         number = keep.cumsum(0) - 1
         self.segment_unit = torch.where(self.segment_unit >= 0, number[self.segment_unit.clamp(min=0)], -1)
 
@@ -474,7 +432,12 @@ class FoldedSpans:
     def places(self) -> Places:
         """Where the tokens of each unit wait."""
         if self._places is None or self._places[0] is not self.segment_unit:  # replaced whenever units change
-            waiting, retired, segments, unit = self.host_tokens.length, self.retired.data[0], self.segments, self.segment_unit
+            waiting, retired, segments, unit = (
+                self.host_tokens.length,
+                self.retired.data[0],
+                self.segments,
+                self.segment_unit,
+            )
             if self.has_factors:
                 own = self.segment_kind == TOKENS
                 segments = Segments(segments.length[own], segments.position[own], segments.start[own])
@@ -499,7 +462,12 @@ class FoldedSpans:
         out: dict[str, Tensor] = {}
         parts: dict[str, Quantized | Tensor | None] = dict(self.index)
         if self.components.summary is not None:
-            parts |= {"mean_k": self.mean_k, "mean_v": self.mean_v, "lengths": self.lengths, "positions": self.positions}
+            parts |= {
+                "mean_k": self.mean_k,
+                "mean_v": self.mean_v,
+                "lengths": self.lengths,
+                "positions": self.positions,
+            }
         if self.components.unfold and self.components.router is not None:
             out |= self._waiting_tensors()
             parts |= {"lengths": self.lengths} if self.places.bounds is not None else {}
@@ -514,21 +482,15 @@ class FoldedSpans:
 
     def _settle(self) -> None:
         """Have what is kept of the units begin buffers, so that a step reads it where it is."""
-        self.index = {name: self._settled(name, part) for name, part in self.index.items()}
+        self.index = {name: self.room.settled(name, part) for name, part in self.index.items()}
         if self.components.summary is not None:
-            self.mean_k, self.mean_v = self._settled("mean_k", self.mean_k), self._settled("mean_v", self.mean_v)
-            self.lengths, self.positions = (
-                self._settled(name, x) for name, x in (("lengths", self.lengths), ("positions", self.positions))
+            self.mean_k, self.mean_v = (
+                self.room.settled("mean_k", self.mean_k),
+                self.room.settled("mean_v", self.mean_v),
             )
-
-    def _settled(self, name: str, x: Held) -> Held:
-        if isinstance(x, Quantized):
-            codes, scale = self._settled(f"{name}.codes", x.codes), self._settled(f"{name}.scale", x.scale)
-            return x if codes is x.codes and scale is x.scale else Quantized(codes, scale, x.bits, x.dim)
-        if x is None:
-            return x
-        buffer = self.room.whole(name, x)
-        return x if x.data_ptr() == buffer.data_ptr() else buffer[:, : x.shape[1]]
+            self.lengths, self.positions = (
+                self.room.settled(name, x) for name, x in (("lengths", self.lengths), ("positions", self.positions))
+            )
 
     def _waiting_tensors(self) -> dict[str, Tensor]:
         """What waits, and where."""
@@ -598,34 +560,12 @@ class FoldedSpans:
         picked = _padded([torch.nonzero(row)[:, 0] for row in chosen[:, segments]])
         number = segments[picked.clamp(min=0)]
         ids = torch.where(picked >= 0, self.segment_start[number], -1)
-        parts, moved, held = self._gather_factors(ids, resident)
+        parts, moved, held = gather_factors(self.host_factors, ids, resident)
         inside = torch.arange(parts["key_u"].shape[2], dtype=torch.int64, device="cpu")
         positions = (self.segment_position[number][..., None] + inside).to(device, torch.int32)
         moved = 0 if self.device is not None else moved
         parts = {kind: x.to(device) for kind, x in parts.items()}
         return UnfoldedFactors(parts, ids, positions, self.units_of(torch.where(picked >= 0, number, -1)), moved, held)
-
-    def _gather_factors(self, ids: Tensor, resident: UnfoldedFactors | None) -> tuple[dict[str, Tensor], int, int]:
-        """Factors `ids` int64 [Hkv, F] (-1 pads), and the bytes that came from the host and that were there."""
-        held = torch.zeros(ids.shape, dtype=torch.bool, device="cpu")
-        if resident is not None:
-            match = (ids[:, :, None] == resident.ids[:, None, :]) & (ids >= 0)[:, :, None]
-            held, at = match.any(-1), match.int().argmax(-1)
-        out = self.host_factors.gather(ids, skip=held)
-        heads, columns = torch.nonzero(held, as_tuple=True)
-        if len(heads):
-            source = at[heads, columns]
-            for kind, new in out.items():
-                old = resident.parts[kind][heads, source].to(new.device)
-                fits = tuple(slice(min(a, b)) for a, b in zip(old.shape[1:], new.shape[2:]))
-                part = new[heads, columns]
-                part[(slice(None), *fits)] = old[(slice(None), *fits)]
-                new[heads, columns] = part
-        moved, stayed = (
-            int(self.host_factors.span_nbytes()[heads, ids[heads, columns]].sum())
-            for heads, columns in (torch.nonzero(part, as_tuple=True) for part in ((ids >= 0) & ~held, held))
-        )
-        return out, moved, stayed
 
     def clone(self) -> FoldedSpans:
         copy = object.__new__(FoldedSpans)
@@ -636,19 +576,6 @@ class FoldedSpans:
         copy.retired = self.retired.clone()
         copy.index, copy._there = dict(self.index), None
         return copy  # every other tensor is replaced, never written in place
-
-
-def _replaced(held: Held, keep: Tensor, at: Tensor, made: Tensor) -> Held:
-    """The units `keep` bool [M] of `held` [H, M, ...], those then at the places `at` replaced by `made` float32 [H, P, ...]."""
-    first = int(at[0])  # what comes before is copied as it lies
-    behind = keep[first:]
-    if isinstance(held, Quantized):
-        packed, new = concatenate([held[:, :first], held[:, first:][:, behind]], 1), quantize(made, held.bits)
-        packed.codes[:, at], packed.scale[:, at] = new.codes, new.scale
-        return packed
-    kept = torch.cat([held[:, :first], held[:, first:][:, behind]], 1)
-    kept[:, at] = made.to(kept.dtype)
-    return kept
 
 
 def _same_rows(old: Tensor, new: Tensor, heads: int) -> Tensor:

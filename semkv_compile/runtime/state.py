@@ -315,9 +315,9 @@ class State:
         assert steps is not None
         if self.placement.program.batched:
             return steps.step(self.rows, ids, positions, self._ids, self._surprisal)
+        known, surprisal = self._ids, self._surprisal
         rows = [slice(row, row + 1) for row in range(len(self.rows))]
-        given = (self.rows, ids, positions, self._ids, self._surprisal)
-        return torch.cat([steps.step(*(x[row] for x in given)) for row in rows])
+        return torch.cat([steps.step(self.rows[r], ids[r], positions[r], known[r], surprisal[r]) for r in rows])
 
     def alone(self, row: int) -> State:
         """One row in the step that has begun: for programs that take one at a time."""

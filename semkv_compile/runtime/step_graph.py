@@ -1,7 +1,7 @@
 """Decode steps as graphs of tensors: each layer's part (`semkv.runtime.layer_step`) is traced and put into the program.
 
-A graph is for one composition: which kinds of layers the rows of a step have. Its inputs are the ids, the positions, the numbers of the step
-and the tensors of the rows' memories, which it changes in place; sizes of those may grow from step to step.
+A graph is for one composition: which kinds of layers the rows of a step have. Its inputs are the ids, the positions, the numbers of the
+step and the tensors of the rows' memories, which it changes in place; sizes of those may grow from step to step.
 """
 
 from __future__ import annotations
@@ -70,13 +70,15 @@ class StepGraphs:
 
     # -- splicing ------------------------------------------------------------------------------------------------------
 
-    def _spliced(self, rows: Sequence[Sequence[Sequence[Turn]]], asked: tuple[int, ...]) -> tuple[GraphModule, tuple[int, ...]]:
-        module = copy_graph_module(self.program.decode)  # type: ignore[arg-type]
+    def _spliced(
+        self, rows: Sequence[Sequence[Sequence[Turn]]], asked: tuple[int, ...]
+    ) -> tuple[GraphModule, tuple[int, ...]]:
+        module = copy_graph_module(self.program.decode)
         graph, inputs = module.graph, placeholders(module.graph)
         with graph.inserting_after(inputs["memory"]):
             numbers = graph.placeholder("numbers")
         state = _Inputs(graph, numbers)
-        places = {}
+        places: dict[tuple[int, int, int], tuple[int, dict[str, Node]]] = {}
         for r, row in enumerate(rows):
             for s, parts in enumerate(row):
                 for p, turn in enumerate(parts):
@@ -156,10 +158,11 @@ class StepGraphs:
             part(positions, 0, 1, 1),
             graph.call_function(aten.select.int, (numbers, 0, number)),
         ]
-        terms = {}
+        terms: dict[str, Node] = {}
         for name in TERMS:
             if name in attends.kwargs:
                 node = attends.kwargs[name]
+                assert isinstance(node, Node)
                 if site.q_heads != whole.q_heads:
                     node = graph.call_function(aten.slice.Tensor, (node, 0, asking.start, asking.stop))
                 terms[name] = node
@@ -177,22 +180,28 @@ class StepGraphs:
             else own[name]
             for name in layer.tensors
         }
-        examples = {name: own[name].meta["semkv_example"] for name in layer.tensors if name not in turn.tensors and name not in constants}
+        examples = {
+            name: own[name].meta["semkv_example"]
+            for name in layer.tensors
+            if name not in turn.tensors and name not in constants
+        }
 
         trace = self._trace(turn, {name: attribute_of(module, node) for name, node in terms.items()}, examples)
         order = [*given, *(values[name] for name in layer.tensors), *terms.values()]
         copies = dict(zip([x for x in trace.graph.nodes if x.op == "placeholder"], order, strict=True))
         for node in trace.graph.nodes:
             if node.op == "output":
-                for x in node.args[0]:
+                results = node.args[0]
+                assert isinstance(results, (list, tuple))
+                for x in results:
                     val = x.meta.get("val")
                     if isinstance(val, Tensor):
                         copies[x].meta["semkv_example"] = torch.zeros(val.shape, dtype=val.dtype, device="cpu")
-                return [copies[x] for x in node.args[0]]
+                return [copies[x] for x in results]
             if node.op == "get_attr":
                 target = f"step_{node.target}_{site.index}_{site.first_head}"
                 if not hasattr(module, target):
-                    module.register_buffer(target, attribute(trace, str(node.target)))
+                    module.register_buffer(target, attribute_of(trace, node))
                 copies[node] = graph.get_attr(target)
             elif node.op != "placeholder":
                 copies[node] = graph.node_copy(node, copies.__getitem__)
@@ -221,7 +230,9 @@ class StepGraphs:
 
             def run(q, k, v, positions, numbers, *rest):
                 held, own = rest[: len(names)], rest[len(names) :]
-                out, told = attend_step(layer, q, k, v, positions, numbers, dict(zip(names, held)), dict(zip(terms, own)))
+                out, told = attend_step(
+                    layer, q, k, v, positions, numbers, dict(zip(names, held)), dict(zip(terms, own))
+                )
                 return (out, *told)
 
             with torch.no_grad():
@@ -253,6 +264,7 @@ def attribute_of(module: GraphModule, node: Node) -> Tensor:
     found = node.meta.get("val")
     if not isinstance(found, Tensor):
         base = attribute_of(module, node.all_input_nodes[0])
+        assert callable(node.target)
         return node.target(base, *node.args[1:], **node.kwargs)
     return torch.zeros([int(size) for size in found.shape], dtype=found.dtype, device="cpu")
 

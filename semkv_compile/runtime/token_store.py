@@ -9,6 +9,7 @@ from semkv.ir.state_ops import EMPTY
 from semkv.runtime.quantization import Quantized, dequantize, quantize
 from semkv.runtime.roomy import room_for
 
+
 def plain(x: Tensor | Quantized) -> Tensor:
     """The numbers that `x` holds or stands for; float32 in the latter case."""
     return dequantize(x) if isinstance(x, Quantized) else x

@@ -28,10 +28,11 @@ class Traffic:
     """What decode steps did, summed over the steps of one row.
 
     steps: forward calls; moved_bytes: what steps unfolded and lacked, from the host tier to the device; held_bytes: of what steps unfolded,
-    what was there from the step before and did not move; peak_bytes: largest device residency of budgeted stores; peak_share: largest residency as a share of the budget at that step, of a store or of all; device_share, attended_share: the
-    largest part of its full KV that a store held on the device, and that it read, in any step; excess_share: that it held beyond its cap;
-    device_bytes, attended_bytes, excess_bytes, full_bytes: summed over steps and stores, whose ratios are the means; offloaded_bytes: from
-    the device to the host, when layers left it; zooms: per site float32 [2, Hq], units unfolded and decisions taken.
+    what was there from the step before and did not move; peak_bytes: largest device residency of budgeted stores; peak_share: largest
+    residency as a share of the budget at that step, of a store or of all; device_share, attended_share: the largest part of its full KV
+    that a store held on the device, and that it read, in any step; excess_share: that it held beyond its cap; device_bytes, attended_bytes,
+    excess_bytes, full_bytes: summed over steps and stores, whose ratios are the means; offloaded_bytes: from the device to the host, when
+    layers left it; zooms: per site float32 [2, Hq], units unfolded and decisions taken.
     """
 
     steps: int = 0

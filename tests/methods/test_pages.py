@@ -15,9 +15,10 @@ from semkv.methods.shadowkv import OutlierPages, page_cosines
 from semkv.methods.sketch_router import SketchRouter
 from semkv.profiles.schema.codes import Codebooks
 from semkv.runtime.components import Components
+from semkv.runtime.costs import unit_cost_bytes
 from semkv.runtime.record import RowRecord
 from semkv.runtime.segments import Folding
-from semkv.runtime.spans import FoldedSpans, unit_cost_bytes
+from semkv.runtime.spans import FoldedSpans
 from semkv.runtime.step import Step
 
 SITE = AttentionSite(index=0, name="layer", store=0, q_heads=6, kv_heads=3, key_dim=8, value_dim=5, scale=0.35)

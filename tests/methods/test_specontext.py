@@ -266,8 +266,7 @@ def test_what_layers_unfold_is_one_selection(whole):
         for token in prompt(80, 10)[0]:
             compiled.extend(state, token[None, None])
         held = [
-            [set(row[row >= 0].tolist()) for row in memory.slots.places]
-            for (memory,) in state.rows[0].stores.values()
+            [set(row[row >= 0].tolist()) for row in memory.slots.places] for (memory,) in state.rows[0].stores.values()
         ]
         assert all(heads == held[0] for heads in held)
         assert len(held[0][0]) > 20

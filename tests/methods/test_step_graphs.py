@@ -47,7 +47,18 @@ CASES = {
     "mixed": ("mixed", 0.3, {}),
     "mixed, all": ("mixed", 0.4, {"sentence": 0.2, "prior": 0.2, "others": "window"}),
 }
-QUICK = ("full", "h2o", "quest, small", "sketch", "sekv, thresholds", "sentencekv", "heterocache", "omnikv, strict", "specontext", "mixed")
+QUICK = (
+    "full",
+    "h2o",
+    "quest, small",
+    "sketch",
+    "sekv, thresholds",
+    "sentencekv",
+    "heterocache",
+    "omnikv, strict",
+    "specontext",
+    "mixed",
+)
 PROMPT, STEPS = 330, 40
 
 
@@ -115,12 +126,17 @@ def check_on_another_device(module: GraphModule, inputs: tuple[Tensor, ...]) -> 
     with FakeTensorMode(allow_non_fake_inputs=False):
         there = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda") for x in inputs]
         held = {name: torch.empty(x.shape, dtype=x.dtype, device="cuda") for name, x in attributes(module).items()}
-        for x in torch.fx.node.map_arg(torch.func.functional_call(plain_module(module), held, tuple(there)), lambda n: n):
+        for x in torch.fx.node.map_arg(
+            torch.func.functional_call(plain_module(module), held, tuple(there)), lambda n: n
+        ):
             assert x.device.type == "cuda"
 
 
 def attributes(module: GraphModule) -> dict[str, Tensor]:
-    return {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers(remove_duplicate=False))}
+    return {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
 
 
 def plain_module(module: GraphModule) -> GraphModule:
@@ -152,6 +168,13 @@ MISTAKES = {
 }
 
 
+def stays(step, x):
+    """`step` of x, on its device and of its size."""
+    out = step(x)
+    assert out.device.type == "cuda", "it left the device"
+    assert out.shape == x.shape, "its size is another"
+
+
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_are_caught(mistake):
     """Each would be a question to the host, or tensors of two devices, in a step on a GPU."""
@@ -159,9 +182,7 @@ def test_mistakes_are_caught(mistake):
         x = torch.empty(8, dtype=torch.float32, device="cuda")
         assert (x * 2).device.type == "cuda"
         with pytest.raises((RuntimeError, AssertionError)):
-            out = MISTAKES[mistake](x)
-            assert out.device.type == "cuda", "it left the device"
-            assert out.shape == x.shape, "its size is another"
+            stays(MISTAKES[mistake], x)
 
 
 def test_traces_know_no_size_of_what_grows(whole, prompt):

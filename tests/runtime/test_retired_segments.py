@@ -11,7 +11,8 @@ def held_tokens(memory) -> list[dict[int, torch.Tensor]]:
     """Per KV head the keys of the tokens that the slots hold, by position."""
     slots = memory.slots
     return [
-        {int(at): k for at, k in zip(positions, keys) if at != EMPTY} for positions, keys in zip(slots.positions, slots.k)
+        {int(at): k for at, k in zip(positions, keys) if at != EMPTY}
+        for positions, keys in zip(slots.positions, slots.k)
     ]
 
 

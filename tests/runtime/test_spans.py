@@ -12,12 +12,13 @@ from semkv.ir.state_ops import EMPTY
 from semkv.methods.forms import LowRankForms
 from semkv.methods.routers import GateRouter
 from semkv.runtime.components import Components, IndexPart, Summary
+from semkv.runtime.costs import unit_cost_bytes
 from semkv.runtime.factors import UnfoldedFactors
 from semkv.runtime.places import ranges
 from semkv.runtime.quantization import dequantize
 from semkv.runtime.segments import Folding
-from semkv.runtime.spans import FoldedSpans, unit_cost_bytes
 from semkv.runtime.slots import Slots
+from semkv.runtime.spans import FoldedSpans
 
 SITE = AttentionSite(index=0, name="layer", store=0, q_heads=4, kv_heads=2, key_dim=16, value_dim=12, scale=0.25)
 LENGTHS = [3, 8, 1, 5, 6, 4]
@@ -98,9 +99,7 @@ def read(spans: FoldedSpans, union: list[list[int]], resident: Slots | None = No
     return slots, slots.hold(chosen, spans)[0] * spans.host_tokens.token_nbytes
 
 
-def unfolded(
-    spans: FoldedSpans, union: list[list[int]], resident: UnfoldedFactors | None = None
-) -> UnfoldedFactors:
+def unfolded(spans: FoldedSpans, union: list[list[int]], resident: UnfoldedFactors | None = None) -> UnfoldedFactors:
     """The factored units of each head."""
     chosen = torch.zeros(2, spans.count, dtype=torch.bool)
     for head, units in enumerate(union):
