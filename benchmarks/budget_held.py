@@ -4,7 +4,7 @@
     python benchmarks/budget_held.py                 # writes benchmarks/results/budget_held.json; an interrupted run goes on
     python benchmarks/budget_held.py --new 20 --layers 12 --methods quest      # a look, not written unless --out is given
 
-After every layer of every step the memory is walked and the entries of its attention are counted, neither by the runtime's own figures:
+In every step the memory is walked and the entries of each layer's attention are counted, neither by the runtime's own figures:
 bytes on the device are those of the tensors' storages, bytes read those of the entries that some query head sees. A budget is held where
 no store exceeds its part of it in either way, and the parts together are no more than the row's. Methods that have the mode are also run
 with `generated="kept"`, where what is generated stays beside the budget: their excess is printed, and no budget is broken. The model of 4
@@ -16,7 +16,8 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
+from torch.fx import GraphModule, Interpreter
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import semkv
@@ -31,6 +33,7 @@ from semkv.compiled import CompiledModel
 from semkv.errors import BudgetError
 from semkv.evaluation.environment import describe, now
 from semkv.ir.memory import Entries
+from semkv.ir.ops import mixed_attention
 from semkv.ir.site import AttentionSite
 from semkv.ir.state_ops import EMPTY
 from semkv.methods import METHODS
@@ -47,6 +50,7 @@ from semkv.profiles.calibration import (
 from semkv.profiles.calibration.needles import NeedleQuestion, NeedleTest
 from semkv.profiles.calibration.samples import SampleSet
 from semkv.runtime.row_memory import RowMemory
+from semkv.runtime.row_turns import GraphedSteps
 from semkv.runtime.site_memory import SiteMemory
 
 RESULTS = Path(__file__).resolve().parent / "results" / "budget_held.json"
@@ -68,6 +72,7 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
     },
 }
 """Other modes, by what the table calls them: method and options."""
+ARGUMENTS = [argument.name for argument in mixed_attention._schema.arguments]
 FACTORS = ("key_u", "key_s", "key_v", "value_u", "value_s", "value_v")
 
 
@@ -88,8 +93,8 @@ def device_tensors(memory: SiteMemory) -> Iterator[Tensor]:
         yield from memory.factors.tensors
 
 
-def read_bytes(entries: Entries, site: AttentionSite) -> int:
-    """Bytes of the keys and values in `entries`, without a batch dimension, that some query head of `site` sees."""
+def read_bytes(entries: Entries) -> int:
+    """Bytes of the keys and values in `entries`, without a batch dimension, that some query head sees."""
     total = 0.0
     scales = zip(*((own or [None] * len(entries.block_k)) for own in (entries.block_k_scale, entries.block_v_scale)))
     biases = entries.block_bias or [None] * len(entries.block_k)
@@ -113,8 +118,29 @@ def code_bytes(memory: SiteMemory) -> int:
     return storages(iter(memory.spans.device_tensors())) if memory.spans is not None and memory.reads_codes else 0
 
 
+class Reading(Interpreter):
+    """A step's graph, operator by operator. seen: takes the entries of each call of attention, of one row, without a batch dimension."""
+
+    def __init__(self, module: GraphModule, seen: Callable[[Entries], None]) -> None:
+        super().__init__(module)
+        self.seen = seen
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if target == mixed_attention:
+            named = dict(zip(ARGUMENTS, args)) | dict(kwargs)
+            self.seen(Entries(**{name: first_row(named[name]) for name in Entries._fields if name in named}))
+        return super().call_function(target, args, dict(kwargs))
+
+
+def first_row(x: Any) -> Any:
+    """Tensors [1, ...], or lists of them, without their first dimension."""
+    if isinstance(x, Tensor):
+        return x[0]
+    return [first_row(one) for one in x] if isinstance(x, (list, tuple)) else x
+
+
 class Watch:
-    """What the stores of one row hold and read in the steps that run inside it.
+    """What the stores of one row hold and read in the steps that run inside it, as graphs or as steps that ask for entries.
 
     held, read: the largest share of a store's own part of the budget. device, attended: the largest share of a store's full KV. row: of the
     parts of all stores, the largest share of the row's budget. host: what waits there, of the full KV.
@@ -122,6 +148,7 @@ class Watch:
 
     def __init__(self, row: RowMemory) -> None:
         self.watched = row
+        self._seen: list[int] = []
         self.held = self.read = self.device = self.attended = self.row = self.host = 0.0
         self._original = RowMemory.entries
 
@@ -131,7 +158,7 @@ class Watch:
         def entries(row: RowMemory, site: AttentionSite, owner: bool, q: Tensor, *rest: Any) -> Entries:
             made = original(row, site, owner, q, *rest)
             if row is watch.watched and row.placement.stores[site.store].treatment == "method":
-                watch.look(site, made, row.tokens + q.shape[1])
+                watch.look(site, read_bytes(made), row.tokens + q.shape[1])
             return made
 
         RowMemory.entries = entries
@@ -140,12 +167,27 @@ class Watch:
     def __exit__(self, *exception: object) -> None:
         RowMemory.entries = self._original
 
-    def look(self, site: AttentionSite, entries: Entries, tokens: int) -> None:
-        """Measure the store of `site` in its turn."""
+    def saw(self, entries: Entries) -> None:
+        """A part of a layer, in a step that is a graph."""
+        self._seen.append(read_bytes(entries))
+
+    def stepped(self) -> None:
+        """The step is over: measure what the layers of a graph read, and what they hold."""
+        row, seen = self.watched, iter(self._seen)
+        for site in row.placement.program.sites if self._seen else ():
+            store = row.placement.stores[site.store]
+            read = sum(next(seen) for _ in row.placement.parts(store))
+            if store.treatment == "method":
+                self.look(site, read, row.tokens)
+        assert next(seen, None) is None, "attention that no layer of the memory asked for"
+        self._seen = []
+
+    def look(self, site: AttentionSite, read: int, tokens: int) -> None:
+        """Measure the store of `site`, of which attention read so many bytes."""
         row = self.watched
         store, memories = row.placement.stores[site.store], row.stores[site.store]
         held = sum(storages(device_tensors(memory)) for memory in memories)
-        read, full = read_bytes(entries, site), row.placement.budget.full_bytes(store, tokens)
+        full = row.placement.budget.full_bytes(store, tokens)
         read += sum(code_bytes(memory) for memory in memories)
         cap = row._store_cap(store, memories, tokens)
         self.held, self.read = max(self.held, held / cap), max(self.read, read / cap)
@@ -166,10 +208,16 @@ class Watch:
 
 def run(compiled: CompiledModel, ids: Tensor, new: int) -> dict[str, Any]:
     """Prefill `ids` and generate `new` tokens greedily, measuring in every turn."""
+    watches: list[Watch] = []
+    steps = GraphedSteps(compiled.program, lambda module: Reading(module, lambda entries: watches[0].saw(entries)).run)
+    if compiled.placement.steps is not None:
+        object.__setattr__(compiled, "placement", replace(compiled.placement, steps=steps))
     state = compiled.prefill(ids)
     with Watch(state.rows[0]) as watch:
+        watches.append(watch)
         for _ in range(new):
             compiled.extend(state, state.logits.argmax(-1, keepdim=True))
+            watch.stepped()
     stats = state.stats
     return {
         "held": watch.holds,

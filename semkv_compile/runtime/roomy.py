@@ -7,14 +7,22 @@ from torch import Tensor
 
 from semkv.runtime.quantization import Held, Quantized
 
-LEAST, SHARE = 32, 16
-"""Columns that a buffer grows by at least, and of how many it has the largest power of two is at most one part."""
+SHARE = 16
+"""Buffers grow in steps of a power of two, of which there are at least so many in them."""
+
+
+def _step(count: int) -> int:
+    return 1 << max(0, (count // SHARE).bit_length() - 1)
 
 
 def room_for(count: int) -> int:
     """Columns of a buffer of `count`: their number alone says, so that what is computed of it is, to the bit, the same in every copy."""
-    step = max(LEAST, 1 << max(0, (count // SHARE).bit_length() - 1))
-    return -(-count // step) * step
+    return -(-count // _step(count)) * _step(count)
+
+
+def within(count: int) -> int:
+    """The most columns of a buffer that are no more than `count`."""
+    return count // _step(count) * _step(count)
 
 
 class Roomy:
@@ -84,4 +92,4 @@ def _begins(x: Tensor, buffer: Tensor) -> bool:
     )
 
 
-__all__ = ["Roomy", "room_for"]
+__all__ = ["SHARE", "Roomy", "room_for", "within"]

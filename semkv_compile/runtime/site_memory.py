@@ -13,6 +13,7 @@ from semkv.runtime.components import Coarse, Components, Continuing, Cutting, Of
 from semkv.runtime.costs import exact_nbytes
 from semkv.runtime.factors import UnfoldedFactors
 from semkv.runtime.quantization import quantize, tensors_of
+from semkv.runtime.roomy import room_for, within
 from semkv.runtime.segments import Boundary, Folding
 from semkv.runtime.slots import Slots
 from semkv.runtime.spans import FoldedSpans
@@ -108,8 +109,6 @@ class SiteMemory:
     def reserved_nbytes(self) -> int:
         """Device bytes that are allocated ahead of need."""
         ahead = self.kept.reserved_nbytes + self.recent.reserved_nbytes
-        ahead += 0 if self.slots is None else self.slots.reserved_nbytes
-        ahead += 0 if self.spans is None else self.spans.room_nbytes
         return ahead + self.spans.reserved_nbytes if self.spans is not None and self.on_device else ahead
 
     @property
@@ -341,11 +340,11 @@ class SiteMemory:
             if spans is not None and spans.count:
                 self._read = torch.zeros(site.q_heads, dtype=torch.int64, device="cpu")
             return (0 if spans is None else spans.count), 0, 0, 0
-        usable, _ = self._slots(site, allowance)
-        assert usable is not None
-        self._with_slots(site, usable)
+        slots, _ = self._slots(site, allowance)
+        assert slots is not None
+        self._with_slots(site, slots)
         places = spans.places
-        return spans.count, usable // places.length if places.length else usable, places.start, places.shift
+        return spans.count, slots // places.length if places.length else slots, places.start, places.shift
 
     def step_tensors(self) -> dict[str, Tensor]:
         """What a step's graph reads and writes, by name, without a dimension of rows; numbers behind what is stored say nothing."""
@@ -488,11 +487,11 @@ class SiteMemory:
             self.held_nbytes += factors.held_nbytes
         return zoom, factors, score
 
-    def _with_slots(self, site: AttentionSite, usable: int) -> Slots:
+    def _with_slots(self, site: AttentionSite, slots: int) -> Slots:
         """The slots, of which so many may be filled."""
         if self.slots is None:
             self.slots = Slots(site.kv_heads, self.spans.room_kinds, self.device)
-        self.slots.allow(usable)
+        self.slots.allow(slots)
         return self.slots
 
     def _slots(self, site: AttentionSite, allowance: float) -> tuple[int | None, float]:
@@ -502,11 +501,9 @@ class SiteMemory:
             allowance = min(allowance, self.components.most * slot_nbytes)
         if spans.has_factors:
             return None, allowance
-        slots = (
-            min(int(allowance / slot_nbytes), spans.host_tokens.length)
-            if allowance < float("inf")
-            else spans.host_tokens.length
-        )
+        slots = room_for(spans.host_tokens.length)
+        if allowance < float("inf"):
+            slots = min(within(int(allowance / slot_nbytes)), slots)
         return slots, min(allowance, slots * slot_nbytes)
 
     def clone(self) -> SiteMemory:

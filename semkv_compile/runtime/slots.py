@@ -25,17 +25,17 @@ class Slots:
     """On the device, rooms [Hkv, C, ...] of the given kinds, by name, positions int32 [Hkv, C], `EMPTY` where a slot holds nothing; and
     which place's token each holds, int32 [Hkv, C], -1 where none.
 
-    usable: of the C slots, those that may be filled. filled: tokens that the last step held, over all heads.
+    filled: tokens that the last step held, over all heads.
     """
 
     def __init__(self, heads: int, kinds: RoomKinds, device: torch.device) -> None:
-        self.heads, self.usable, self.filled = heads, 0, 0
+        self.heads, self.filled = heads, 0
         self.rooms = {
             name: torch.zeros(heads, 0, dim, dtype=dtype, device=device) for name, (dim, dtype) in zip(NAMES, kinds)
         }
         self.positions = torch.zeros(heads, 0, dtype=torch.int32, device=device)
         self.places = torch.zeros(heads, 0, dtype=torch.int32, device=device)
-        self._token_nbytes = sum(dim * dtype.itemsize for dim, dtype in kinds) + 4
+        self._token_nbytes = sum(dim * dtype.itemsize for dim, dtype in kinds) + 8
 
     @property
     def k(self) -> Tensor | Quantized:
@@ -53,19 +53,13 @@ class Slots:
 
     @property
     def nbytes(self) -> int:
-        """Device bytes of the usable slots, empty ones included."""
-        return self.heads * self.usable * self._token_nbytes
+        """Device bytes of the slots, empty ones included."""
+        return self.heads * self.positions.shape[1] * self._token_nbytes
 
-    @property
-    def reserved_nbytes(self) -> int:
-        """Device bytes of the others."""
-        return self.heads * self.positions.shape[1] * self._token_nbytes - self.nbytes
-
-    def allow(self, usable: int) -> None:
-        """Let so many slots per head be filled by the next step; those that are keep what they hold as far as they are not more."""
-        self.usable, have = usable, self.positions.shape[1]
-        if have != room_for(usable):
-            self._resize(room_for(usable))
+    def allow(self, slots: int) -> None:
+        """Have so many slots per head in the next step; they hold as much as fits of what they held."""
+        if self.positions.shape[1] != slots:
+            self._resize(slots)
 
     def _resize(self, slots: int) -> None:
         """What is held first, and as much as fits."""

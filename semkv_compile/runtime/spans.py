@@ -153,9 +153,13 @@ class FoldedSpans:
 
     @property
     def device_nbytes(self) -> int:
-        """Bytes of `device_tensors`."""
+        """Bytes of `device_tensors`, with the room behind them that a step's graph reads them with."""
         if self._held is None or self._held[0] is not self.lengths:  # replaced whenever units change
-            self._held = (self.lengths, sum(x.nbytes for x in self.device_tensors()))
+            columns = room_for(self.count)
+            self._held = (
+                self.lengths,
+                sum(x.nbytes // x.shape[1] * columns for x in self.device_tensors() if x.shape[1]),
+            )
         return self._held[1]
 
     @property
@@ -169,13 +173,8 @@ class FoldedSpans:
         return sum(part.disk_nbytes for part in self._waiting())
 
     @property
-    def room_nbytes(self) -> int:
-        """Device bytes allocated ahead for `device_tensors`."""
-        return sum(x.untyped_storage().nbytes() - x.nbytes for x in self.device_tensors())
-
-    @property
     def reserved_nbytes(self) -> int:
-        """Bytes allocated ahead for them."""
+        """Bytes allocated ahead for what waits."""
         return sum(part.reserved_nbytes for part in self._waiting())
 
     def _waiting(self) -> tuple[GrowingTensor, ...]:
@@ -196,8 +195,8 @@ class FoldedSpans:
             self.device = None
 
     def token_nbytes(self) -> int:
-        """Device bytes of one unfolded token of one KV head: key, value and position."""
-        return exact_nbytes(self.site, self.components, self.dtype) + 4
+        """Device bytes of one unfolded token of one KV head: key, value, position, and which of the waiting tokens it is."""
+        return exact_nbytes(self.site, self.components, self.dtype) + 8
 
     def unit_nbytes(self) -> Tensor:
         """int64 [Hkv, M]: device bytes of each unit when it is unfolded, per KV head."""

@@ -99,8 +99,13 @@ class TokenStore:
     def reserve_one(self) -> None:
         """Have a place for one more token, which a step's graph fills in."""
         self._ahead = True
-        if self._held["k"].shape[1] != room_for(self.length + 1):
-            self._grow(room_for(self.length + 1))
+        if self._held["k"].shape[1] != self._with_one_more():
+            self._grow(self._with_one_more())
+
+    def _with_one_more(self) -> int:
+        """Places of a step's graph: the number of tokens alone says how many."""
+        pages = self._pages(self.length + 1)
+        return (room_for(pages) if self.reserve else pages) * self.page_size
 
     def take_in(self, tokens: int = 1) -> None:
         """Count tokens in that were filled in."""
@@ -133,7 +138,7 @@ class TokenStore:
         self.length -= count
         capacity = self._held["k"].shape[1]
         if self._ahead:
-            capacity = room_for(self.length + 1)
+            capacity = self._with_one_more()
         elif not self.reserve:
             capacity = self._pages(self.length) * self.page_size
         self._held = {name: _grown(name, x, capacity) for name, x in rest.items()}

@@ -8,6 +8,7 @@ import pytest
 
 import semkv
 from semkv.methods import METHODS
+from semkv.runtime.roomy import SHARE
 from semkv.runtime.row_memory import RowMemory
 from tests.conftest import quick_ones
 
@@ -69,7 +70,7 @@ def test_every_layer_of_deep_models_holds_its_budget(held, made, layers, name, b
         check(run(held, made(layers), name, budget, new=40), budget)
 
 
-@pytest.mark.parametrize("times", [1.02, 4])
+@pytest.mark.parametrize("times", [1.1, 4])
 def test_a_layer_that_reads_more_is_seen(held, made, monkeypatch, times):
     """The control: with more room in a turn than the budget leaves, the counts must exceed it."""
     allowance = RowMemory.workspace_allowance
@@ -81,5 +82,5 @@ def test_a_layer_that_reads_more_is_seen(held, made, monkeypatch, times):
     monkeypatch.setattr(RowMemory, "workspace_allowance", more)
     found = run(held, made(4), "sketch", 0.1)
     assert not found["held"]
-    assert found["device_of_budget"] > 1 + 0.9 * (times - 1)
+    assert found["device_of_budget"] > times * (1 - 1 / SHARE)  # slots come in steps of as much
     assert found["attended_share"] > 0.09 * times - 0.035
