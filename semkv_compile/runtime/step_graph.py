@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from threading import RLock
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ from semkv.ir.program import Program
 from semkv.runtime.layer_step import NUMBERS, Layer, attend_step
 
 aten = torch.ops.aten
+_tracing = RLock()
+"""Held while graphs are looked up and made: what traces patches functions of the process."""
 TERMS = ("sinks", "bias_slopes", "bias_table")
 """Arguments of `semkv::mixed_attention` that have one row per query head."""
 
@@ -63,10 +66,11 @@ class StepGraphs:
     def of(self, rows: Sequence[Sequence[Sequence[Turn]]], asked: tuple[int, ...]) -> StepGraph:
         """For rows, of each row its sites, of each site its parts; asked: sites whose queries are returned."""
         key = (asked, *(tuple(tuple(turn.layer.kind for turn in parts) for parts in row) for row in rows))
-        if key not in self._graphs:
-            module, observed = self._spliced(rows, asked)
-            self._graphs[key] = StepGraph(module, observed, self.prepare(module))
-        return self._graphs[key]
+        with _tracing:
+            if key not in self._graphs:
+                module, observed = self._spliced(rows, asked)
+                self._graphs[key] = StepGraph(module, observed, self.prepare(module))
+            return self._graphs[key]
 
     # -- splicing ------------------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from semkv.errors import StateError
 from semkv.live_model import LiveModel
 from semkv.methods import find_method
 from semkv.offload import offload_demand
+from tests.conftest import eagerly
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a device that is there needs no pretence")
 
@@ -105,7 +106,7 @@ def test_a_conversation_stays_on_its_device(
 ) -> None:
     settings = semkv.CompileConfig(floor=0, method_options=options, **REAL)
     ids = torch.randint(1, VOCAB, (2, PROMPT), generator=torch.Generator().manual_seed(1))
-    wanted = base.with_method(method, budget, config=settings, **options).generate(
+    wanted = eagerly(base.with_method(method, budget, config=settings, **options)).generate(
         ids, max_new_tokens=NEW, do_sample=False
     )
     there = _moved(base, pretended_cuda, method, budget, settings)

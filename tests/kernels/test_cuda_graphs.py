@@ -17,7 +17,7 @@ from semkv.errors import ConfigError
 from semkv.kernels import cuda_graphs
 from semkv.kernels.cuda_graphs import RecordedRun, is_recordable, record_runs
 from semkv.runtime.steps import extend
-from tests.conftest import quick_ones
+from tests.conftest import eagerly, quick_ones
 
 
 class Recorder:
@@ -155,9 +155,9 @@ def llama() -> LlamaForCausalLM:
 
 
 def compiled_and_recorded(llama, method: str, budget: float | None, **options: Any) -> tuple[Any, Any]:
-    """A compiled model and its program with recorded runs."""
+    """A compiled model whose steps ask for entries, as they do on a GPU, and its program with recorded runs."""
     config = semkv.CompileConfig(floor=0, kernels="torch", method_options=options)
-    compiled = semkv.compile(llama, method=method, budget=budget, config=config)
+    compiled = eagerly(semkv.compile(llama, method=method, budget=budget, config=config))
     return compiled, compiled.program.evolve(decode=record_runs(compiled.program.decode, Recorder))
 
 
