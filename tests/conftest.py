@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +30,6 @@ from semkv.profiles.calibration import (
 )
 from semkv.profiles.calibration.needles import NeedleQuestion, NeedleTest
 from semkv.profiles.calibration.samples import SampleSet
-
-
-def eagerly(compiled: CompiledModel) -> CompiledModel:
-    """`compiled`, whose steps ask the memory for entries, as steps of several tokens do: what they look at can be seen."""
-    object.__setattr__(compiled, "placement", replace(compiled.placement, steps=None))
-    return compiled
 
 
 def quick_ones(cases: Iterable[Any], quick: Iterable[Any]) -> list[Any]:

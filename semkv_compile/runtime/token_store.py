@@ -15,6 +15,10 @@ def plain(x: Tensor | Quantized) -> Tensor:
     return dequantize(x) if isinstance(x, Quantized) else x
 
 
+PAGES_AHEAD = 4
+"""Pages that a store without a budget has room for at a time, at least."""
+
+
 class TokenStore:
     """Keys [Hkv, n, D], values [Hkv, n, Dv] and positions [Hkv|1, n] of exact tokens, grown a page at a time.
 
@@ -105,7 +109,9 @@ class TokenStore:
     def _with_one_more(self) -> int:
         """Places of a step's graph: the number of tokens alone says how many."""
         pages = self._pages(self.length + 1)
-        return (room_for(pages) if self.reserve else pages) * self.page_size
+        if self.reserve:
+            pages = room_for(-(-pages // PAGES_AHEAD) * PAGES_AHEAD)
+        return pages * self.page_size
 
     def take_in(self, tokens: int = 1) -> None:
         """Count tokens in that were filled in."""

@@ -15,7 +15,7 @@ from semkv.errors import StateError
 from semkv.live_model import LiveModel
 from semkv.methods import find_method
 from semkv.offload import offload_demand
-from tests.conftest import eagerly
+from tests.eager_steps import eagerly
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a device that is there needs no pretence")
 

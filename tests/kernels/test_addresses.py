@@ -14,7 +14,6 @@ from semkv.kernels.linear.cpp import linear_cpp
 from semkv.kernels.log_softmax.cpp import log_softmax_cpp
 from semkv.kernels.mixed_attention.cpp import mixed_attention_cpp
 from semkv.kernels.selection.cpp import select_cpp
-from semkv.kernels.slots.cpp import Segments, assign_slots_cpp, extent_cpp, release_slots_cpp
 
 needs_compiler = pytest.mark.skipif(cpp.compiler() is None, reason="needs a C++ compiler")
 F, D, H, L, J, U, B = (torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool)
@@ -23,8 +22,6 @@ F, D, H, L, J, U, B = (torch.float32, torch.float64, torch.float16, torch.int64,
 def of(shape: tuple[int, ...], dtype: torch.dtype = F, device: str = "cpu") -> torch.Tensor:
     return torch.zeros(shape, dtype=dtype, device=device)
 
-
-SEGMENTS = Segments(of((3,), L) + 2, torch.tensor([0, 2, 5]), torch.tensor([0, 2, 4]))
 
 CALLS = {
     "log_softmax": (log_softmax_cpp, (of((2, 5)),)),
@@ -39,15 +36,6 @@ CALLS = {
         (of((2, 6, 4), U), of((2, 6, 1), H), of((3, 4)), of((2,), L), of((2,), L), of((2,), L)),
     ),
     "select": (lambda s, t, c: select_cpp(s, t, c, 3, 2), (of((4, 1, 5)), of((4,)), of((2, 5), L))),
-    "release_slots": (
-        lambda w, h, s, t, p: release_slots_cpp(w, h, SEGMENTS, s, t, p),
-        (of((2, 3), B), of((2, 3), B), of((2, 8), L) - 1, of((2, 8), L), of((2, 8), J)),
-    ),
-    "assign_slots": (
-        lambda w, h, s, t, m: assign_slots_cpp(w, h, SEGMENTS, s, t, m),
-        (of((2, 3), B), of((2, 3), B), of((2, 8), L) - 1, of((2, 8), L), of((2,), L)),
-    ),
-    "extent": (extent_cpp, (of((2, 8), L),)),
     "mixed_attention": (
         lambda q, w, k, v, p, s: mixed_attention_cpp(q, w, [k], [v], [p], sinks=s),
         (of((1, 4, 1, 16)), of((1, 1), L), of((1, 2, 5, 16)), of((1, 2, 5, 16)), of((1, 1, 5), L), of((4,))),
@@ -64,10 +52,6 @@ CONVERTED = {
     ("copy_tokens", 3, "gaps"),
     ("copy_tokens", 4, "gaps"),
     ("copy_tokens", 5, "gaps"),
-    ("release_slots", 0, "gaps"),
-    ("release_slots", 1, "gaps"),
-    ("assign_slots", 0, "gaps"),
-    ("assign_slots", 1, "gaps"),
     ("code_products", 0, "gaps"),
     ("code_products", 1, "gaps"),
     ("code_products", 2, "gaps"),
@@ -139,12 +123,6 @@ def test_another_tensor_is_refused_before_anything_is_written(name: str, place: 
         ("copy_tokens", 4, (1,)),
         ("select", 1, (3,)),
         ("select", 2, (2, 4)),
-        ("release_slots", 0, (2, 2)),
-        ("release_slots", 1, (1, 3)),
-        ("release_slots", 3, (2, 7)),
-        ("release_slots", 4, (1, 8)),
-        ("assign_slots", 3, (2, 7)),
-        ("assign_slots", 4, (3,)),
         ("mixed_attention", 3, (1, 2, 4, 16)),
         ("mixed_attention", 2, (1, 2, 5, 15)),
     ],

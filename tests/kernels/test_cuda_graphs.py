@@ -17,7 +17,8 @@ from semkv.errors import ConfigError
 from semkv.kernels import cuda_graphs
 from semkv.kernels.cuda_graphs import RecordedRun, is_recordable, record_runs
 from semkv.runtime.steps import extend
-from tests.conftest import eagerly, quick_ones
+from tests.conftest import quick_ones
+from tests.eager_steps import eagerly
 
 
 class Recorder:

@@ -14,7 +14,7 @@ from semkv.ir.state_ops import EMPTY
 from semkv.methods import OmniKV, find_method
 from semkv.methods import omnikv as module
 from semkv.runtime.step import Step
-from tests.conftest import eagerly
+from tests.eager_steps import eagerly
 
 
 def naive_highest(q, k, scale, groups):

@@ -22,7 +22,7 @@ from semkv.methods.sentences import sentence_classes, sentence_ends
 from semkv.profiles.schema import Profile, SentenceSection
 from semkv.runtime.record import RowRecord
 from semkv.runtime.step import Step
-from tests.conftest import eagerly
+from tests.eager_steps import eagerly
 
 SITE = AttentionSite(index=0, name="layer", store=0, q_heads=6, kv_heads=3, key_dim=7, value_dim=5, scale=0.4)
 STOP = 9

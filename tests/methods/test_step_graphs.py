@@ -14,7 +14,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from semkv.compiled import CompiledModel
 from semkv.config import CompileConfig
 from semkv.runtime.state import State
-from tests.conftest import eagerly, quick_ones
+from tests.conftest import quick_ones
+from tests.eager_steps import eagerly
 
 CASES = {
     "full": ("full", None, {}),

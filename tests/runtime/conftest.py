@@ -17,6 +17,7 @@ from semkv.passes.base import PassOptions
 from semkv.passes.lift_positions import LiftPositions
 from semkv.passes.surprisal_head import SurprisalHead
 from semkv.pipeline import run_passes
+from semkv.runtime.roomy import room_for
 from semkv.runtime.row_memory import RowMemory
 
 VOCAB = 61
@@ -65,15 +66,18 @@ def storages(tensors: Iterator[Tensor]) -> int:
 
 
 def resident_nbytes(row: RowMemory) -> int:
-    """Bytes of the device tensors of the budgeted stores, found by walking the memory: whole storages, not its own count, but for what is
-    reserved in them."""
+    """Bytes of the device tensors of the budgeted stores, found by walking the memory: whole storages, not its own count, but for pages
+    that a store without a budget has ahead. Summaries and indexes that no step has read yet have the room that it will give them."""
     total = 0
     for memory in row.budgeted():
         tensors = [x for part in (memory.kept, memory.recent) for x in part.buffers]
-        if memory.spans is not None:
-            tensors += memory.spans.device_tensors()
+        if memory.spans is not None and memory.spans.count:
+            own = memory.spans.device_tensors()
+            room = sum(x[:, :1].nbytes * room_for(memory.spans.count) for x in own)
+            assert storages(iter(own)) <= room
+            total += room
         if memory.slots is not None:
-            tensors += [x for name, x in memory.slots.tensors().items() if name != "places"]
+            tensors += memory.slots.tensors().values()
         if memory.factors is not None:
             tensors += memory.factors.tensors
         total += storages(iter(tensors)) - memory.reserved_nbytes

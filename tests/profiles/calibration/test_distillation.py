@@ -25,6 +25,7 @@ from semkv.profiles.calibration.retrieval_head import SINKS, Distillation
 from semkv.profiles.calibration.samples import SampleSet
 from semkv.profiles.schema import Profile, ProfileInfo
 from semkv.profiles.schema.retrieval_head import PREFIX, RetrievalHead, group_scores
+from tests.eager_steps import eagerly
 from tests.methods.naive_retrieval import assert_best, naive_weights
 
 LENGTH, STEPS, NEAR = 80, 12, 10
@@ -243,6 +244,7 @@ def test_an_imported_head_chooses_what_its_layer_attends_to(deep, tmp_path, trai
     made = import_eagle(profile, tmp_path / "draft", trained=trained)
     assert made.info.retrieval_head.yarn.factor == 1024 / trained
     compiled = CompiledModel(source, made, find_method("specontext", {"window": 8}), 0.7, CompileConfig(floor=0))
+    compiled = eagerly(compiled)
     ids = torch.randint(0, 40, (1, 161), generator=torch.Generator().manual_seed(0))
     state = compiled.prefill(ids[:, :160])
     compiled.extend(state, ids[:, 160:])
