@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from grids import Bench, table
-from replay import watch
 from reports import Figures, over_contexts, slope, together, verdict
 
 from semkv.config import CompileConfig
@@ -43,7 +42,7 @@ class Contender:
 FULL = Contender("full", "full")
 
 Costs = Mapping[str, Any]
-"""Of a contender at a length, a number for each context: first_s to the first token; step_ms, p95_ms, and of a step choosing_ms,
+"""Of a contender at a length, a number for each context: first_s to the first token; step_ms, p95_ms,
 medians; bytes on the device at its peak, on the host, and moved per step."""
 
 
@@ -58,8 +57,7 @@ def measure(bench: Bench, contenders: Sequence[Contender], length: int, index: i
         started = time.perf_counter()
         states[label] = model.prefill(ids)
         first[label] = time.perf_counter() - started
-    clocks = {label: watch(state) for label, state in states.items()}
-    steps, choosing = {label: [] for label in compiled}, {label: [] for label in compiled}
+    steps = {label: [] for label in compiled}
     chance = torch.Generator().manual_seed(index)
     for _ in range(STEPS):
         for label, model in compiled.items():
@@ -67,13 +65,11 @@ def measure(bench: Bench, contenders: Sequence[Contender], length: int, index: i
             started = time.perf_counter()
             model.extend(states[label], as_ids((token,)))
             steps[label].append(1000 * (time.perf_counter() - started))
-            choosing[label].append(1000 * clocks[label].read())
     return {
         label: {
             "first_s": first[label],
             "step_ms": statistics.median(steps[label]),
             "p95_ms": quantile(steps[label], 0.95),
-            "choosing_ms": statistics.median(choosing[label]),
             "device": state.nbytes["peak"],
             "host": state.nbytes["host"],
             "moved": state.stats.moved_bytes_per_step,
@@ -122,7 +118,6 @@ def costs_table(found: Mapping[int, Mapping[str, Costs]]) -> str:
                     f"{cost['step_ms']:.1f}",
                     f"{cost['p95_ms']:.1f}",
                     f"{cost['step_ms'] / full['step_ms']:.2f}",
-                    f"{cost['choosing_ms']:.2f}",
                     size(cost["device"]),
                     size(cost["host"]),
                     size(cost["moved"]),
@@ -137,7 +132,6 @@ def costs_table(found: Mapping[int, Mapping[str, Costs]]) -> str:
         "step, ms",
         "p95",
         "times full's",
-        "of it choosing",
         "device",
         "host",
         "moved per step",
@@ -225,8 +219,7 @@ ABOUT = (
     f"{CONTEXTS} contexts of each length on a CPU, where the host tier is memory like the device's: of each, the prefill with its "
     f"compression and the median of {STEPS} steps, which take turns; means over contexts, in brackets their 95 % interval. What the paper "
     "says is seen, or not, where the interval tells; a trend is the slope over all contexts with each doubling of the length, and level "
-    f"is less than {100 * LEVEL:g} % of the mean. `choosing`: attention of retrieval heads, pivots and filters, scores of "
-    "all units and the choice among them, in ms. Bytes are of the KV alone: device at its peak, by the tensors that there are. "
+    f"is less than {100 * LEVEL:g} % of the mean. Bytes are of the KV alone: device at its peak, by the tensors that there are. "
     f"`on the link` is arithmetic: what a step moves over {LINK / 1e9:g} GB/s (PCIe 3, 16 lanes). "
 )
 """What `costs_table` shows."""

@@ -13,9 +13,8 @@ The decoder has 8 layers, hidden 1024, 16 query and 8 KV heads of dim 128, an ML
 States are not prefilled but made of random keys and values of the length. What a profile would tell (sketches, a retrieval
 head) is random as well: it takes the time of a trained one. Each contender takes --warmup steps and then --steps timed ones;
 medians count. Twice on the same state: with what its own router chooses among random keys, where every step looks elsewhere, and with a
-choice that overlaps with the step before as it does in text (--overlap; `replay.py`), at the price of the own one. `choosing` is what of a
-step grows with the length by design: retrieval heads, the scores of all units, the selection among them. The floor of a step is the
-bytes that it must read (weights, and what the cache has on the device) over the bandwidth: the fastest plain reading of 256 MiB or of
+choice that overlaps with the step before as it does in text (--overlap; `replay.py`), at the price of the own one. The floor of a step is
+the bytes that it must read (weights, and what the cache has on the device) over the bandwidth: the fastest plain reading of 256 MiB or of
 the operator's entries, among those taken all through the run, as a shared machine is not always as fast.
 """
 
@@ -34,7 +33,7 @@ from typing import Any
 import torch
 from grids import measured_on, table, write_document
 from pages import Output
-from replay import Clock, overlapping, watch
+from replay import overlapping
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
@@ -55,7 +54,7 @@ LAYERS, Q_HEADS, KV_HEADS, DIM, VOCAB, POSITIONS = 8, 16, 8, 128, 4096, 262_144
 OPTIONS: dict[str, dict[str, Any]] = {
     "sekv": {"router": "coarse", "forms": "int8"},
     "sketch": {},
-    "mixed": {"others": "window"},
+    "mixed": {"others": "window", "all_heads": True},
     "compresskv": {"recoverable": True, "selection": "all", "allocation": "uniform"},
     "sentencekv": {"buckets": "chunks", "query": "token"},
     "specontext": {"strict": True},
@@ -74,8 +73,7 @@ class Step:
 
     read_bytes: weights and what the cache has on the device; floor_ms: the time to read them at the bandwidth.
     asked: the overlap that was replayed, None for the own choice; overlap: share of what a step unfolded that was there from the step
-    before. choosing_ms: of the median step, what it took to find what to unfold. full_ms: median of `full` in the same turns, 0
-    where it was not there.
+    before. full_ms: median of `full` in the same turns, 0 where it was not there.
     """
 
     name: str
@@ -88,7 +86,6 @@ class Step:
     moved_bytes: float = 0.0
     overlap: float = 0.0
     asked: float | None = None
-    choosing_ms: float = 0.0
     full_ms: float = 0.0
 
 
@@ -229,8 +226,7 @@ def readings(entries: tuple[int, ...], repeats: int) -> Iterator[Reading]:
 
 @dataclass
 class Contender:
-    """A decode step of one state, and what was found of it. clock: of what our states choose by. asked: the overlap that
-    is replayed. times, choosing: milliseconds. moved, held: bytes."""
+    """A decode step of one state, and what was found of it. asked: the overlap that is replayed. times: in ms. moved, held: bytes."""
 
     name: str
     tokens: int
@@ -238,10 +234,8 @@ class Contender:
     step: Callable[[], object]
     resident: Callable[[], int]
     state: State | None = None
-    clock: Clock | None = None
     asked: float | None = None
     times: list[float] = field(default_factory=list)
-    choosing: list[float] = field(default_factory=list)
     moved: float = 0.0
     held: float = 0.0
 
@@ -249,8 +243,6 @@ class Contender:
         """Untimed steps."""
         for _ in range(steps):
             self.step()
-        if self.clock is not None:
-            self.clock.read()
 
     def burst(self, steps: int) -> None:
         """Timed steps, after one that brings its own data to the caches."""
@@ -258,7 +250,6 @@ class Contender:
         moved, held = self.traffic()
         for _ in range(steps):
             self.times += timed(self.step, 0, 1)
-            self.choosing.append(0.0 if self.clock is None else 1000 * self.clock.read())
         moved_now, held_now = self.traffic()
         self.moved, self.held = self.moved + moved_now - moved, self.held + held_now - held
 
@@ -321,14 +312,13 @@ class Bench:
             partial(compiled.extend, state, ids),
             lambda: state.nbytes["device"],
             state,
-            watch(state),
         )
 
     def compare(self, *contenders: Contender) -> None:
         """Let them take turns, and keep what was found of those that are new."""
         self.bandwidth = max(self.bandwidth, plain_reading([self.probe], self.warmup))
         for one in contenders:
-            one.times, one.choosing, one.moved, one.held = [], [], 0.0, 0.0
+            one.times, one.moved, one.held = [], 0.0, 0.0
             one.warm(self.warmup)
         while len(contenders[0].times) < self.steps:
             for one in contenders:
@@ -347,7 +337,6 @@ class Bench:
                 one.moved / len(times),
                 one.held / max(1, one.moved + one.held),
                 one.asked,
-                statistics.median(one.choosing),
                 full,
             )
             if all(_place(step) != _place(other) for other in self.found):
@@ -379,7 +368,7 @@ def show(step: Step) -> None:
     budget = "-" if step.budget is None else f"{step.budget:g}"
     print(
         f"{step.name:22}{step.tokens:>8}{budget:>8}{step.median_ms:>10.1f} ms{step.p95_ms:>10.1f} ms p95{step.floor_ms:>9.1f} ms floor"
-        f"{step.choosing_ms:>8.1f} ms choosing{step.moved_bytes / 2**20:>8.1f} MiB moved{100 * step.overlap:>5.0f} % there before",
+        f"{step.moved_bytes / 2**20:>8.1f} MiB moved{100 * step.overlap:>5.0f} % there before",
         flush=True,
     )
 
@@ -398,7 +387,6 @@ def claims(found: list[Step], read: list[Reading], length: int) -> dict[str, flo
         if len(fixed) > 1:
             short, long = fixed[min(fixed)], fixed[max(fixed)]
             out[f"{name}: longest over shortest at {FIXED} tokens"] = long.median_ms / short.median_ms
-            out[f"{name}: the same, choosing apart"] = apart(long) / apart(short)
     for one in read:
         out[f"operator: share of reading, {one.entries} entries, {one.dtype}, {one.threads} threads"] = one.share
     return out
@@ -407,11 +395,6 @@ def claims(found: list[Step], read: list[Reading], length: int) -> dict[str, flo
 def named(step: Step) -> str:
     """A contender with its way of choosing."""
     return step.name if step.asked is None else f"{step.name}, {100 * step.asked:g} % overlap"
-
-
-def apart(step: Step) -> float:
-    """Milliseconds of a step without choosing."""
-    return step.median_ms - step.choosing_ms
 
 
 def judged(text: str, met: bool) -> str:
@@ -428,7 +411,6 @@ def page(report: dict[str, Any]) -> Path:
         [
             named(step),
             f"{step.median_ms:.0f}",
-            f"{step.choosing_ms:.0f}",
             f"{step.floor_ms:.0f}",
             judged(f"{(ahead := theirs.median_ms / step.median_ms):.1f}", ahead >= (5 if step is full else 20)),
             judged(f"{(faster := step.full_ms / step.median_ms):.2f}", faster >= 4),
@@ -446,9 +428,7 @@ def page(report: dict[str, Any]) -> Path:
             [
                 name,
                 *[f"{of[n].median_ms:.0f} ({100 * of[n].overlap:.0f} %)" for n in lengths],
-                f"{long.median_ms / short.median_ms:.2f}",
-                *[f"{of[n].choosing_ms:.0f}" for n in lengths],
-                judged(f"{(longer := apart(long) / apart(short)):.2f}", longer <= 1.3),
+                judged(f"{(longer := long.median_ms / short.median_ms):.2f}", longer <= 1.3),
             ]
         )
     read = [
@@ -468,7 +448,6 @@ def page(report: dict[str, Any]) -> Path:
         "float32 weights, states of random keys and values. Medians of 20 steps, in milliseconds; on a shared machine ratios "
         "say more, and the two sides of each ratio alternate every few steps. "
         "`floor` is the time in which the bytes that a step must read can be read, at the fastest reading of the run. "
-        "`choosing`: of a step, what grows with the length by design: the scores of all units, the selection among them, retrieval heads. "
         "`there before`: share of a "
         "step's unfolded tokens that the step before had unfolded. A contender's own choice among random keys looks elsewhere in every "
         "step; with an overlap in its name it pays for that choice and then takes one that overlaps so, as text does. "
@@ -477,20 +456,11 @@ def page(report: dict[str, Any]) -> Path:
         f"## {full.tokens:,} tokens, 10 % of the KV",
         "Bars: 20 times faster than `DynamicCache` with SDPA and 4 times faster than our own `full`, which has to be 5 times "
         "faster than theirs. What meets its bar is in bold, here and below.",
-        table(["", "step", "choosing", "floor", "times DynamicCache", "times `full`", "there before, %"], steps),
+        table(["", "step", "floor", "times DynamicCache", "times `full`", "there before, %"], steps),
         f"## A budget of {FIXED:,} tokens",
-        "Bar: at most 1.3 times as long at the longer length, choosing apart, for `compresskv`, `sentencekv`, `specontext` and the best of "
-        "the others. In brackets what was there before.",
-        table(
-            [
-                "",
-                *[f"{n:,} tokens" for n in lengths],
-                "ratio",
-                *[f"choosing, {n:,}" for n in lengths],
-                "ratio, choosing apart",
-            ],
-            flat,
-        ),
+        "Bar: at most 1.3 times as long at the longer length, for `compresskv`, `sentencekv`, `specontext` and the best of "
+        "the others, although scores of all units grow with the length. In brackets what was there before.",
+        table(["", *[f"{n:,} tokens" for n in lengths], "ratio"], flat),
         "## What the operator reads, GB/s",
         "Bar: 60 % of a plain reading (a sum) of the same bytes in float32. Entries of 8 KV heads, read by 16 query "
         "heads; 6,554 of them fit partly into the processor's cache.",

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from replay import overlapping, watch
+from replay import overlapping
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
@@ -249,7 +249,6 @@ class Bench:
             compiled = self.full.with_method(method, cell.budget, config=config, **OPTIONS[method])
         state = compiled.compress([record] * cell.rows)
         if text:
-            watch(state)
             overlapping(state, OVERLAP)
 
         def step() -> None:

@@ -8,9 +8,8 @@ asked, stand in for what it found, in turns.
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,11 +17,15 @@ from torch import Tensor
 
 from semkv.ir.site import AttentionSite
 from semkv.methods.speculation import SpeculativeRouter
+from semkv.runtime.components import Bringer, Brought
+from semkv.runtime.roomy import room_for
 from semkv.runtime.row_memory import RowMemory
+from semkv.runtime.row_turns import POSITIONS
 from semkv.runtime.site_memory import SiteMemory
 from semkv.runtime.spans import FoldedSpans
 from semkv.runtime.state import State
 from semkv.runtime.step import Step
+from semkv.runtime.units import Units
 
 AHEAD = 1024
 """Units that may be folded after the scores were drawn; they are not chosen."""
@@ -52,89 +55,36 @@ def drift_for(overlap: float, units: int, chosen: int) -> float:
     return 1 - 10 ** -((low + high) / 2)
 
 
-class Clock:
-    """Seconds spent in what is timed since it was last read."""
+def drawing(router: Any, drawn: tuple[Tensor, ...]) -> Any:
+    """A router that works as `router` does, its scores replaced by those of `drawn` [Hq, 1, M], M beyond all units, in turns."""
+    kind: Any = type(router)
 
-    def __init__(self) -> None:
-        self._seconds = 0.0
+    class Drawn(kind):
+        def score(self, site: AttentionSite, q: Tensor, spans: FoldedSpans, step: Step) -> Tensor:
+            own = super().score(site, q, spans, step)
+            return drawn[step.tokens % 2][..., : spans.count].to(own.device)
 
-    def read(self) -> float:
-        """Them; it begins anew."""
-        found, self._seconds = self._seconds, 0.0
-        return found
+        def bring(self, site: AttentionSite, step: Step, spans: FoldedSpans) -> Brought:
+            own = super().bring(site, step, spans) if isinstance(router, Bringer) else Brought({})
+            score = drawn[step.tokens % 2][:, 0].unflatten(0, (site.kv_heads, site.group_size))
+            columns = room_for(spans.count)
+            if isinstance(router, SpeculativeRouter):  # one for the query heads of a KV head, by position
+                score, columns = score[:, :1], (step.tokens + 1 + POSITIONS) // POSITIONS * POSITIONS - own.skipped
+            assert spans.count <= score.shape[-1], "more units than there are drawn scores for"
+            score = torch.nn.functional.pad(score, (own.skipped, columns - score.shape[-1]), value=float("-inf"))
+            return Brought({**own.tensors, "drawn": score.contiguous()}, own.skipped)
 
-    def timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """`call`, its time counted."""
+        def scores(self, site: AttentionSite, q: Tensor, units: Units) -> Tensor:
+            own = super().scores(site, q, units)
+            return torch.where(own == own, units.tensors["drawn"], own)
 
-        def run(*args: Any, **kwargs: Any) -> Any:
-            started = time.perf_counter()
-            made = call(*args, **kwargs)
-            self._seconds += time.perf_counter() - started
-            return made
-
-        return run
-
-
-@dataclass(eq=False)
-class Replay:
-    """A router that works as `router` does, its scores replaced by one of `drawn` [Hq, 1, M] in turns; None: its own."""
-
-    router: Any
-    clock: Clock
-    drawn: tuple[Tensor, ...] | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.router, name)
-
-    def score(self, site: AttentionSite, q: Tensor, spans: FoldedSpans, step: Step) -> Tensor:
-        own = self.clock.timed(self.router.score)(site, q, spans, step)
-        if self.drawn is None:
-            return own
-        self.drawn = tuple(score.to(own.device) for score in self.drawn)
-        return self.drawn[step.tokens % 2][..., : spans.count]
-
-
-@dataclass(frozen=True)
-class _TimedBefore:
-    """`semkv.runtime.components.BeforeStep` whose steps are counted."""
-
-    before: Any
-    clock: Clock
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.before, name)
-
-    def begin(self, *args: Any) -> None:
-        self.clock.timed(self.before.begin)(*args)
-
-
-@dataclass(frozen=True)
-class _TimedAtSite:
-    """`semkv.runtime.components.AtSite` whose time is counted."""
-
-    at_site: Any
-    clock: Clock
-
-    def stored(self, step: Step) -> None:
-        self.clock.timed(self.at_site.stored)(step)
-
-
-def watch(state: State) -> Clock:
-    """Time what a state of one row does to find what it unfolds: retrieval heads, attention of pivots and filters, scores of all units, and
-    the choice among them."""
-    clock, row = Clock(), state.rows[0]
-    plan = row.placement.plan
-    before = None if plan.before is None else _TimedBefore(plan.before, clock)
-    at_site = {index: _TimedAtSite(one, clock) for index, one in plan.at_site.items()}
-    row.placement = replace(row.placement, plan=replace(plan, before=before, at_site=at_site))
-    for memory in _choosing(row):
-        memory.components = replace(memory.components, router=Replay(memory.components.router, clock))
-        memory._select = clock.timed(memory._select)
-    return clock
+    made = object.__new__(Drawn)
+    made.__dict__.update(router.__dict__)
+    return made
 
 
 def overlapping(state: State, overlap: float) -> None:
-    """Have the steps of a watched state choose units of which the share `overlap` was chosen by the step before."""
+    """Have the steps of a state of one row choose units of which the share `overlap` was chosen by the step before."""
     row, kept = state.rows[0], {}
     ranked: dict[tuple[int, int], tuple[Tensor, ...]] = {}  # what all layers that go by one ranking are given
     for store in row.placement.budgeted:
@@ -149,9 +99,10 @@ def overlapping(state: State, overlap: float) -> None:
             generator = torch.Generator().manual_seed(store.store)
             scores = walk(2, memory.site.kv_heads, units, kept[share], generator)
             drawn = tuple(_padded(score, memory) for score in scores)
-            if isinstance(memory.components.router.router, SpeculativeRouter):
+            router = memory.components.router
+            if isinstance(router, SpeculativeRouter):
                 drawn = ranked.setdefault((memory.site.kv_heads, units), drawn)
-            memory.components.router.drawn = drawn
+            memory.components = replace(memory.components, router=drawing(router, drawn))
 
 
 def _choosing(row: RowMemory) -> list[SiteMemory]:

@@ -198,12 +198,6 @@ SAID = (
         lambda length, at: 1000 * (at["sentencekv"]["first_s"] - at["full"]["first_s"]) / length,
         within(high=0.06),
     ),
-    Direction(
-        "ranking is a small part of a step (App. A.5, A.6), here a quarter at most",
-        "choosing, % of a step",
-        lambda _, at: 100 * at["sentencekv"]["choosing_ms"] / at["sentencekv"]["step_ms"],
-        within(high=25),
-    ),
 )
 
 
