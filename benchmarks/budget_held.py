@@ -209,7 +209,11 @@ class Watch:
 def run(compiled: CompiledModel, ids: Tensor, new: int) -> dict[str, Any]:
     """Prefill `ids` and generate `new` tokens greedily, measuring in every turn."""
     watches: list[Watch] = []
-    steps = GraphedSteps(compiled.program, lambda module: Reading(module, lambda entries: watches[0].saw(entries)).run)
+
+    def reading(module: GraphModule) -> Callable[..., Any]:
+        return Reading(module, lambda entries: watches[0].saw(entries)).run
+
+    steps = GraphedSteps(compiled.program, reading, reading)
     if compiled.placement.steps is not None:
         object.__setattr__(compiled, "placement", replace(compiled.placement, steps=steps))
     state = compiled.prefill(ids)

@@ -14,8 +14,9 @@ struct Product {
   Parallel parallel;
 };
 
-// STREAMS rows of weights times `Tokens` vectors, the last ones again where there are fewer, which nothing is written for.
-template <int64_t Tokens>
+// STREAMS rows of weights times `Tokens` vectors, the last ones again where there are fewer, which nothing is written for. With `Ahead`,
+// the rows behind them are on their way meanwhile.
+template <int64_t Tokens, bool Ahead>
 void multiply(const Product& call, const int64_t* rows, int64_t first) {
   const int64_t inner = call.inner, whole = inner / LANES * LANES;
   Floats sums[Tokens][STREAMS] = {};
@@ -27,6 +28,7 @@ void multiply(const Product& call, const int64_t* rows, int64_t first) {
   for (int64_t at = 0; at < whole; at += LANES)
     for (int64_t stream = 0; stream < STREAMS; ++stream) {
       Floats part = load(weights[stream] + at);
+      if (Ahead) __builtin_prefetch(weights[stream] + inner + at);
       for (int64_t token = 0; token < Tokens; ++token) sums[token][stream] += part * load(asked[token] + at);
     }
   for (int64_t token = 0; token < Tokens && first + token < call.tokens; ++token) {
@@ -48,7 +50,9 @@ void compute(const Product& call, int64_t task) {
     int64_t rows[STREAMS];
     for (int64_t stream = 0; stream < STREAMS; ++stream)
       rows[stream] = stream * part + row;
-    for (int64_t first = 0; first < call.tokens; first += Tokens) multiply<Tokens>(call, rows, first);
+    multiply<Tokens, false>(call, rows, 0);
+    for (int64_t first = Tokens; first < call.tokens; first += Tokens)
+      first == Tokens ? multiply<Tokens, true>(call, rows, first) : multiply<Tokens, false>(call, rows, first);
   }
 }
 

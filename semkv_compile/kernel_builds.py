@@ -97,6 +97,12 @@ def as_step(kernels: str, dtype: torch.dtype, module: GraphModule) -> Callable[.
     return whole(module) if _fuses(kernels, dtype, torch.device("cpu")) else module
 
 
+def as_between(kernels: str, dtype: torch.dtype, module: GraphModule) -> GraphModule:
+    """The graph between the turns of several rows on a CPU as it runs there: with a compiler, what lies between two layers' turns is one
+    call."""
+    return fuse(module) if _fuses(kernels, dtype, torch.device("cpu")) else module
+
+
 def _fuses(kernels: str, dtype: torch.dtype, device: torch.device) -> bool:
     native = form_of(kernels, device)[0] == "cpp" and dtype == torch.float32
     return native and segments_library().failure() is None

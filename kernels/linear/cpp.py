@@ -15,7 +15,7 @@ from semkv.kernels.cpp import Library, library, team
 TEMPLATE = Path(__file__).parent / "template.cpp"
 MAX_TOKENS = 4
 """Vectors that are multiplied at once, at most: their sums are in registers."""
-FEW_TOKENS = 8
+FEW_TOKENS = 16
 """Up to which the product waits for the weight: more than that are a matter of arithmetic."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -360,6 +361,23 @@ class Components:
         """Whether prefill has to compute the surprisal of every token."""
         return self.segmenter is not None and self.segmenter.reads_surprisal
 
+    # What every layer of every step asks is told once.
+
+    @cached_property
+    def bringer(self) -> Bringer | None:
+        """The router, where it is one."""
+        return self.router if isinstance(self.router, Bringer) else None
+
+    @cached_property
+    def rest(self) -> Rest | None:
+        """The router, where it is one."""
+        return self.router if isinstance(self.router, Rest) else None
+
+    @cached_property
+    def of_tokens(self) -> bool:
+        """Whether the router goes by single tokens."""
+        return isinstance(self.router, OfTokens) and self.router.of_tokens
+
 
 @dataclass(frozen=True)
 class Part:
@@ -452,6 +470,16 @@ class Plan:
     features: tuple[int, ...] = ()
     charge: Charge = Charge()
     generated: Generated = "budgeted"
+
+    @cached_property
+    def passers(self) -> Mapping[int, Passer]:
+        """Those of `at_site` that pass on what they know, by site index."""
+        return {site: actor for site, actor in self.at_site.items() if isinstance(actor, Passer)}
+
+    @cached_property
+    def charged(self) -> frozenset[str]:
+        """The notes that the budget counts."""
+        return frozenset(name for name, note in self.notes.items() if note.charged)
 
     def all_components(self) -> tuple[Components, ...]:
         """The distinct compositions, in order."""

@@ -218,8 +218,8 @@ class RowMemory:
     @property
     def charged_nbytes(self) -> int:
         """Device bytes of the notes that the budget counts."""
-        known = self.placement.plan.notes
-        return sum(x.nbytes for name, x in self.notes.items() if name in known and known[name].charged)
+        charged = self.placement.plan.charged
+        return sum(x.nbytes for name, x in self.notes.items() if name in charged) if charged else 0
 
     @property
     def is_short(self) -> bool:

@@ -12,8 +12,9 @@ from torch.fx import GraphModule
 from semkv.ir.ops import mixed_attention
 from semkv.ir.program import Program
 from semkv.ir.site import AttentionSite
-from semkv.runtime.components import Bringer, Components, Giver, Passer, Plan, Scorer, Taker
+from semkv.runtime.components import Components, Giver, Plan, Scorer, Taker
 from semkv.runtime.layer_step import PLACES, Layer
+from semkv.runtime.many_rows import ManyRows
 from semkv.runtime.row_memory import RowMemory
 from semkv.runtime.site_memory import SiteMemory
 from semkv.runtime.step_graph import TERMS, StepGraphs, Turn
@@ -56,16 +57,16 @@ class Layers:
     ) -> tuple[Layer, dict[str, Tensor]]:
         """The layer of a part's site, and its constants."""
         components, reads = memory.components, memory.reads_units
-        length, passer = memory.spans.places.length if reads else 0, plan.at_site.get(site.index)
+        length, passer = memory.spans.places.length if reads else 0, plan.passers.get(site.index)
         key = (id(components), site.index, site.first_head, owner, reads, length, tuple(tensors), id(passer))
         if key not in self._known:
             constants = _constants(site, components) if reads else {}
             router = components.router
             taken = router.taken(site) if reads and isinstance(router, Taker) else ()
-            passes = passer.names(site) if isinstance(passer, Passer) else ()
+            passes = () if passer is None else passer.names(site)
             names = (*tensors, *constants, *(name for name in taken if name not in passes))
             made = Layer(site, components, owner, reads, length, names, self.settings[site.index])
-            if isinstance(passer, Passer):
+            if passer is not None:
                 made = replace(made, passer=passer, passes=passes)
             self._known[key] = made, constants
         return self._known[key]
@@ -94,12 +95,12 @@ def turns_of(row: RowMemory, ids: Tensor, surprisal: Tensor, layers: Layers) -> 
         for part, memory, at, room in zip(parts, memories, places, rooms):
             mine = site.part(part.first, part.last, 1.0)
             count, usable, start, shift = memory.prepare(mine, room)
-            tensors, router = memory.step_tensors(), memory.components.router
-            if memory.reads_units and isinstance(router, Bringer):
-                brought = router.bring(mine, row.step_of(site, ids, nothing), memory.spans)
+            tensors, bringer = memory.step_tensors(), memory.components.bringer
+            if bringer is not None and memory.reads_units:
+                brought = bringer.bring(mine, row.step_of(site, ids, nothing), memory.spans)
                 tensors = {**tensors, **brought.tensors}
                 count, start = count + brought.skipped, start - brought.skipped
-            if isinstance(placement.plan.at_site.get(site.index), Passer):
+            if site.index in placement.plan.passers:
                 room = (tokens + POSITIONS) // POSITIONS * POSITIONS
                 tensors = {**tensors, PLACES: torch.empty(room + 1, dtype=torch.float32, device="cpu")}
             layer, constants = layers.layer(mine, owner, memory, tensors, placement.plan)
@@ -121,10 +122,19 @@ def take_turns(row: RowMemory, turns: Sequence[Sequence[Turn]], told: Iterator[t
 
 
 class GraphedSteps:
-    """Decode steps of one program by `StepGraphs`."""
+    """Decode steps of one program: of one row by `StepGraphs`, of several by `ManyRows`.
 
-    def __init__(self, program: Program, prepare: Callable[[GraphModule], Callable[..., tuple[Tensor, ...]]]) -> None:
+    prepare: makes of a graph of tensors what runs it; between: of the graph between the turns of several rows.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        prepare: Callable[[GraphModule], Callable[..., tuple[Tensor, ...]]],
+        between: Callable[[GraphModule], Callable[..., tuple[Tensor, ...]]],
+    ) -> None:
         self.graphs, self.layers = StepGraphs(program, prepare), Layers.of(program)
+        self.many = ManyRows(program, self.graphs, between, prepare)
 
     def serves(self, rows: Sequence[RowMemory]) -> bool:
         """Whether the next step of these rows is a graph."""
@@ -139,20 +149,19 @@ class GraphedSteps:
         asking = [row for row in rows if row.past is not None]
         sites = rows[0].placement.program.sites if asking else ()
         queried = {site.index for site in sites if site.treatment == "method"}
-        looking = [(row, at_site) for row in rows for at_site in row.placement.plan.at_site.items()]
-        asked = tuple(sorted(queried | {site for _, (site, actor) in looking if not isinstance(actor, Passer)}))
-        graph = self.graphs.of(turns, asked)
-        flat = [turn for own in turns for parts in own for turn in parts]
-        numbers = torch.tensor([turn.numbers for turn in flat], dtype=torch.int64, device="cpu")[..., None]
-        state = [x for turn in flat for x in turn.tensors.values()]
-        hidden, *more = graph.run(ids, positions, numbers.to(ids.device), *state)
-        reading = sum(turn.layer.reads for turn in flat)
-        told = iter(zip(more[0][:, 0].tolist(), (read[0] for read in more[1 : 1 + reading]))) if reading else iter(())
+        plans = [row.placement.plan for row in rows]
+        asked = tuple(sorted(queried | {site for plan in plans for site in plan.at_site if site not in plan.passers}))
+        if len(rows) == 1:
+            hidden, moved, read, behind, observed = self._alone(turns, ids, positions, asked)
+        else:
+            hidden, found, behind, observed = self.many.run(rows, turns, ids, positions, asked)
+            moved = torch.stack([x for x, _ in found]).tolist() if found else []
+            read = [x for _, x in found]
+        told = iter(zip(moved, read))
         for row, own in zip(rows, turns):
             take_turns(row, own, told)
-        behind = iter(more[1 + reading if reading else 0 :])
         queries = dict(zip(asked, behind))
-        for site, hidden_there in zip(graph.observed, behind):
+        for site, hidden_there in zip(observed, behind[len(asked) :]):
             for r, row in enumerate(rows):
                 row.observe(site, hidden_there[r])
         for r, row in enumerate(rows):
@@ -160,9 +169,29 @@ class GraphedSteps:
             for site, q in queries.items():
                 if row.past is not None:
                     row.past.asked(sites[site], q[r])
-                if site in plan.at_site and not isinstance(plan.at_site[site], Passer):
+                if site in plan.at_site and site not in plan.passers:
                     plan.at_site[site].stored(row.step_of(sites[site], known[r], q[r]))
         return hidden
+
+    def _alone(
+        self, turns: Sequence[Sequence[Sequence[Turn]]], ids: Tensor, positions: Tensor, asked: tuple[int, ...]
+    ) -> tuple[Tensor, list[list[int]], list[Tensor], list[Tensor], tuple[int, ...]]:
+        """The step of one row: hidden; of turns that read units, tokens copied and there, and units read; queries and hidden states."""
+        graph = self.graphs.of(turns, asked)
+        flat = [turn for own in turns for parts in own for turn in parts]
+        numbers = torch.tensor([turn.numbers for turn in flat], dtype=torch.int64, device="cpu")[..., None]
+        state = [x for turn in flat for x in turn.tensors.values()]
+        hidden, *more = graph.run(ids, positions, numbers.to(ids.device), *state)
+        reading = sum(turn.layer.reads for turn in flat)
+        if not reading:
+            return hidden, [], [], more, graph.observed
+        return (
+            hidden,
+            more[0][:, 0].tolist(),
+            [x[0] for x in more[1 : 1 + reading]],
+            more[1 + reading :],
+            graph.observed,
+        )
 
 
 __all__ = ["GraphedSteps", "serves"]

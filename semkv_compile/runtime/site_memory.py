@@ -9,7 +9,7 @@ from semkv.ir.memory import Entries
 from semkv.ir.site import AttentionSite
 from semkv.runtime.blocks import NEG_INF, bias_of, with_block, zoomed_units
 from semkv.runtime.choosing import Zoom, choose_there, choose_units
-from semkv.runtime.components import Coarse, Components, Continuing, Cutting, OfTokens, Rest
+from semkv.runtime.components import Coarse, Components, Continuing, Cutting
 from semkv.runtime.costs import exact_nbytes
 from semkv.runtime.factors import UnfoldedFactors
 from semkv.runtime.quantization import quantize, tensors_of
@@ -328,9 +328,7 @@ class SiteMemory:
         """Whether a step's graph can do all that its turn takes."""
         if not self.reads_units:
             return True
-        router = self.components.router
-        tokens = isinstance(router, OfTokens) and router.of_tokens
-        return not self.spans.has_factors and (not tokens or self.spans.places.length == 1)
+        return not self.spans.has_factors and (not self.components.of_tokens or self.spans.places.length == 1)
 
     def prepare(self, site: AttentionSite, allowance: float) -> tuple[int, int, int, int]:
         """Have slots within `allowance` bytes, for the turn of `site`: `semkv.runtime.layer_step.NUMBERS` but for the first."""
@@ -366,8 +364,7 @@ class SiteMemory:
         self.slots.filled = moved + held
         self.moved_nbytes, self.held_nbytes = (0 if self.on_device else moved * size), held * size
         self._read = read.repeat_interleave(self.site.q_heads // len(read))
-        router = self.components.router
-        self.reads_codes = isinstance(router, Rest) and router.has_rest(self.site)
+        self.reads_codes = self.components.rest is not None and self.components.rest.has_rest(self.site)
 
     # -- attention ---------------------------------------------------------------------------------------------------
 

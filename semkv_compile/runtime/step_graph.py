@@ -190,7 +190,7 @@ class StepGraphs:
             if name not in turn.tensors and name not in constants
         }
 
-        trace = self._trace(turn, {name: attribute_of(module, node) for name, node in terms.items()}, examples)
+        trace = self.trace(turn, {name: attribute_of(module, node) for name, node in terms.items()}, examples)
         order = [*given, *(values[name] for name in layer.tensors), *terms.values()]
         copies = dict(zip([x for x in trace.graph.nodes if x.op == "placeholder"], order, strict=True))
         for node in trace.graph.nodes:
@@ -211,8 +211,12 @@ class StepGraphs:
                 copies[node] = graph.node_copy(node, copies.__getitem__)
         raise AssertionError("a trace without an output")
 
-    def _trace(self, turn: Turn, terms: dict[str, Tensor], passed: dict[str, Tensor]) -> GraphModule:
-        """`attend_step` of one kind of layers, for one row."""
+    def trace(self, turn: Turn, terms: dict[str, Tensor], passed: dict[str, Tensor]) -> GraphModule:
+        """`attend_step` of one kind of layers, for one row: its inputs are q, k, v, positions, numbers, the layer's tensors and `terms`."""
+        with _tracing:
+            return self._traced(turn, terms, passed)
+
+    def _traced(self, turn: Turn, terms: dict[str, Tensor], passed: dict[str, Tensor]) -> GraphModule:
         layer = turn.layer
         key = (layer.kind, tuple(terms))
         if key not in self._traces:

@@ -1,0 +1,195 @@
+"""Decode steps of several rows: what all tokens share is one graph, each row's turn of a layer is a graph of its own.
+
+So rows come and go without a new graph, and what grows in one row changes nothing for the others. Both are the graphs of a step of one row
+(`semkv.runtime.step_graph`), cut where a layer's turn begins and ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from threading import RLock
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from semkv.ir import memory
+from semkv.ir.graph import copy_graph_module, placeholders
+from semkv.ir.ops import mixed_attention
+from semkv.ir.program import Program
+from semkv.runtime.row_memory import RowMemory
+from semkv.runtime.step_graph import TERMS, StepGraphs, Turn
+
+aten = torch.ops.aten
+BEFORE_STATE = 5
+"""Inputs of a turn's graph before its state: queries, keys, values, positions, numbers."""
+Prepare = Callable[[GraphModule], Callable[..., Any]]
+
+
+@dataclass
+class Brought:
+    """What one row has of its own between steps. numbers int64 [turns, len(NUMBERS), 1], written before each step; calls: of its turns, by
+    site and first head, with the layer that they are for."""
+
+    numbers: Tensor
+    each: list[Tensor]
+    calls: dict[tuple[int, int], tuple[object, Callable[..., Any]]] = field(default_factory=dict)
+
+
+class ManyRows:
+    """Steps over B rows of one program. shared: makes of the graph between turns what runs it; own: of a turn's."""
+
+    def __init__(self, program: Program, graphs: StepGraphs, shared: Prepare, own: Prepare) -> None:
+        self.program, self.graphs, self.shared, self.own = program, graphs, shared, own
+        self._between: dict[tuple[int, ...], tuple[Callable[..., Any], tuple[int, ...]]] = {}
+        self._rows: WeakKeyDictionary[RowMemory, Brought] = WeakKeyDictionary()
+        self._turns: dict[int, GraphModule] = {}
+        self._making = RLock()
+
+    def run(
+        self,
+        rows: Sequence[RowMemory],
+        turns: Sequence[Sequence[Sequence[Turn]]],
+        ids: Tensor,
+        positions: Tensor,
+        asked: tuple[int, ...],
+    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]], list[Tensor], tuple[int, ...]]:
+        """ids, positions int64 [B, 1]; turns: of each row its sites, of each site its parts.
+
+        Returns hidden [B, 1, H]; of each turn that reads units, row by row, (tokens copied and there, int64 [2]; units read int64 [H]);
+        queries [B, Hq, 1, D] of each site of `asked` and hidden states [B, 1, H] that enter each observed site; those sites.
+        """
+        with self._making:
+            if asked not in self._between:
+                module, observed = _between(self.program, asked)
+                self._between[asked] = self.shared(module), observed
+        graph, observed = self._between[asked]
+        step = _Step(self, [self._brought(*each) for each in zip(rows, turns)], turns)
+        hidden, *behind = graph(ids, positions, step)
+        return hidden, [x for own in step.told for x in own], behind, observed
+
+    def _brought(self, row: RowMemory, turns: Sequence[Sequence[Turn]]) -> Brought:
+        """That of a row, with the numbers of this step."""
+        numbers = torch.tensor([turn.numbers for own in turns for turn in own], dtype=torch.int64, device="cpu")[
+            ..., None
+        ]
+        known = self._rows.get(row)
+        if known is None or known.numbers.shape != numbers.shape:
+            known = self._rows[row] = Brought(numbers, list(numbers))
+        known.numbers.copy_(numbers)
+        return known
+
+    def turn_of(
+        self, row: Brought, turn: Turn, terms: dict[str, Tensor], passed: dict[str, Tensor]
+    ) -> Callable[..., Any]:
+        """What computes a turn of a row."""
+        site = turn.layer.site
+        place = site.index, site.first_head
+        known = row.calls.get(place)
+        if known is None or known[0] is not turn.layer:
+            with self._making:
+                trace = self.graphs.trace(turn, terms, passed)
+                if id(trace) not in self._turns:
+                    self._turns[id(trace)] = _without_batch(trace, turn)
+                known = row.calls[place] = turn.layer, self.own(self._turns[id(trace)])
+        return known[1]
+
+
+class _Step:
+    """What the graph between turns asks in one step. told: of each row, what its turns that read units told."""
+
+    def __init__(self, many: ManyRows, rows: Sequence[Brought], turns: Sequence[Sequence[Sequence[Turn]]]) -> None:
+        self.many, self.rows, self.turns = many, rows, turns
+        self.told: list[list[tuple[Tensor, Tensor]]] = [[] for _ in rows]
+        self._passed: list[dict[str, Tensor]] = [{} for _ in rows]
+        self._at = 0
+
+    def attend(
+        self, site: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, terms: Mapping[str, Tensor]
+    ) -> Tensor:
+        """Turns of all rows in one layer: q [B, Hq, 1, D], k [B, Hkv, 1, D], v [B, Hkv, 1, Dv], positions [B, 1] -> [B, Hq, 1, Dv]."""
+        whole, out = self.many.program.sites[site], []
+        for r, (row, turns) in enumerate(zip(self.rows, self.turns)):
+            mine = [x[r : r + 1] for x in (q, k, v, positions)]
+            made = []
+            for number, turn in enumerate(turns[site], self._at):
+                part, given, own = turn.layer.site, mine, dict(terms)
+                if part.kv_heads != whole.kv_heads:
+                    heads, asking = slice(part.first_head, part.first_head + part.kv_heads), part.query_heads
+                    given = [mine[0][:, asking], mine[1][:, heads], mine[2][:, heads], mine[3]]
+                    own = {name: x[asking] for name, x in terms.items()}
+                made.append(self._turn(r, row, turn, given, row.each[number], own))
+            out.append(made[0] if len(made) == 1 else torch.cat(made, 1))
+        self._at += len(self.turns[0][site])
+        return torch.cat(out)
+
+    def _turn(
+        self, r: int, row: Brought, turn: Turn, given: list[Tensor], numbers: Tensor, terms: dict[str, Tensor]
+    ) -> Tensor:
+        layer, passed = turn.layer, self._passed[r]
+        call = self.many.turn_of(row, turn, terms, passed)
+        known = turn.tensors | turn.constants | passed if passed else turn.tensors | turn.constants
+        out, *more = call(*given, numbers, *[known[name] for name in layer.tensors], *terms.values())
+        if layer.reads:
+            moved, read, *more = more
+            self.told[r].append((moved[0], read[0]))
+        if layer.passes:
+            passed.update(zip(layer.passes, more))
+        return out
+
+
+def attend(
+    step: _Step, site: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, terms: Mapping[str, Tensor]
+) -> Tensor:
+    """Graph function of the graph between turns."""
+    return step.attend(site, q, k, v, positions, terms)
+
+
+def _between(program: Program, asked: tuple[int, ...]) -> tuple[GraphModule, tuple[int, ...]]:
+    """(ids, positions, step) -> (hidden, queries of each site of `asked`, hidden states that enter observed sites); those sites."""
+    assert program.decode is not None
+    module = copy_graph_module(program.decode)
+    graph, queries, observed = module.graph, {}, {}
+    for node in list(graph.nodes):
+        if node.target == memory.entries:
+            attends = next(user for item in node.users for user in item.users if user.target == mixed_attention)
+            queries[node.args[1]] = node.args[2]
+            terms = {name: attends.kwargs[name] for name in TERMS if name in attends.kwargs}
+            with graph.inserting_before(attends):
+                made = graph.call_function(attend, (*node.args, terms))
+            attends.replace_all_uses_with(made)
+            graph.erase_node(attends)
+            for item in list(node.users):
+                graph.erase_node(item)
+            graph.erase_node(node)
+        elif node.target == memory.observe:
+            observed[node.args[1]] = node.args[2]
+            graph.erase_node(node)
+    hidden = graph.output_node().args[0]
+    while isinstance(hidden, (tuple, list)):
+        (hidden,) = hidden
+    graph.output_node().args = ((hidden, *(queries[site] for site in asked), *observed.values()),)
+    graph.lint()
+    module.recompile()
+    return module, tuple(observed)
+
+
+def _without_batch(trace: GraphModule, turn: Turn) -> GraphModule:
+    """A turn's graph whose inputs of the row's state have no dimension of rows."""
+    graph, copies = Graph(), {}
+    inputs: list[Node] = list(placeholders(trace.graph).values())
+    for node in inputs:
+        copies[node] = graph.placeholder(str(node.target))
+    for node, name in zip(inputs[BEFORE_STATE:], turn.layer.tensors):
+        if name in turn.tensors:
+            copies[node] = graph.call_function(aten.unsqueeze.default, (copies[node], 0))
+    for node in trace.graph.nodes:
+        if node.op != "placeholder":
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    return GraphModule(trace, graph)
+
+
+__all__ = ["ManyRows"]
