@@ -11,6 +11,7 @@ import semkv
 from semkv import compiled as compiled_module
 from semkv.kernels.cpp import compiler
 from semkv.kernels.segments import Segment, whole
+from tests.conftest import quick_ones
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 METHODS = ["full", "snapkv", "quest", "sketch", "sekv"]
@@ -40,7 +41,7 @@ def runs(compiled: semkv.Compiled) -> list[object]:
     return [graph.run for graph in compiled.placement.steps.graphs._graphs.values()]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", quick_ones(METHODS, ["full", "sketch"]))
 def test_a_real_step_is_one_call(method, prompt, monkeypatch):
     """Long enough for memories to grow between steps."""
     fused = compiled_by(method)
