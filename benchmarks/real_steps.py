@@ -138,8 +138,8 @@ def page(report: dict) -> Path:
         "A step reads all weights whatever the method: what a method saves is of the rest.",
         table(["method", "median, ms", "mean, ms", "95th percentile", "times as fast as `full`", "by means"], lines),
         "## Many conversations in one step",
-        f"Conversations of {report['lengths'][0]:,} to {report['lengths'][1]:,} tokens: `compiled.step` of all of them, and a step of each after "
-        "the other; tokens per second.",
+        f"Conversations of {report['lengths'][0]:,} to {report['lengths'][1]:,} tokens: `compiled.step` of all, and a step of each "
+        "after the other; tokens per second.",
         table(["method", "conversations", "one by one", "together", "times", "by means"], many),
         "## Provenance",
         measured_on(report["environment"]),

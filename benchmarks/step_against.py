@@ -124,45 +124,55 @@ def main() -> None:
         "before": Tree(asked.other.resolve(), asked.other_python, asked.threads),
         "now": Tree(HERE, sys.executable, asked.threads),
     }
-    rows = []
-    for method in asked.methods or trees["now"].methods:
-        made = {
-            name: tree.ask(do="make", method=method, length=asked.length, budget=asked.budget, overlap=asked.overlap)
-            for name, tree in trees.items()
-        }
-        refused = next((x["refused"] for x in made.values() if "refused" in x), None)
-        if refused:
-            rows.append({"method": method, "refused": refused})
-            print(f"{method:16} left out: {refused.split(':')[0][:90]}", flush=True)
-            continue
-        times: dict[str, list[float]] = {name: [] for name in trees}
-        while len(times["now"]) < asked.steps:
-            for name, tree in trees.items():
-                times[name] += tree.ask(do="step", steps=BURST)["times"]
-        medians, means = ({name: of(x) for name, x in times.items()} for of in (statistics.median, statistics.fmean))
-        rows.append(
-            {"method": method, "median_ms": medians, "mean_ms": means, "faster": medians["before"] / medians["now"]}
-        )
-        print(
-            f"{method:16} before {medians['before']:8.1f} now {medians['now']:8.1f} ms: {rows[-1]['faster']:5.2f} times as fast "
-            f"(means {means['before'] / means['now']:.2f})",
-            flush=True,
-        )
-    out = asked.out or (None if asked.methods else RESULTS)
-    if out is not None:
-        from semkv.evaluation.environment import describe, now
+    from semkv.evaluation.environment import describe, now
 
-        report = {
-            "environment": describe(now()).model_dump(mode="json"),
-            "commits": {name: tree.commit for name, tree in trees.items()},
-            "length": asked.length,
-            "budget": asked.budget,
-            "overlap": asked.overlap,
-            "threads": asked.threads,
-            "steps": asked.steps,
-            "rows": rows,
-        }
-        out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    started = now()
+    out = asked.out or (None if asked.methods else RESULTS)
+    rows: list[dict[str, Any]] = []
+    for method in asked.methods or trees["now"].methods:
+        rows.append({"method": method, **compare(trees, method, asked)})
+        show(rows[-1])
+        if out is not None:  # so that an interrupted run leaves what it has
+            report = {
+                "environment": describe(started).model_dump(mode="json"),
+                "commits": {name: tree.commit for name, tree in trees.items()},
+                **{name: getattr(asked, name) for name in ("length", "budget", "overlap", "threads", "steps")},
+                "rows": rows,
+            }
+            out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+def compare(trees: dict[str, Tree], method: str, asked: argparse.Namespace) -> dict[str, Any]:
+    """Steps of one method in both trees, in turns."""
+    settings = {"method": method, "length": asked.length, "budget": asked.budget, "overlap": asked.overlap}
+    for tree in trees.values():
+        made = tree.ask(do="make", **settings)
+        if "refused" in made:
+            return made
+    times: dict[str, list[float]] = {name: [] for name in trees}
+    while len(times["now"]) < asked.steps:
+        for name, tree in trees.items():
+            times[name] += tree.ask(do="step", steps=BURST)["times"]
+    medians, means = ({name: of(x) for name, x in times.items()} for of in (statistics.median, statistics.fmean))
+    return {
+        "median_ms": medians,
+        "mean_ms": means,
+        "faster": medians["before"] / medians["now"],
+        "faster_by_means": means["before"] / means["now"],
+    }
+
+
+def show(row: dict[str, Any]) -> None:
+    """A line of the table."""
+    if "refused" in row:
+        print(f"{row['method']:16} left out: {row['refused'].split(':')[0][:100]}", flush=True)
+        return
+    before, after = row["median_ms"]["before"], row["median_ms"]["now"]
+    print(
+        f"{row['method']:16} before {before:8.1f} now {after:8.1f} ms: {row['faster']:5.2f} times as fast "
+        f"({row['faster_by_means']:.2f} by means)",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

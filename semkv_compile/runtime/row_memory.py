@@ -508,16 +508,10 @@ class RowMemory:
             charged = self.charged_nbytes * self.shares.get(store.store, 0.0)
             attended = sum(memory.attended_nbytes for memory in memories)
             traffic.turn(held + charged, attended, _beyond(held, cap), self.placement.budget.full_bytes(store, tokens))
-        if any(memory.counts is not None for memory in memories):
-            zooms = traffic.zooms.setdefault(
-                site.index, torch.zeros(2, site.q_heads, dtype=torch.float32, device="cpu")
-            )
-            for part, memory in zip(self.placement.parts(store), memories):
-                if memory.counts is not None:
-                    read, taken = memory.counts
-                    counts = zooms[:, part.first * site.group_size : part.last * site.group_size]
-                    counts[0] += read
-                    counts[1] += taken
+        for part, memory in zip(self.placement.parts(store), memories):
+            counts = memory.counts
+            if counts is not None:
+                traffic.zoomed(site, part.first * site.group_size, part.last * site.group_size, *counts)
 
     def device_nbytes(self) -> int:
         """Device bytes of budgeted stores."""

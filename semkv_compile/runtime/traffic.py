@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
+
+from semkv.ir.site import AttentionSite
 
 SUMS = (
     "steps",
@@ -60,6 +63,15 @@ class Traffic:
         self.attended_bytes += attended
         self.excess_bytes += excess
         self.full_bytes += full
+
+    def zoomed(self, site: AttentionSite, first: int, last: int, read: Tensor, taken: int) -> None:
+        """Count what the query heads [first, last) of a site read: units int64 [last - first], of so many decisions each."""
+        counts = self.zooms.get(site.index)
+        if counts is None:
+            counts = self.zooms[site.index] = torch.zeros(2, site.q_heads, dtype=torch.float32, device="cpu")
+        whole = last - first == site.q_heads
+        (counts[0] if whole else counts[0, first:last]).add_(read)
+        (counts[1] if whole else counts[1, first:last]).add_(taken)
 
     def clone(self) -> Traffic:
         copy = Traffic(**{name: getattr(self, name) for name in SUMS})
