@@ -32,7 +32,8 @@ def append_reference(
 ) -> None:
     """`semkv::append_`."""
     tokens = torch.arange(new_k.shape[2], dtype=torch.int64, device=at.device)
-    place = ((at[:, None] + tokens) % k.shape[2])[:, None, :, None]
+    place = at[:, None] + tokens
+    place = (place % torch.full_like(place, k.shape[2]))[:, None, :, None]  # by a tensor, which exports know
     for into, scale, new in ((k, k_scale, new_k), (v, v_scale, new_v)):
         if scale is None:
             into.scatter_(2, place.expand_as(new), new.to(into.dtype))

@@ -43,7 +43,12 @@ def rows_of(layout: Layout, state: State) -> Rows:
     if not state.rows or not state.reserved:
         raise ConfigError("the state has no room for further tokens: call state.reserve(n) before, n being the tokens that follow elsewhere")
     made = [_row(layout, state, index) for index in range(len(state.rows))]
-    stacked = {name: _stacked(field, [own[name] for own, _ in made]) for name, field in layout.fields.items()}
+    sizes: dict[str, int] = {}
+    for name, field in layout.fields.items():
+        for told, dim in _sized(field):
+            size, _, more = told.partition(" + ")
+            sizes[size] = max(sizes.get(size, 1), *(own[name].shape[dim] - int(more or 0) for own, _ in made))
+    stacked = {name: _stacked(field, [own[name] for own, _ in made], sizes) for name, field in layout.fields.items()}
     ids = state.logits.argmax(-1, keepdim=True) if state.pending is None else state.pending
     positions = torch.tensor(state.lengths, dtype=torch.int64, device="cpu")[:, None]
     return Rows(ids.cpu(), positions, torch.stack([numbers for _, numbers in made], -1), stacked)
@@ -150,10 +155,18 @@ def _retrieval(layout: Layout, row: RowMemory, ahead: int, index: int) -> dict[s
     return found
 
 
-def _stacked(field: Field, rows: list[Tensor]) -> Tensor:
-    """Tensors [...] of each row -> [B, ...], padded to the largest."""
-    sizes = [max(x.shape[dim] for x in rows) for dim in range(rows[0].dim())]
-    out = torch.full((len(rows), *sizes), field.fill, dtype=field.dtype, device="cpu")
+def _sized(field: Field) -> list[tuple[str, int]]:
+    """The sizes of a row's tensor that may differ: symbols, and which dimension each is of."""
+    return [(told, dim) for dim, told in enumerate(field.shape[1:]) if isinstance(told, str)]
+
+
+def _stacked(field: Field, rows: list[Tensor], sizes: Mapping[str, int]) -> Tensor:
+    """Tensors [...] of each row -> [B, ...], padded to the sizes."""
+    shape = list(rows[0].shape)
+    for told, dim in _sized(field):
+        size, _, more = told.partition(" + ")
+        shape[dim] = sizes[size] + int(more or 0)
+    out = torch.full((len(rows), *shape), field.fill, dtype=field.dtype, device="cpu")
     for own, x in zip(out, rows):
         own[tuple(slice(size) for size in x.shape)] = x
     return out
