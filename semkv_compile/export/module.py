@@ -63,7 +63,7 @@ class StepModule(nn.Module):
         q, k = self.selector(ids, positions, *given)
         keys, place = held[KEYS], positions[:, :, None, None]
         keys.scatter_(2, place.expand(-1, keys.shape[1], -1, keys.shape[3]), k.to(keys.dtype))
-        grouped = q.float().view(len(ids), section.kv_heads, -1, q.shape[3])
+        grouped = q.float().view(ids.shape[0], section.kv_heads, -1, q.shape[3])
         logits = grouped @ keys.float().mT
         number = torch.ones_like(logits[:, :1, :1], dtype=torch.int64).cumsum(-1) - 1
         logs = logits.masked_fill(number > place, NONE).log_softmax(-1).amax(2)

@@ -60,7 +60,7 @@ def attend_blocks(
         if bias_table is not None:
             table = bias_table.float().view(*sizes, -1)
             index = distance.clamp(0, table.shape[-1] - 1).expand_as(score)
-            score = score + table.expand(len(q), -1, -1, -1).gather(-1, index)
+            score = score + table.expand(q.shape[0], -1, -1, -1).gather(-1, index)
         if bias is not None:
             score = score + (bias if bias.shape[1] == 1 else bias.view(-1, *sizes, bias.shape[-1]))
         hidden = distance < 0
