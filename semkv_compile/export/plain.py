@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 
 from semkv.ir import ops
@@ -96,6 +97,15 @@ def _number_within(bounds: Tensor, places: Tensor, *, right: bool = False) -> Te
     return there.sum(-1)
 
 
+def experts_products(x: Tensor, weight: Tensor, ends: Tensor, *rest: object) -> Tensor:
+    """Products of rows with their expert's matrix: x [S, K] in the order of experts, of which expert e has those before ends[e] (int [E])
+    that no earlier one has, weight [E, K, N] -> [S, N]. Each row reads a matrix of its own, of which a step has few."""
+    row = torch.ones_like(x[:, 0], dtype=torch.int64).cumsum(0) - 1
+    expert = (row[:, None] >= ends[None]).sum(-1)
+    found = (x[:, None] @ weight[expert.clamp(max=weight.shape[0] - 1)])[:, 0]
+    return torch.where((expert < weight.shape[0])[:, None], found, 0.0)
+
+
 PLAIN: Mapping[Any, Callable[..., Any]] = {
     **{getattr(torch.ops.semkv, name).default: reference for name, reference in REFERENCES.items()},
     ops.mixed_attention: attend_blocks,
@@ -104,14 +114,21 @@ PLAIN: Mapping[Any, Callable[..., Any]] = {
 }
 """By what a step calls, what it is made of."""
 
+BY_NAME: Mapping[str, Callable[..., Any]] = {
+    "transformers.grouped_mm_fallback.default": experts_products,
+    "aten._grouped_mm.default": experts_products,
+}
+"""Likewise, of operators that exist where their package was imported."""
+
 
 class InPlainOperators(TorchFunctionMode):
-    """While it is entered, what this thread calls of `PLAIN` is computed by what it is made of."""
+    """While it is entered, what this thread calls of `PLAIN` and `BY_NAME` is computed by what it is made of."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return PLAIN.get(func, func)(*args, **(kwargs or {}))
+        made = PLAIN.get(func) or (BY_NAME.get(str(func)) if isinstance(func, OpOverload) else None)
+        return (func if made is None else made)(*args, **(kwargs or {}))
 
 
 __all__ = ["InPlainOperators", "attend_blocks"]
