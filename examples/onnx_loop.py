@@ -1,7 +1,7 @@
 """Go on from a prompt in stock onnxruntime: export a decode step and a state, then run them where semkv is not imported.
 
-    python examples/onnx_loop.py                 exports the bundled model, and runs this file again on what it wrote
-    python examples/onnx_loop.py FOLDER TOKENS   the host: numpy, onnxruntime and safetensors alone
+python examples/onnx_loop.py                 exports the bundled model, and runs this file again on what it wrote
+python examples/onnx_loop.py FOLDER TOKENS   the host: numpy, onnxruntime and safetensors alone
 """
 
 import json
@@ -46,9 +46,13 @@ def export(folder: Path, tokens: int) -> None:
     compiled.export_state(state, folder / "state.safetensors")
     print(", ".join(f"{file.name} {file.stat().st_size / 1e6:.1f} MB" for file in sorted(folder.iterdir())))
 
-    host = subprocess.run([sys.executable, __file__, str(folder), str(tokens)], capture_output=True, text=True, check=True)
+    host = subprocess.run(
+        [sys.executable, __file__, str(folder), str(tokens)], capture_output=True, text=True, check=True
+    )
     theirs = json.loads(host.stdout)[0]
-    ours = compiled.generate(state=state, inputs=state.logits.argmax(-1, keepdim=True), max_new_tokens=tokens - 1, do_sample=False)
+    ours = compiled.generate(
+        state=state, inputs=state.logits.argmax(-1, keepdim=True), max_new_tokens=tokens - 1, do_sample=False
+    )
     print("semkv:      ", tokenizer.decode(ours[0]))
     print("onnxruntime:", tokenizer.decode(theirs))
     assert ours[0].tolist() == theirs

@@ -197,9 +197,7 @@ class CompiledModel(Generation):
         self._follow()
         save_compiled(self, path)
 
-    def export(
-        self, path: str | os.PathLike[str], format: str = "onnx", *, example: State | None = None
-    ) -> Path:
+    def export(self, path: str | os.PathLike[str], format: str = "onnx", *, example: State | None = None) -> Path:
         """Write the decode step as a folder that runs without semkv: the step, and `step.json`, which says what each input and output is.
         See docs/export.md.
 

@@ -132,16 +132,24 @@ class Layout:
 
     def symbols(self) -> tuple[str, ...]:
         """Names of the sizes that may differ, `rows` first."""
-        return tuple(dict.fromkeys(part for x in self.fields.values() for part in x.shape if isinstance(part, str) and "+" not in part))
+        return tuple(
+            dict.fromkeys(
+                part for x in self.fields.values() for part in x.shape if isinstance(part, str) and "+" not in part
+            )
+        )
 
 
 def check_plan(placement: Placement) -> None:
     """Raise `ConfigError` where the method's step is no graph of tensors, or not of those that a file can have."""
     method, plan = placement.method, placement.plan
     if placement.device.type != "cpu":
-        raise ConfigError(f"export of a model on {placement.device}: load or compile it on the CPU, from where it is exported")
+        raise ConfigError(
+            f"export of a model on {placement.device}: load or compile it on the CPU, from where it is exported"
+        )
     if placement.steps is None:
-        raise ConfigError(f"method {method!r} as it is set cannot be exported: its step asks the host; use another method or router")
+        raise ConfigError(
+            f"method {method!r} as it is set cannot be exported: its step asks the host; use another method or router"
+        )
     for components in plan.all_components():
         if not getattr(components.forms, "only_if_smaller", True):
             raise ConfigError(
@@ -229,4 +237,15 @@ def _retrieval_fields(selection: Speculation, state: State) -> Iterator[Field]:
         yield Field(name, torch.float32, ("rows", row.notes[name].shape[-1]), told, True)
 
 
-__all__ = ["NUMBERS", "RANKING", "Field", "Layout", "SiteTurn", "StepPart", "axis_of", "check_plan", "next_turns", "symbol"]
+__all__ = [
+    "NUMBERS",
+    "RANKING",
+    "Field",
+    "Layout",
+    "SiteTurn",
+    "StepPart",
+    "axis_of",
+    "check_plan",
+    "next_turns",
+    "symbol",
+]

@@ -56,7 +56,12 @@ def describe(compiled: CompiledModel, layout: Layout, file: str, kind: str, **mo
     numbers = [len(layout.parts), len(NUMBERS), rows]
     first = [
         _tensor("ids", torch.int64, [rows, 1], "the token that each row reads"),
-        _tensor("positions", torch.int64, [rows, 1], "its position: how many tokens the row has read; 1 more after each step"),
+        _tensor(
+            "positions",
+            torch.int64,
+            [rows, 1],
+            "its position: how many tokens the row has read; 1 more after each step",
+        ),
         _tensor("numbers", torch.int64, numbers, "of each part of a layer and row, what `numbers` says"),
     ]
     state = [_tensor(x.name, x.dtype, list(x.shape), x.kind) | {"fill": x.fill} for x in layout.fields.values()]
@@ -65,7 +70,8 @@ def describe(compiled: CompiledModel, layout: Layout, file: str, kind: str, **mo
     replaced = ("positions", "numbers", *layout.written)
     known = {x["name"]: x for x in inputs}
     outputs = [logits] + [
-        {"name": f"{NEXT}{name}", **{key: known[name][key] for key in ("dtype", "shape")}, "replaces": name} for name in replaced
+        {"name": f"{NEXT}{name}", **{key: known[name][key] for key in ("dtype", "shape")}, "replaces": name}
+        for name in replaced
     ]
     return {
         "format": FORMAT,

@@ -40,7 +40,9 @@ class StepModule(nn.Module):
                 for name, x in turn.constants.items():
                     self.register_buffer(_constant(turn, name), x, persistent=False)
         steps = [int(name == "at") for name in NUMBERS]
-        self.register_buffer("step", torch.tensor(steps, dtype=torch.int64, device="cpu")[None, :, None], persistent=False)
+        self.register_buffer(
+            "step", torch.tensor(steps, dtype=torch.int64, device="cpu")[None, :, None], persistent=False
+        )
 
     def forward(self, ids: Tensor, positions: Tensor, numbers: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
         fields = self.layout.fields
@@ -88,7 +90,10 @@ class _Step:
         self, turn: SiteTurn, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, terms: Mapping[str, Tensor]
     ) -> Tensor:
         layer, part = turn.layer, turn.part
-        asking, heads = layer.site.query_heads, slice(layer.site.first_head, layer.site.first_head + layer.site.kv_heads)
+        asking, heads = (
+            layer.site.query_heads,
+            slice(layer.site.first_head, layer.site.first_head + layer.site.kv_heads),
+        )
         numbers = self.numbers[part.number]
         tensors = {name: self.held[part.prefix + name] for name in part.local}
         tensors |= {name: getattr(self.module, _constant(turn, name)) for name in turn.constants}
@@ -160,7 +165,10 @@ def dynamic_shapes(layout: Layout) -> Any:
             known[name] = torch.export.Dim(name, min=1)
         return known[name] + int(more) if more else known[name]
 
-    shapes = [{dim: made for dim, told in enumerate(field.shape) if (made := size(told)) is not None} for field in layout.fields.values()]
+    shapes = [
+        {dim: made for dim, told in enumerate(field.shape) if (made := size(told)) is not None}
+        for field in layout.fields.values()
+    ]
     first = {} if rows is None else {0: rows}
     return (first, first, {} if rows is None else {2: rows}, tuple(shapes))
 

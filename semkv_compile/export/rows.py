@@ -41,7 +41,9 @@ def rows_of(layout: Layout, state: State) -> Rows:
     ConfigError: no room was made ahead. StateError: a row that does not fit the step, such as one that keeps its tokens in another form.
     """
     if not state.rows or not state.reserved:
-        raise ConfigError("the state has no room for further tokens: call state.reserve(n) before, n being the tokens that follow elsewhere")
+        raise ConfigError(
+            "the state has no room for further tokens: call state.reserve(n) before, n being the tokens that follow elsewhere"
+        )
     made = [_row(layout, state, index) for index in range(len(state.rows))]
     sizes: dict[str, int] = {}
     for name, field in layout.fields.items():
@@ -65,7 +67,9 @@ def _row(layout: Layout, state: State, index: int) -> tuple[dict[str, Tensor], T
         number = part.part if len(own) > part.part and whole[part.part].first == part.first else 0
         turn, first = own[number], whole[number].first
         if whole[number].last < part.last:
-            raise StateError(f"row {index} divides the heads of {part.prefix[:-1]} in another way than the exported step")
+            raise StateError(
+                f"row {index} divides the heads of {part.prefix[:-1]} in another way than the exported step"
+            )
         heads = slice(part.first - first, part.last - first)
         brought, told = _fitted(layout, part, turn, row, heads, index)
         tensors |= brought
@@ -99,7 +103,9 @@ def _fitted(
         field = layout.fields[part.prefix + local]
         x = given.get(local)
         if x is None:
-            sizes = [size if isinstance(size, int) else 2 if axis_of(local) == "bounds" else 1 for size in field.shape[1:]]
+            sizes = [
+                size if isinstance(size, int) else 2 if axis_of(local) == "bounds" else 1 for size in field.shape[1:]
+            ]
             if local in ("recent.k_scale", "recent.v_scale"):
                 raise StateError(
                     f"row {index} is short and holds its tokens as numbers, the exported step as codes: let it outgrow the budget's floor, "
@@ -145,9 +151,13 @@ def _retrieval(layout: Layout, row: RowMemory, ahead: int, index: int) -> dict[s
     """What the retrieval head remembers, with room for `ahead` more keys."""
     assert layout.selection is not None
     if row.exact:
-        raise StateError(f"row {index} is short, so that the retrieval head has not read it: let it outgrow the budget's floor, or floor=0")
+        raise StateError(
+            f"row {index} is short, so that the retrieval head has not read it: let it outgrow the budget's floor, or floor=0"
+        )
     if len(row.notes[UNREAD]):
-        raise StateError(f"row {index} read several tokens in its last step: let it read one more, by compiled.step or extend")
+        raise StateError(
+            f"row {index} read several tokens in its last step: let it read one more, by compiled.step or extend"
+        )
     keys = torch.cat([row.notes[KEYS], row.notes[f"{KEYS}{NEWEST}"]], 1)
     found = {KEYS: torch.nn.functional.pad(keys, (0, 0, 0, ahead))}
     for site in layout.selection.section.feature_sites:

@@ -32,26 +32,23 @@ EXTRA = ("onnx", "onnxscript")
 LONGEST_EXAMPLE = 16384
 
 
-def check_export(compiled: CompiledModel, path: str | os.PathLike[str], form: str) -> Path:
-    """The folder to write, where nothing stands against it; what is looked at takes no time.
-
-    Raises
-    ------
-    ConfigError: an unknown format, a package or compiler that is missing, a method or device that cannot be exported, or a path where
-        something is already.
-    """
-    folder = Path(path)
+def check_tools(form: str) -> None:
+    """Raise `ConfigError` for an unknown format, or one whose packages or compiler are missing."""
     if form not in FORMATS:
         raise ConfigError(f"format {form!r}: expected one of {', '.join(FORMATS)}")
     missing = [name for name in EXTRA if find_spec(name) is None]
     if form == "onnx" and missing:
-        raise ConfigError(f"format 'onnx' needs the package {missing[0]}, which is not installed: pip install semkv[onnx]")
+        raise ConfigError(
+            f"format 'onnx' needs the package {missing[0]}, which is not installed: pip install 'semkv[onnx]'"
+        )
     if form == "aoti" and compiler() is None:
         raise ConfigError(f"format 'aoti': {MISSING}; install one, or use format='onnx'")
+
+
+def check_path(folder: Path) -> None:
+    """Raise `ConfigError` where something is already."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder}: there is something already; give a path that does not exist, or an empty folder")
-    check_plan(compiled.placement)
-    return folder
 
 
 @undisturbed
@@ -59,7 +56,10 @@ def export_step(
     compiled: CompiledModel, path: str | os.PathLike[str], form: str = "onnx", *, example: State | None = None
 ) -> Path:
     """See `CompiledModel.export`."""
-    folder = check_export(compiled, path, form)
+    folder = Path(path)
+    check_tools(form)
+    check_path(folder)
+    check_plan(compiled.placement)
     if example is not None and example.placement is not compiled.placement:
         raise ConfigError("example: a state of another compiled model; prefill one with this model")
     layout = Layout.of(compiled.placement, example_state(compiled) if example is None else example)
@@ -74,7 +74,9 @@ def export_step(
                 told["opset"] = OPSET
             else:
                 _write_package(step, made / "step.pt2")
-            write_manifest(made, describe(compiled, layout, "step.onnx" if form == "onnx" else "step.pt2", form, **told))
+            write_manifest(
+                made, describe(compiled, layout, "step.onnx" if form == "onnx" else "step.pt2", form, **told)
+            )
     return folder
 
 
@@ -146,7 +148,8 @@ def example_state(compiled: CompiledModel) -> State:
             return state
     raise ConfigError(
         f"no prompt of random tokens, from {min(tokens, most - 1)} on, has folded tokens in every layer with {compiled.placement.method!r} and budget "
-        f"{compiled.budget}: give example=state, a state whose form the step is for" + (f" ({failure})" if failure else "")
+        f"{compiled.budget}: give example=state, a state whose form the step is for"
+        + (f" ({failure})" if failure else "")
     )
 
 
@@ -163,10 +166,16 @@ def export_state(
         raise ConfigError("a state of another compiled model: prefill it with this one")
     with state.in_use():
         rows = rows_of(layout, state)
-        tensors = {name: x.contiguous() for name, x in rows.inputs().items()} | {"logits": state.logits.cpu().contiguous()}
+        tensors = {name: x.contiguous() for name, x in rows.inputs().items()} | {
+            "logits": state.logits.cpu().contiguous()
+        }
         with replace_file(file) as temporary:
-            save_file(tensors, temporary, metadata={"format": "semkv-step-state", "version": "1", "steps": str(state.reserved)})
+            save_file(
+                tensors,
+                temporary,
+                metadata={"format": "semkv-step-state", "version": "1", "steps": str(state.reserved)},
+            )
     return file
 
 
-__all__ = ["FORMATS", "check_export", "example_state", "export_state", "export_step"]
+__all__ = ["FORMATS", "check_path", "check_tools", "example_state", "export_state", "export_step"]

@@ -492,7 +492,9 @@ class RowMemory:
         plan, budget = self.placement.plan, self.cap_bytes(self.tokens)
         ahead = tokens * plan.charge.token_nbytes
         for store in self.placement.program.stores:
-            capped = store.treatment == "method" and self.placement.budget.value is not None and not plan.keeps_generated
+            capped = (
+                store.treatment == "method" and self.placement.budget.value is not None and not plan.keeps_generated
+            )
             rooms = self._making_room(store, self.tokens)
             for part, memory, (allowance, limit) in zip(self.placement.parts(store), self.stores[store.store], rooms):
                 cap = self._part_cap(store, part, self.tokens) if capped else float("inf")

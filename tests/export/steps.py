@@ -142,7 +142,16 @@ def check(compiled: CompiledModel, folder: Path, form: str, lengths: tuple[tuple
         compiled.export_state(state, folder / "state.safetensors")
         tokens, logits = in_onnxruntime(folder) if form == "onnx" else without_semkv(folder)
         expected, theirs = ours(compiled, state)
-        print(form, several, "equal tokens", int((tokens == expected).sum()), "of", tokens.numel(), "logits", float((logits - theirs).abs().max()))
+        print(
+            form,
+            several,
+            "equal tokens",
+            int((tokens == expected).sum()),
+            "of",
+            tokens.numel(),
+            "logits",
+            float((logits - theirs).abs().max()),
+        )
         assert torch.equal(tokens, expected)
         torch.testing.assert_close(logits, theirs, rtol=1e-3, atol=2e-3)
 

@@ -98,7 +98,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(full: CompiledModel) -
     compiled = full.with_method("quest", 100)
     state = compiled.prefill(*_prompts(compiled, (700,)))
     sizes = _sizes(state)
-    with pytest.raises(BudgetError, match="no room for 200 tokens ahead in .*reserve at most about"):
+    with pytest.raises(BudgetError, match=r"no room for 200 tokens ahead in .*reserve at most about"):
         state.reserve(200)
     assert _sizes(state) == sizes
     assert state.reserved == 0
