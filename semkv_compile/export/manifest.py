@@ -119,8 +119,8 @@ def read_layout(compiled: CompiledModel, folder: Path) -> Layout:
         theirs = (told["method"], told["budget"], told["model"]["program"])
         if theirs != mine:
             raise ArtifactError(
-                f"{path}: a step of {theirs[0]!r} with budget {theirs[1]} of program {theirs[2][:12]}; this model is {mine[0]!r} with budget "
-                f"{mine[1]}, program {mine[2][:12]}: export this one"
+                f"{path}: a step of {theirs[0]!r} with budget {theirs[1]} of program {theirs[2][:12]}; this model is {mine[0]!r} with "
+                f"budget {mine[1]}, program {mine[2][:12]}: export this one"
             )
         parts = tuple(StepPart(**{**part, "local": tuple(part["local"])}) for part in told["parts"])
         written = {x["replaces"] for x in told["outputs"]}

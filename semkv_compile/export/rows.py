@@ -95,8 +95,8 @@ def _fitted(
     extra = sorted(set(given) - set(part.local))
     if extra:
         raise StateError(
-            f"row {index} keeps {extra[0]!r} in {part.prefix[:-1]}, which the exported step does not have: export with example=state, a state "
-            "like this one"
+            f"row {index} keeps {extra[0]!r} in {part.prefix[:-1]}, which the exported step does not have: export with example=state, "
+            "a state like this one"
         )
     made = {}
     for local in part.local:
@@ -116,8 +116,8 @@ def _fitted(
         x = x.expand(field.shape[1], *x.shape[1:]) if x.shape[0] == 1 else x
         if x.dtype != field.dtype or x.shape[0] != field.shape[1] or x.shape[2:] != field.shape[3:]:
             raise StateError(
-                f"row {index} holds {field.name} as {x.dtype} {tuple(x.shape)}, the exported step as {field.dtype} {field.shape[1:]}: export "
-                "with example=state, a state like this one"
+                f"row {index} holds {field.name} as {x.dtype} {tuple(x.shape)}, the exported step as {field.dtype} {field.shape[1:]}: "
+                "export with example=state, a state like this one"
             )
         made[field.name] = x
     return made, numbers

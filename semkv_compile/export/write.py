@@ -147,8 +147,8 @@ def example_state(compiled: CompiledModel) -> State:
         if all(not memory.unfolds or memory.reads_units for row in state.rows for memory in row.budgeted()):
             return state
     raise ConfigError(
-        f"no prompt of random tokens, from {min(tokens, most - 1)} on, has folded tokens in every layer with {compiled.placement.method!r} and budget "
-        f"{compiled.budget}: give example=state, a state whose form the step is for"
+        f"no prompt of random tokens, from {min(tokens, most - 1)} on, has folded tokens in every layer with {compiled.placement.method!r} "
+        f"and budget {compiled.budget}: give example=state, a state whose form the step is for"
         + (f" ({failure})" if failure else "")
     )
 
