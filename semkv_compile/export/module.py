@@ -28,6 +28,8 @@ class StepModule(nn.Module):
     """(ids int64 [B, 1], positions int64 [B, 1], numbers int64 [parts, len(NUMBERS), B], *state in the order of `Layout.fields`) -> (logits
     [B, vocab], the next positions, the next numbers, *what is written, in the order of `Layout.written`). Inputs stay as they are."""
 
+    step: Tensor
+
     def __init__(self, layout: Layout) -> None:
         super().__init__()
         program = layout.placement.program

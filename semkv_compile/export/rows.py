@@ -113,7 +113,7 @@ def _fitted(
                 )
             x = torch.full(sizes, field.fill, dtype=field.dtype, device="cpu")
         x = x if x.shape[0] in (1, heads.stop - heads.start) else x[heads]
-        x = x.expand(field.shape[1], *x.shape[1:]) if x.shape[0] == 1 else x
+        x = x.expand(int(field.shape[1]), *x.shape[1:]) if x.shape[0] == 1 else x
         if x.dtype != field.dtype or x.shape[0] != field.shape[1] or x.shape[2:] != field.shape[3:]:
             raise StateError(
                 f"row {index} holds {field.name} as {x.dtype} {tuple(x.shape)}, the exported step as {field.dtype} {field.shape[1:]}: "
