@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from transformers.configuration_utils import PreTrainedConfig
@@ -196,6 +197,45 @@ class CompiledModel(Generation):
 
         self._follow()
         save_compiled(self, path)
+
+    def export(self, path: str | os.PathLike[str], format: str = "onnx", *, example: State | None = None) -> Path:
+        """Write the decode step as a folder that runs without semkv: the step, and `step.json`, which says what each input and output is.
+        See docs/export.md.
+
+        format: `onnx`, standard operators with the weights in a file beside (needs `semkv[onnx]`); `aoti`, a package for this kind of CPU
+        that needs torch alone. example: a state whose form the step is for, of at least one row that the method compresses; None: that of
+        a prompt of random tokens. Rows, lengths and sizes are not those of the example: they may differ from call to call.
+
+        Returns
+        -------
+        The folder, which must not exist or be empty.
+
+        Raises
+        ------
+        ConfigError: an unknown format, a missing package, a method that cannot be exported, a path that is taken; before work begins.
+        """
+        from semkv.export.write import export_step
+
+        self._follow()
+        return export_step(self, path, format, example=example)
+
+    def export_state(
+        self, state: State, path: str | os.PathLike[str], *, step: str | os.PathLike[str] | None = None
+    ) -> Path:
+        """Write the rows of `state` as the inputs of an exported step, a safetensors file: another host goes on from it.
+
+        Call `state.reserve(n)` before: n steps are what the file has room for (its metadata `steps`). `ids` int64 [B, 1] are the tokens
+        that follow, the unread ones of `generate` or the largest of `logits` [B, vocab], which are there as well. step: the folder that
+        `export` wrote; None: the one that `path` lies in.
+
+        Raises
+        ------
+        ConfigError: no room was reserved. StateError: a row whose form is not that of the step. ArtifactError: a step of another model.
+        """
+        from semkv.export.write import export_state
+
+        self._follow()
+        return export_state(self, state, path, step)
 
     def load_state(self, path: str | os.PathLike[str]) -> State:
         """A state that this model, or one compiled alike, saved with `State.save`."""

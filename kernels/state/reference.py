@@ -32,7 +32,8 @@ def append_reference(
 ) -> None:
     """`semkv::append_`."""
     tokens = torch.arange(new_k.shape[2], dtype=torch.int64, device=at.device)
-    place = ((at[:, None] + tokens) % k.shape[2])[:, None, :, None]
+    place = at[:, None] + tokens
+    place = (place % torch.full_like(place, k.shape[2]))[:, None, :, None]  # by a tensor, which exports know
     for into, scale, new in ((k, k_scale, new_k), (v, v_scale, new_v)):
         if scale is None:
             into.scatter_(2, place.expand_as(new), new.to(into.dtype))
@@ -56,7 +57,7 @@ def products_reference(q: Tensor, x: Tensor, scale: Tensor | None = None, bits: 
         return q @ x.to(q.dtype).mT
     if scale is None:
         raise InputError(f"products with codes of {bits} bits without scale; expected a scale of each vector")
-    return q @ (_codes(x, bits, q.shape[-1]) * scale.to(q.dtype)).mT
+    return q @ (unpacked(x, bits, q.shape[-1]) * scale.to(q.dtype)).mT
 
 
 def look_up_reference(tables: Tensor, codes: Tensor) -> Tensor:
@@ -215,12 +216,13 @@ def _marks(places: Tensor, true: Tensor, waiting: int) -> Tensor:
     return marks.scatter(2, places, true)
 
 
-def _codes(x: Tensor, bits: int, dim: int) -> Tensor:
-    """Codes uint8 [..., ceil(dim * bits / 8)] less the middle one, float32 [..., dim]."""
+def unpacked(x: Tensor, bits: int, dim: int | None = None) -> Tensor:
+    """Codes uint8 [..., ceil(dim * bits / 8)] less the middle one, float32 [..., dim]; dim None: as many as there are."""
     codes = x.float()
     if bits == 4:  # in arithmetic that there is everywhere
         upper = (codes / 16).floor()
-        codes = torch.stack((codes - 16 * upper, upper), dim=-1).flatten(-2)[..., :dim]
+        codes = torch.stack((codes - 16 * upper, upper), dim=-1).flatten(-2)
+        codes = codes if dim is None else codes[..., :dim]
     return codes - 2 ** (bits - 1)
 
 
@@ -240,7 +242,7 @@ def _copy(
     if scale is not None:
         scale.copy_(torch.where(copied, scales.to(scale.device), scale))
     elif scales is not None:
-        found = (_codes(found, 8, found.shape[-1]) * scales.float()).to(into.dtype)
+        found = (unpacked(found, 8) * scales.float()).to(into.dtype)
     into.copy_(torch.where(copied, found.to(into.device), into))
 
 
@@ -254,4 +256,5 @@ __all__ = [
     "quantized",
     "scores_reference",
     "unfold_reference",
+    "unpacked",
 ]

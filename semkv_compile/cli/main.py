@@ -221,6 +221,50 @@ def explain_command(
 
 
 @app.command(
+    "export",
+    epilog="""
+    [bold]Examples[/bold]
+
+    The bundled model's step in ONNX, and the memory of a text to go on from (needs semkv[onnx]):
+
+    $ semkv export bundled bundled.step --method quest --budget 0.25 --text prompt.txt --tokens 64
+
+    A package that runs where only torch is installed:
+
+    $ semkv export Qwen/Qwen3-0.6B qwen.step --method sekv --budget 0.1 --format aoti
+
+    What is in the folder, and a host of a page: docs/export.md, examples/onnx_loop.py.
+    """,
+)
+def export_command(
+    model: Annotated[str, typer.Argument(help=MODEL_HELP)],
+    out: Annotated[Path, typer.Argument(help="Folder to write; it must not exist, or be empty.")],
+    profile: Annotated[Path | None, typer.Option(help=PROFILE_HELP)] = None,
+    method: Annotated[str, typer.Option(help="How memory is kept; `full` keeps every token.")] = "full",
+    budget: Annotated[
+        str, typer.Option(help="Fraction of the full KV, or tokens per KV head and layer; `full` takes none.")
+    ] = "0.1",
+    format: Annotated[
+        str, typer.Option(help="onnx: standard operators, for onnxruntime. aoti: a package for this CPU, for torch.")
+    ] = "onnx",
+    text: Annotated[
+        Path | None, typer.Option(help="A prompt: its memory is written beside the step, as state.safetensors.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="Tokens that the memory has room for behind the prompt.")] = 256,
+) -> None:
+    """Write a model's decode step as a folder that runs without semkv: the step, and step.json, which says what goes in and out."""
+    with plain_errors():
+        parsed = parse_budgets(budget, "--budget")
+        if len(parsed) != 1:
+            refuse(f"--budget {budget!r}: expected one budget")
+        if tokens < 1:
+            refuse(f"--tokens {tokens}: expected at least 1")
+        from semkv.cli.export import run_export
+
+        run_export(model, out, profile, method, parsed[0], format, text, tokens)
+
+
+@app.command(
     "plan",
     epilog="""
     [bold]Examples[/bold]

@@ -202,7 +202,7 @@ def slot_bias(layer: Layer, own: Tensor, start: Tensor, tensors: Mapping[str, Te
 
 def per_query_head(site: AttentionSite, x: Tensor) -> Tensor:
     """x [B, Hkv|1, G|1, n] -> [B, Hq, 1, n], in words that hold for every n."""
-    return x.expand(-1, site.kv_heads, site.group_size, -1).contiguous().view(len(x), site.q_heads, 1, -1)
+    return x.expand(-1, site.kv_heads, site.group_size, -1).contiguous().view(x.shape[0], site.q_heads, 1, -1)
 
 
 def read_units(layer: Layer, chosen: Tensor, own: Tensor | None) -> Tensor:

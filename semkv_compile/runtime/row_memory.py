@@ -485,6 +485,21 @@ class RowMemory:
         made = zip(self.stores[store.store], self._making_room(store, self.tokens + 1))
         return [memory.admit(ids, surprisal, *room) for memory, room in made]
 
+    def reserve(self, tokens: int) -> None:
+        """See `State.reserve`; where it raises `BudgetError`, the row is used up."""
+        self.outgrow(tokens)
+        self._offload(self.tokens + tokens)
+        plan, budget = self.placement.plan, self.cap_bytes(self.tokens)
+        ahead = tokens * plan.charge.token_nbytes
+        for store in self.placement.program.stores:
+            capped = (
+                store.treatment == "method" and self.placement.budget.value is not None and not plan.keeps_generated
+            )
+            rooms = self._making_room(store, self.tokens)
+            for part, memory, (allowance, limit) in zip(self.placement.parts(store), self.stores[store.store], rooms):
+                cap = self._part_cap(store, part, self.tokens) if capped else float("inf")
+                memory.reserve(tokens, allowance, limit, cap * (1 - ahead / budget) if ahead else cap)
+
     def step_of(self, site: AttentionSite, ids: Tensor, q: Tensor) -> Step:
         """The turn of `site` in a step over ids [T], with all of its queries [Hq, T, D]."""
         store, tokens = self.placement.stores[site.store], self.tokens + len(ids)

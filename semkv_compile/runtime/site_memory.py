@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from semkv.errors import BudgetError
 from semkv.ir.memory import Entries
 from semkv.ir.site import AttentionSite
 from semkv.runtime.blocks import NEG_INF, bias_of, with_block, zoomed_units
@@ -31,6 +32,7 @@ class SiteMemory:
     follow it stay (`semkv.runtime.components.Generated`).
 
     slots: what the last step unfolded, None before the first; factors: of that, spans that are read as factors.
+    reserved: tokens that may follow before anything is folded, dropped or changes its size, see `reserve`.
     reads_codes: whether the last step attended to what is folded by the router's index, see `semkv.runtime.components.Coarse`.
     """
 
@@ -61,6 +63,8 @@ class SiteMemory:
         self.reads_codes = False
         self.zoom: Zoom | None = None
         self._read: Tensor | None = None
+        self.reserved = 0
+        self._reserved_slots: tuple[int, float] | None = None
 
     # -- sizes -------------------------------------------------------------------------------------------------------
 
@@ -157,6 +161,8 @@ class SiteMemory:
 
     def slide(self, window: int) -> None:
         """Drop whole pages of what a sliding window of `window` tokens no longer sees."""
+        if self.reserved:
+            return
         excess = self.recent.length - (window - 1)
         if excess >= self.recent.page_size:
             self._pop(excess)
@@ -177,7 +183,7 @@ class SiteMemory:
 
         allowance: device bytes for fixed parts; span_limit: device bytes that one unfolded span may take per KV head.
         """
-        if allowance != float("inf"):
+        if not self._has_reserved(k.shape[1]) and allowance != float("inf"):
             self._make_room(k.shape[1], allowance, span_limit)
         self.recent.append(k, v, positions[None])
         self._note(ids, surprisal)
@@ -208,6 +214,47 @@ class SiteMemory:
                 break
             self._fold_oldest(chunk, allowance)
         self._shrink(allowance - (-(-(self.recent.length + tokens) // page) * self.page_nbytes), span_limit)
+
+    def reserve(self, tokens: int, allowance: float, span_limit: float, cap: float) -> None:
+        """Make room for `tokens` more tokens, so that while they follow nothing is folded or dropped and no size changes: what has to leave
+        within `allowance` (`append`) leaves now, and slots are what the window with its pages ahead leaves of `cap` bytes.
+
+        Raises
+        ------
+        BudgetError: the window does not fit, or leaves no room for any folded unit. The memory is used up then.
+        """
+        self.reserved, self._reserved_slots = 0, None
+        self.recent.hold(0)
+        if allowance != float("inf"):
+            self._make_room(tokens, allowance, span_limit)
+        self.recent.hold(tokens)
+        self.reserved = tokens
+        least = 0
+        if self.reads_units:
+            least = max(1, self.spans.unit_nbytes_range[0]) * self.site.kv_heads
+        room = cap - self.fixed_nbytes
+        if room < least:
+            most = max(0, int((room - least) // self.recent.token_nbytes) + tokens)
+            raise BudgetError(
+                f"no room for {tokens} tokens ahead in {self.site.name or f'layer {self.site.index}'}: they and what stays take "
+                f"{self.fixed_nbytes + least} bytes of the {int(cap)} that its share of the budget has; reserve at most about {most}, "
+                "or raise the budget"
+            )
+        if self.reads_units and not self.spans.has_factors:
+            slots, usable = self._slots(self.site, room)
+            assert slots is not None
+            self._reserved_slots = (slots, usable)
+            self._with_slots(self.site, slots)
+
+    def _has_reserved(self, tokens: int) -> bool:
+        """Whether there is room ahead for so many new tokens, which take it up; where there is less, there is none from now on."""
+        if 0 < tokens <= self.reserved:
+            self.reserved -= tokens
+            return True
+        if self.recent.held:
+            self.reserved, self._reserved_slots = 0, None
+            self.recent.hold(0)
+        return False
 
     def room(self, allowance: float) -> tuple[int, int]:
         """(pages of exact tokens within `allowance` bytes, those of them that are the window's), where an evictor chooses."""
@@ -311,7 +358,7 @@ class SiteMemory:
 
     def admit(self, ids: Tensor, surprisal: Tensor, allowance: float, span_limit: float) -> int:
         """`append` of one token, ids and surprisal [1], whose key and value a step's graph fills in: their place among the recent ones."""
-        if allowance != float("inf"):
+        if not self._has_reserved(1) and allowance != float("inf"):
             self._make_room(1, allowance, span_limit)
         self.recent.reserve_one()
         self.recent.take_in()
@@ -493,6 +540,8 @@ class SiteMemory:
 
     def _slots(self, site: AttentionSite, allowance: float) -> tuple[int | None, float]:
         """Slots that may be filled, None for as many as are needed, and the device bytes that may be filled of `allowance`."""
+        if self._reserved_slots is not None:
+            return self._reserved_slots
         spans, slot_nbytes = self.spans, site.kv_heads * self.spans.token_nbytes()
         if self.components.most:
             allowance = min(allowance, self.components.most * slot_nbytes)

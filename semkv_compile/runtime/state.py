@@ -12,7 +12,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor
 
-from semkv.errors import BudgetError, StateError
+from semkv.errors import BudgetError, ConfigError, StateError
 from semkv.ir.memory import Entries
 from semkv.ir.site import AttentionSite
 from semkv.runtime.join import stack_rows
@@ -262,6 +262,32 @@ class State:
         """Replace the rows by copies of those at `beam_idx` int64 [B], in place, as beam search asks."""
         chosen = self.select(beam_idx.tolist())
         self.rows, self.logits = chosen.rows, chosen.logits
+
+    @undisturbed
+    def reserve(self, tokens: int) -> None:
+        """Make room now for `tokens` more tokens per row: while they follow, nothing is folded or dropped, and no tensor changes its size.
+
+        What would have to leave a row's window within the budget leaves now. The budget counts the room from now on, so that fewer folded
+        tokens are unfolded meanwhile. Afterwards, or with a call of more tokens than are left of it, memory is managed as ever. Copies
+        keep it, saved states do not; another call replaces it, and 0 gives it up.
+
+        Raises
+        ------
+        ConfigError: a negative number. BudgetError: the budget has no room for so many; the state is as it was.
+        """
+        if tokens < 0:
+            raise ConfigError(f"reserve({tokens}): expected a number of tokens from 0 on")
+        with self.in_use():
+            self.check_room([tokens] * len(self.rows))
+            rows = [row.clone() for row in self.rows]  # an error leaves the state as it was
+            for row in rows:
+                row.reserve(tokens)
+            self.rows = rows
+
+    @property
+    def reserved(self) -> int:
+        """Tokens that may follow in each row before anything is folded, dropped or changes its size."""
+        return min((memory.reserved for row in self.rows for memory in row.memories()), default=0)
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ from semkv.ir.program import Program
 from semkv.runtime.layer_step import NUMBERS, Layer, attend_step
 
 aten = torch.ops.aten
-_tracing = RLock()
+TRACING = RLock()
 """Held while graphs are looked up and made: what traces patches functions of the process."""
 TERMS = ("sinks", "bias_slopes", "bias_table")
 """Arguments of `semkv::mixed_attention` that have one row per query head."""
@@ -66,7 +66,7 @@ class StepGraphs:
     def of(self, rows: Sequence[Sequence[Sequence[Turn]]], asked: tuple[int, ...]) -> StepGraph:
         """For rows, of each row its sites, of each site its parts; asked: sites whose queries are returned."""
         key = (asked, *(tuple(tuple(turn.layer.kind for turn in parts) for parts in row) for row in rows))
-        with _tracing:
+        with TRACING:
             if key not in self._graphs:
                 module, observed = self._spliced(rows, asked)
                 self._graphs[key] = StepGraph(module, observed, self.prepare(module))

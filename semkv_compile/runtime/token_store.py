@@ -53,6 +53,8 @@ class TokenStore:
         capacity = self._pages(self.length) * page_size
         self._held = {name: _grown(name, x, capacity) for name, x in given.items()}
         self._ahead = False
+        self.held = 0
+        """Tokens in all for which there is room, where it was made ahead; 0 where it was not."""
 
     def _pages(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
@@ -86,8 +88,9 @@ class TokenStore:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the occupied pages. token_nbytes: of a token in all heads; kv_nbytes: of its keys and values alone."""
-        tokens = self._pages(self.length) * self.page_size
+        """Bytes of the occupied pages, and of those that are held. token_nbytes: of a token in all heads; kv_nbytes: of its keys and values
+        alone."""
+        tokens = self._pages(max(self.length, self.held)) * self.page_size
         return tokens * self.token_nbytes
 
     @property
@@ -106,9 +109,15 @@ class TokenStore:
         if self._held["k"].shape[1] != self._with_one_more():
             self._grow(self._with_one_more())
 
+    def hold(self, tokens: int) -> None:
+        """Have room for so many more tokens from now on, which counts as occupied; 0: for none."""
+        self.held = self.length + tokens if tokens else 0
+        if self.held:
+            self.reserve_one()
+
     def _with_one_more(self) -> int:
-        """Places of a step's graph: the number of tokens alone says how many."""
-        pages = self._pages(self.length + 1)
+        """Places of a step's graph: the number of tokens alone says how many, or the tokens that are held."""
+        pages = self._pages(max(self.length + 1, self.held))
         if self.reserve:
             pages = room_for(-(-pages // PAGES_AHEAD) * PAGES_AHEAD)
         return pages * self.page_size
@@ -151,7 +160,9 @@ class TokenStore:
         return k, v, positions
 
     def clone(self) -> TokenStore:
-        return TokenStore(self.k, self.v, self.positions, self.page_size, reserve=self.reserve, scores=self.scores)
+        copy = TokenStore(self.k, self.v, self.positions, self.page_size, reserve=self.reserve, scores=self.scores)
+        copy.hold(self.held - self.length if self.held else 0)
+        return copy
 
     def to_tensors(self) -> dict[str, Tensor]:
         return {name: x[:, : self.length].contiguous() for name, x in self._held.items()}

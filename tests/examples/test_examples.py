@@ -23,7 +23,7 @@ def output(name):
 
 
 def test_every_example_is_tested():
-    tested = {"quickstart.py", "several_turns.py", "save_and_load.py"}
+    tested = {"quickstart.py", "several_turns.py", "save_and_load.py", "onnx_loop.py"}
     assert {path.name for path in (ROOT / "examples").glob("*.py")} == tested
 
 
@@ -51,3 +51,12 @@ def test_save_and_load_gives_the_same_tokens_in_a_fresh_process():
     assert lines[0].startswith("saved ")
     here, there = (line.split(":", 1)[1].strip() for line in lines[1:3])
     assert here == there != ""
+
+
+@pytest.mark.slow
+def test_onnx_loop_gives_our_tokens_without_semkv():
+    pytest.importorskip("onnxruntime", reason="semkv[onnx] is not installed")
+    lines = output("onnx_loop.py").splitlines()
+    assert "step.onnx.data" in lines[-3]
+    ours, theirs = (line.split(":", 1)[1].strip() for line in lines[-2:])
+    assert ours == theirs != ""

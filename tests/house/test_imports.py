@@ -33,6 +33,13 @@ COMPILE = (
     "bundled",
     "compiled",
     "describe",
+    "export",
+    "export.layout",
+    "export.manifest",
+    "export.module",
+    "export.plain",
+    "export.rows",
+    "export.write",
     "following",
     "generation",
     "generation_arguments",
@@ -59,6 +66,7 @@ FOREIGN = {
     "matplotlib": ("evaluation", "cli"),
     "typer": ("cli",),
     "onnx": (),
+    "onnx_ir": ("compile",),
     "pickle": (),
 }
 """Packages that only these parts may import."""

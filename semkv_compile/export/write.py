@@ -1,0 +1,181 @@
+"""Write the decode step of a compiled model, and states, as files that run without semkv."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import torch
+
+from semkv.errors import BudgetError, ConfigError, InputError
+from semkv.export.layout import Layout, check_plan
+from semkv.export.manifest import NEXT, describe, read_layout, write_manifest
+from semkv.export.module import StepModule, dynamic_shapes, example_inputs
+from semkv.export.rows import rows_of
+from semkv.files import replace_file, replace_folder
+from semkv.kernels.cpp import MISSING, compiler
+from semkv.runtime.modes import undisturbed
+from semkv.runtime.state import State
+from semkv.runtime.step_graph import TRACING
+
+if TYPE_CHECKING:
+    from semkv.compiled import CompiledModel
+
+Format = Literal["onnx", "aoti"]
+FORMATS: tuple[str, ...] = get_args(Format)
+OPSET = 20
+"""Of ONNX's standard operators."""
+EXTRA = ("onnx", "onnxscript")
+LONGEST_EXAMPLE = 16384
+
+
+def check_tools(form: str) -> None:
+    """Raise `ConfigError` for an unknown format, or one whose packages or compiler are missing."""
+    if form not in FORMATS:
+        raise ConfigError(f"format {form!r}: expected one of {', '.join(FORMATS)}")
+    missing = [name for name in EXTRA if find_spec(name) is None]
+    if form == "onnx" and missing:
+        raise ConfigError(
+            f"format 'onnx' needs the package {missing[0]}, which is not installed: pip install 'semkv[onnx]'"
+        )
+    if form == "aoti" and compiler() is None:
+        raise ConfigError(f"format 'aoti': {MISSING}; install one, or use format='onnx'")
+
+
+def check_path(folder: Path) -> None:
+    """Raise `ConfigError` where something is already."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder}: there is something already; give a path that does not exist, or an empty folder")
+
+
+@undisturbed
+def export_step(
+    compiled: CompiledModel, path: str | os.PathLike[str], form: str = "onnx", *, example: State | None = None
+) -> Path:
+    """See `CompiledModel.export`."""
+    folder = Path(path)
+    check_tools(form)
+    check_path(folder)
+    check_plan(compiled.placement)
+    if example is not None and example.placement is not compiled.placement:
+        raise ConfigError("example: a state of another compiled model; prefill one with this model")
+    layout = Layout.of(compiled.placement, example_state(compiled) if example is None else example)
+    with TRACING:
+        step = torch.export.export(
+            StepModule(layout).eval(), example_inputs(layout), dynamic_shapes=dynamic_shapes(layout), strict=False
+        )
+        with replace_folder(folder) as made:
+            told: dict[str, Any] = {"torch": str(torch.__version__)}
+            if form == "onnx":
+                _write_onnx(step, layout, made / "step.onnx")
+                told["opset"] = OPSET
+            else:
+                _write_package(step, made / "step.pt2")
+            write_manifest(
+                made, describe(compiled, layout, "step.onnx" if form == "onnx" else "step.pt2", form, **told)
+            )
+    return folder
+
+
+def _write_onnx(step: torch.export.ExportedProgram, layout: Layout, file: Path) -> None:
+    """The graph, with the weights beside it in `step.onnx.data`."""
+    names = ["ids", "positions", "numbers", *layout.fields]
+    outputs = ["logits", *(f"{NEXT}{name}" for name in ("positions", "numbers", *layout.written))]
+    made = torch.onnx.export(
+        step, dynamo=True, verbose=False, optimize=False, opset_version=OPSET, input_names=names, output_names=outputs
+    )
+    assert made is not None
+    name_sizes(made.model, layout)
+    made.save(file, external_data=True)
+
+
+def name_sizes(model: Any, layout: Layout) -> None:
+    """Give the sizes of an ONNX model that may differ the symbols of the layout."""
+    import onnx_ir as ir
+
+    shapes: dict[str, Sequence[int | str]] = {name: field.shape for name, field in layout.fields.items()}
+    shapes |= {"ids": ("rows", 1)}
+    symbols: dict[str, str] = {}
+    for value in model.graph.inputs:
+        for told, dim in zip(shapes.get(value.name, ()), value.shape or ()):
+            if isinstance(told, str) and not isinstance(dim, int) and "+" not in told:
+                symbols[str(dim.value)] = told
+
+    def named(dim: Any) -> Any:
+        if isinstance(dim, int) or dim.value is None:
+            return dim
+        words = str(dim.value).replace("+", " + ").split()
+        return ir.SymbolicDim(" ".join(symbols.get(word, word) for word in words))
+
+    values = [*model.graph.inputs, *(value for node in model.graph for value in node.outputs)]
+    for value in values:
+        if value.shape is not None:
+            value.shape = ir.Shape([named(dim) for dim in value.shape])
+
+
+def _write_package(step: torch.export.ExportedProgram, file: Path) -> None:
+    from torch._inductor import aoti_compile_and_package
+
+    aoti_compile_and_package(step, package_path=str(file))
+
+
+def example_state(compiled: CompiledModel) -> State:
+    """A state of a prompt of random tokens, long enough for the method to have something to do.
+
+    Raises
+    ------
+    ConfigError: no such prompt was found.
+    """
+    budget, most = compiled.placement.budget, compiled.program.max_positions or LONGEST_EXAMPLE
+    share = budget.value if isinstance(budget.value, float) else 1.0
+    tokens = max(256, 2 * budget.floor + 64, int(1.5 * compiled.placement.minimum_tokens / share))
+    if isinstance(budget.value, int):
+        tokens = max(tokens, 2 * budget.value + 64)
+    failure: Exception | None = None
+    for length in dict.fromkeys(min(tokens << doubled, most - 1) for doubled in range(4)):
+        generator = torch.Generator(device="cpu").manual_seed(0)
+        size = (1, length)
+        ids = torch.randint(compiled.program.vocab_size, size, generator=generator, dtype=torch.int64, device="cpu")
+        try:
+            state = compiled.prefill(ids)
+        except (BudgetError, InputError) as error:
+            failure = error
+            continue
+        if all(not memory.unfolds or memory.reads_units for row in state.rows for memory in row.budgeted()):
+            return state
+    raise ConfigError(
+        f"no prompt of random tokens, from {min(tokens, most - 1)} on, has folded tokens in every layer with {compiled.placement.method!r} "
+        f"and budget {compiled.budget}: give example=state, a state whose form the step is for"
+        + (f" ({failure})" if failure else "")
+    )
+
+
+@undisturbed
+def export_state(
+    compiled: CompiledModel, state: State, path: str | os.PathLike[str], step: str | os.PathLike[str] | None = None
+) -> Path:
+    """See `CompiledModel.export_state`."""
+    from safetensors.torch import save_file
+
+    file = Path(path)
+    layout = read_layout(compiled, file.parent if step is None else Path(step))
+    if state.placement is not compiled.placement:
+        raise ConfigError("a state of another compiled model: prefill it with this one")
+    with state.in_use():
+        rows = rows_of(layout, state)
+        tensors = {name: x.contiguous() for name, x in rows.inputs().items()} | {
+            "logits": state.logits.cpu().contiguous()
+        }
+        with replace_file(file) as temporary:
+            save_file(
+                tensors,
+                temporary,
+                metadata={"format": "semkv-step-state", "version": "1", "steps": str(state.reserved)},
+            )
+    return file
+
+
+__all__ = ["FORMATS", "check_path", "check_tools", "example_state", "export_state", "export_step"]
