@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule, Node
 
 from semkv.export.layout import RANKING, Layout, SiteTurn
 from semkv.export.plain import InPlainOperators
-from semkv.ir import memory
-from semkv.ir.graph import copy_graph_module, finish
-from semkv.ir.ops import mixed_attention
-from semkv.ir.program import Program
 from semkv.methods.speculation import KEYS
 from semkv.profiles.schema.retrieval_head import matched_heads
+from semkv.runtime.attending import attending
 from semkv.runtime.layer_step import NUMBERS, attend_step
-from semkv.runtime.step_graph import TERMS
 
 NONE = float("-inf")
 
@@ -122,31 +116,6 @@ class _Step:
         name = f"features.{site}"
         if name in self.held:
             self.held[name] = hidden[:, -1].float()
-
-
-def attend(
-    step: _Step, site: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, terms: Mapping[str, Tensor]
-) -> Tensor:
-    """Graph function of an exported step, see `_Step.attend`."""
-    return step.attend(site, q, k, v, positions, terms)
-
-
-def attending(program: Program) -> GraphModule:
-    """The decode program with a call of `attend` in place of each question to the memory and the attention over its answer."""
-    assert program.decode is not None
-    module = copy_graph_module(program.decode)
-    graph = module.graph
-    for node in [x for x in graph.nodes if x.target == memory.entries]:
-        items = [item for item in node.users if item.target == operator.getitem]
-        calls = {user for item in items for user in item.users if user.target == mixed_attention}
-        (attends,) = calls
-        terms = {name: attends.kwargs[name] for name in TERMS if isinstance(attends.kwargs.get(name), Node)}
-        with graph.inserting_before(attends):
-            made = graph.call_function(attend, (*node.args, terms))
-        attends.replace_all_uses_with(made)
-        for unused in (attends, *items, node):
-            graph.erase_node(unused)
-    return finish(module)
 
 
 def _constant(turn: SiteTurn, name: str) -> str:

@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from semkv.ir import memory
-from semkv.ir.graph import copy_graph_module, placeholders
-from semkv.ir.ops import mixed_attention
+from semkv.ir.graph import placeholders
 from semkv.ir.program import Program
+from semkv.runtime.attending import attending
 from semkv.runtime.row_memory import RowMemory
-from semkv.runtime.step_graph import TERMS, StepGraphs, Turn
+from semkv.runtime.step_graph import StepGraphs, Turn
 
 aten = torch.ops.aten
 BEFORE_STATE = 5
@@ -44,7 +43,7 @@ class ManyRows:
 
     def __init__(self, program: Program, graphs: StepGraphs, shared: Prepare, own: Prepare) -> None:
         self.program, self.graphs, self.shared, self.own = program, graphs, shared, own
-        self._between: dict[tuple[int, ...], tuple[Callable[..., Any], tuple[int, ...]]] = {}
+        self._between: Callable[..., Any] | None = None
         self._rows: WeakKeyDictionary[RowMemory, Brought] = WeakKeyDictionary()
         self._turns: dict[int, GraphModule] = {}
         self._making = RLock()
@@ -63,13 +62,14 @@ class ManyRows:
         queries [B, Hq, 1, D] of each site of `asked` and hidden states [B, 1, H] that enter each observed site; those sites.
         """
         with self._making:
-            if asked not in self._between:
-                module, observed = _between(self.program, asked)
-                self._between[asked] = self.shared(module), observed
-        graph, observed = self._between[asked]
+            if self._between is None:
+                self._between = self.shared(attending(self.program))
         step = _Step(self, [self._brought(*each) for each in zip(rows, turns)], turns)
-        hidden, *behind = graph(ids, positions, step)
-        return hidden, [x for own in step.told for x in own], behind, observed
+        hidden = self._between(ids, positions, step)
+        while isinstance(hidden, (tuple, list)):
+            (hidden,) = hidden
+        behind = [*(step.queries[site] for site in asked), *step.observed.values()]
+        return hidden, [x for own in step.told for x in own], behind, tuple(step.observed)
 
     def _brought(self, row: RowMemory, turns: Sequence[Sequence[Turn]]) -> Brought:
         """That of a row, with the numbers of this step."""
@@ -99,23 +99,27 @@ class ManyRows:
 
 
 class _Step:
-    """What the graph between turns asks in one step. told: of each row, what its turns that read units told."""
+    """What the graph between turns asks in one step. told: of each row, what its turns that read units told. queries: of each site;
+    observed: hidden states that enter a site's layer."""
 
     def __init__(self, many: ManyRows, rows: Sequence[Brought], turns: Sequence[Sequence[Sequence[Turn]]]) -> None:
         self.many, self.rows, self.turns = many, rows, turns
         self.told: list[list[tuple[Tensor, Tensor]]] = [[] for _ in rows]
         self._passed: list[dict[str, Tensor]] = [{} for _ in rows]
-        self._at = 0
+        self.queries: dict[int, Tensor] = {}
+        self.observed: dict[int, Tensor] = {}
+        self._at = [0] * len(rows)
 
     def attend(
         self, site: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, terms: Mapping[str, Tensor]
     ) -> Tensor:
-        """Turns of all rows in one layer: q [B, Hq, 1, D], k [B, Hkv, 1, D], v [B, Hkv, 1, Dv], positions [B, 1] -> [B, Hq, 1, Dv]."""
+        """See `semkv.runtime.attending.Attending`: the turns of all rows in one layer."""
+        self.queries[site] = q
         whole, out = self.many.program.sites[site], []
         for r, (row, turns) in enumerate(zip(self.rows, self.turns)):
             mine = [x[r : r + 1] for x in (q, k, v, positions)]
             made = []
-            for number, turn in enumerate(turns[site], self._at):
+            for number, turn in enumerate(turns[site], self._at[r]):
                 part, given, own = turn.layer.site, mine, dict(terms)
                 if part.kv_heads != whole.kv_heads:
                     heads, asking = slice(part.first_head, part.first_head + part.kv_heads), part.query_heads
@@ -123,8 +127,12 @@ class _Step:
                     own = {name: x[asking] for name, x in terms.items()}
                 made.append(self._turn(r, row, turn, given, row.each[number], own))
             out.append(made[0] if len(made) == 1 else torch.cat(made, 1))
-        self._at += len(self.turns[0][site])
+            self._at[r] += len(made)
         return torch.cat(out)
+
+    def observe(self, site: int, hidden: Tensor) -> None:
+        """See `semkv.runtime.attending.Attending`."""
+        self.observed[site] = hidden
 
     def _turn(
         self, r: int, row: Brought, turn: Turn, given: list[Tensor], numbers: Tensor, terms: dict[str, Tensor]
@@ -139,42 +147,6 @@ class _Step:
         if layer.passes:
             passed.update(zip(layer.passes, more))
         return out
-
-
-def attend(
-    step: _Step, site: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, terms: Mapping[str, Tensor]
-) -> Tensor:
-    """Graph function of the graph between turns."""
-    return step.attend(site, q, k, v, positions, terms)
-
-
-def _between(program: Program, asked: tuple[int, ...]) -> tuple[GraphModule, tuple[int, ...]]:
-    """(ids, positions, step) -> (hidden, queries of each site of `asked`, hidden states that enter observed sites); those sites."""
-    assert program.decode is not None
-    module = copy_graph_module(program.decode)
-    graph, queries, observed = module.graph, {}, {}
-    for node in list(graph.nodes):
-        if node.target == memory.entries:
-            attends = next(user for item in node.users for user in item.users if user.target == mixed_attention)
-            queries[node.args[1]] = node.args[2]
-            terms = {name: attends.kwargs[name] for name in TERMS if name in attends.kwargs}
-            with graph.inserting_before(attends):
-                made = graph.call_function(attend, (*node.args, terms))
-            attends.replace_all_uses_with(made)
-            graph.erase_node(attends)
-            for item in list(node.users):
-                graph.erase_node(item)
-            graph.erase_node(node)
-        elif node.target == memory.observe:
-            observed[node.args[1]] = node.args[2]
-            graph.erase_node(node)
-    hidden = graph.output_node().args[0]
-    while isinstance(hidden, (tuple, list)):
-        (hidden,) = hidden
-    graph.output_node().args = ((hidden, *(queries[site] for site in asked), *observed.values()),)
-    graph.lint()
-    module.recompile()
-    return module, tuple(observed)
 
 
 def _without_batch(trace: GraphModule, turn: Turn) -> GraphModule:

@@ -213,7 +213,7 @@ class StepGraphs:
 
     def trace(self, turn: Turn, terms: dict[str, Tensor], passed: dict[str, Tensor]) -> GraphModule:
         """`attend_step` of one kind of layers, for one row: its inputs are q, k, v, positions, numbers, the layer's tensors and `terms`."""
-        with _tracing:
+        with TRACING:
             return self._traced(turn, terms, passed)
 
     def _traced(self, turn: Turn, terms: dict[str, Tensor], passed: dict[str, Tensor]) -> GraphModule:

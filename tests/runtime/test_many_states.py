@@ -79,6 +79,18 @@ def test_states_of_several_rows_and_pending_tokens(base, conversations):
     assert one.lengths[0] == length + 2
 
 
+def test_a_row_that_is_exact_steps_beside_compressed_ones(base, conversations):
+    """Heads of several roles are parts of their own; a short row has one part."""
+    compiled = base.with_method("mixed", 0.5, config=semkv.CompileConfig(floor=256))
+    states = [compiled.prefill(ids) for ids in (conversations[0][:, :100], *conversations[1:])]
+    expected = [alone(compiled, state.fork(), 6) for state in states]
+    told = []
+    for _ in range(6):
+        told.append(torch.cat([state.logits.argmax(-1) for state in states]))
+        compiled.step(states, told[-1])
+    assert torch.equal(torch.stack(told, 1), torch.cat(expected))
+
+
 def test_refusals_change_nothing(base, conversations):
     compiled, other = made(base, "quest"), made(base, "snapkv")
     states = [compiled.prefill(ids) for ids in conversations[:2]]
