@@ -19,7 +19,7 @@ needs_onnx = pytest.mark.skipif(
     reason="semkv[onnx] is not installed",
 )
 TWO_ROWS = (700, 523)
-QUICK = ("full", "quest")
+QUICK = ("full",)
 FREE = {"full": {}, "quest": {}, "sekv": {}, "compresskv": {"selection": "all", "allocation": "uniform"}}
 """Methods that need no profile, with the options with which they do not."""
 
