@@ -184,7 +184,8 @@ def _tensors(part: object, name: str) -> Iterator[tuple[str, Tensor]]:
 def _composition(components: Components) -> str:
     """A part's components in words: routers and choosers of forms by their class, as weights are no words."""
     named = ("router", "forms")
-    plain = {name: value for name, value in vars(components).items() if name not in named}
+    own = {field.name: getattr(components, field.name) for field in fields(components)}  # not what is computed of them
+    plain = {name: value for name, value in own.items() if name not in named}
     return repr(plain | {name: type(getattr(components, name)).__name__ for name in named})
 
 

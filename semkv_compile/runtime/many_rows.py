@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from threading import RLock
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,7 +19,7 @@ from semkv.ir.graph import placeholders
 from semkv.ir.program import Program
 from semkv.runtime.attending import attending
 from semkv.runtime.row_memory import RowMemory
-from semkv.runtime.step_graph import StepGraphs, Turn
+from semkv.runtime.step_graph import TRACING, StepGraphs, Turn
 
 aten = torch.ops.aten
 BEFORE_STATE = 5
@@ -46,7 +45,6 @@ class ManyRows:
         self._between: Callable[..., Any] | None = None
         self._rows: WeakKeyDictionary[RowMemory, Brought] = WeakKeyDictionary()
         self._turns: dict[int, GraphModule] = {}
-        self._making = RLock()
 
     def run(
         self,
@@ -61,7 +59,7 @@ class ManyRows:
         Returns hidden [B, 1, H]; of each turn that reads units, row by row, (tokens copied and there, int64 [2]; units read int64 [H]);
         queries [B, Hq, 1, D] of each site of `asked` and hidden states [B, 1, H] that enter each observed site; those sites.
         """
-        with self._making:
+        with TRACING:
             if self._between is None:
                 self._between = self.shared(attending(self.program))
         step = _Step(self, [self._brought(*each) for each in zip(rows, turns)], turns)
@@ -90,7 +88,7 @@ class ManyRows:
         place = site.index, site.first_head
         known = row.calls.get(place)
         if known is None or known[0] is not turn.layer:
-            with self._making:
+            with TRACING:
                 trace = self.graphs.trace(turn, terms, passed)
                 if id(trace) not in self._turns:
                     self._turns[id(trace)] = _without_batch(trace, turn)
