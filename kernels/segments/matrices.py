@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import torch
 
 from semkv.ir.ops import linear
@@ -25,10 +27,8 @@ def _linear(x: Operation) -> Value:
 def _product(x: Operation) -> Value:
     a, b = x.args
     if x.into is None:
-        try:
+        with suppress(UnsupportedNode):  # small, or with gaps
             return described(x.emitting, bmm, {"a": a, "b": b}, copies=False)
-        except UnsupportedNode:  # small, or with gaps
-            pass
     return _matrix(x.emitting, a, b, x.out())
 
 

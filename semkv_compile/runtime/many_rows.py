@@ -28,8 +28,8 @@ Prepare = Callable[[GraphModule], Callable[..., Any]]
 
 
 @dataclass
-class Brought:
-    """What one row has of its own between steps. numbers int64 [turns, len(NUMBERS), 1], written before each step; calls: of its turns, by
+class RowCalls:
+    """What calls one row's turns with. numbers int64 [turns, len(NUMBERS), 1], written before each step; calls: of its turns, by
     site and first head, with the layer that they are for."""
 
     numbers: Tensor
@@ -43,7 +43,7 @@ class ManyRows:
     def __init__(self, program: Program, graphs: StepGraphs, shared: Prepare, own: Prepare) -> None:
         self.program, self.graphs, self.shared, self.own = program, graphs, shared, own
         self._between: Callable[..., Any] | None = None
-        self._rows: WeakKeyDictionary[RowMemory, Brought] = WeakKeyDictionary()
+        self._rows: WeakKeyDictionary[RowMemory, RowCalls] = WeakKeyDictionary()
         self._turns: dict[int, GraphModule] = {}
 
     def run(
@@ -62,26 +62,26 @@ class ManyRows:
         with TRACING:
             if self._between is None:
                 self._between = self.shared(attending(self.program))
-        step = _Step(self, [self._brought(*each) for each in zip(rows, turns)], turns)
+        step = _Step(self, [self._calls_of(*each) for each in zip(rows, turns)], turns)
         hidden = self._between(ids, positions, step)
         while isinstance(hidden, (tuple, list)):
             (hidden,) = hidden
         behind = [*(step.queries[site] for site in asked), *step.observed.values()]
         return hidden, [x for own in step.told for x in own], behind, tuple(step.observed)
 
-    def _brought(self, row: RowMemory, turns: Sequence[Sequence[Turn]]) -> Brought:
+    def _calls_of(self, row: RowMemory, turns: Sequence[Sequence[Turn]]) -> RowCalls:
         """That of a row, with the numbers of this step."""
         numbers = torch.tensor([turn.numbers for own in turns for turn in own], dtype=torch.int64, device="cpu")[
             ..., None
         ]
         known = self._rows.get(row)
         if known is None or known.numbers.shape != numbers.shape:
-            known = self._rows[row] = Brought(numbers, list(numbers))
+            known = self._rows[row] = RowCalls(numbers, list(numbers))
         known.numbers.copy_(numbers)
         return known
 
     def turn_of(
-        self, row: Brought, turn: Turn, terms: dict[str, Tensor], passed: dict[str, Tensor]
+        self, row: RowCalls, turn: Turn, terms: dict[str, Tensor], passed: dict[str, Tensor]
     ) -> Callable[..., Any]:
         """What computes a turn of a row."""
         site = turn.layer.site
@@ -100,7 +100,7 @@ class _Step:
     """What the graph between turns asks in one step. told: of each row, what its turns that read units told. queries: of each site;
     observed: hidden states that enter a site's layer."""
 
-    def __init__(self, many: ManyRows, rows: Sequence[Brought], turns: Sequence[Sequence[Sequence[Turn]]]) -> None:
+    def __init__(self, many: ManyRows, rows: Sequence[RowCalls], turns: Sequence[Sequence[Sequence[Turn]]]) -> None:
         self.many, self.rows, self.turns = many, rows, turns
         self.told: list[list[tuple[Tensor, Tensor]]] = [[] for _ in rows]
         self._passed: list[dict[str, Tensor]] = [{} for _ in rows]
@@ -133,7 +133,7 @@ class _Step:
         self.observed[site] = hidden
 
     def _turn(
-        self, r: int, row: Brought, turn: Turn, given: list[Tensor], numbers: Tensor, terms: dict[str, Tensor]
+        self, r: int, row: RowCalls, turn: Turn, given: list[Tensor], numbers: Tensor, terms: dict[str, Tensor]
     ) -> Tensor:
         layer, passed = turn.layer, self._passed[r]
         call = self.many.turn_of(row, turn, terms, passed)

@@ -152,7 +152,7 @@ class GraphedSteps:
         plans = [row.placement.plan for row in rows]
         asked = tuple(sorted(queried | {site for plan in plans for site in plan.at_site if site not in plan.passers}))
         if len(rows) == 1:
-            hidden, moved, read, behind, observed = self._alone(turns, ids, positions, asked)
+            hidden, moved, read, behind, observed = self._alone(turns[0], ids, positions, asked)
         else:
             hidden, found, behind, observed = self.many.run(rows, turns, ids, positions, asked)
             moved = torch.stack([x for x, _ in found]).tolist() if found else []
@@ -174,11 +174,11 @@ class GraphedSteps:
         return hidden
 
     def _alone(
-        self, turns: Sequence[Sequence[Sequence[Turn]]], ids: Tensor, positions: Tensor, asked: tuple[int, ...]
+        self, turns: Sequence[Sequence[Turn]], ids: Tensor, positions: Tensor, asked: tuple[int, ...]
     ) -> tuple[Tensor, list[list[int]], list[Tensor], list[Tensor], tuple[int, ...]]:
         """The step of one row: hidden; of turns that read units, tokens copied and there, and units read; queries and hidden states."""
         graph = self.graphs.of(turns, asked)
-        flat = [turn for own in turns for parts in own for turn in parts]
+        flat = [turn for parts in turns for turn in parts]
         numbers = torch.tensor([turn.numbers for turn in flat], dtype=torch.int64, device="cpu")[..., None]
         state = [x for turn in flat for x in turn.tensors.values()]
         hidden, *more = graph.run(ids, positions, numbers.to(ids.device), *state)

@@ -1,6 +1,6 @@
 """Decode steps as graphs of tensors: each layer's part (`semkv.runtime.layer_step`) is traced and put into the program.
 
-A graph is for one composition: which kinds of layers the rows of a step have. Its inputs are the ids, the positions, the numbers of the
+A graph is for one row and one composition: which kinds of layers it has. Its inputs are the ids, the positions, the numbers of the
 step and the tensors of the rows' memories, which it changes in place; sizes of those may grow from step to step.
 """
 
@@ -42,9 +42,9 @@ class Turn:
 
 @dataclass(frozen=True)
 class StepGraph:
-    """run: (ids int64 [B, 1], positions int64 [B, 1], numbers int64 [turns, len(NUMBERS), 1], *state of all turns) -> (hidden [B, 1, H],
-    told int64 [reading turns, 1, 2], units read [1, H] of each of them, queries [B, Hq, 1, D] of each site of `asked`, hidden states
-    [B, 1, H] that enter each site of `observed`)."""
+    """run: (ids int64 [1, 1], positions int64 [1, 1], numbers int64 [turns, len(NUMBERS), 1], *state of all turns) -> (hidden [1, 1, H],
+    told int64 [reading turns, 1, 2], units read [1, H] of each of them, queries [1, Hq, 1, D] of each site of `asked`, hidden states
+    [1, 1, H] that enter each site of `observed`)."""
 
     module: GraphModule
     observed: tuple[int, ...]
@@ -63,55 +63,46 @@ class StepGraphs:
         self._graphs: dict[tuple[object, ...], StepGraph] = {}
         self._traces: dict[tuple[object, ...], GraphModule] = {}
 
-    def of(self, rows: Sequence[Sequence[Sequence[Turn]]], asked: tuple[int, ...]) -> StepGraph:
-        """For rows, of each row its sites, of each site its parts; asked: sites whose queries are returned."""
-        key = (asked, *(tuple(tuple(turn.layer.kind for turn in parts) for parts in row) for row in rows))
+    def of(self, turns: Sequence[Sequence[Turn]], asked: tuple[int, ...]) -> StepGraph:
+        """For the turns of each site's parts; asked: sites whose queries are returned."""
+        key = (asked, *(tuple(turn.layer.kind for turn in parts) for parts in turns))
         with TRACING:
             if key not in self._graphs:
-                module, observed = self._spliced(rows, asked)
+                module, observed = self._spliced(turns, asked)
                 self._graphs[key] = StepGraph(module, observed, self.prepare(module))
             return self._graphs[key]
 
     # -- splicing ------------------------------------------------------------------------------------------------------
 
-    def _spliced(
-        self, rows: Sequence[Sequence[Sequence[Turn]]], asked: tuple[int, ...]
-    ) -> tuple[GraphModule, tuple[int, ...]]:
+    def _spliced(self, turns: Sequence[Sequence[Turn]], asked: tuple[int, ...]) -> tuple[GraphModule, tuple[int, ...]]:
         module = copy_graph_module(self.program.decode)
         graph, inputs = module.graph, placeholders(module.graph)
         with graph.inserting_after(inputs["memory"]):
             numbers = graph.placeholder("numbers")
         state = _Inputs(graph, numbers)
-        places: dict[tuple[int, int, int], tuple[int, dict[str, Node]]] = {}
-        for r, row in enumerate(rows):
-            for s, parts in enumerate(row):
-                for p, turn in enumerate(parts):
-                    places[r, s, p] = (len(places), state.of(turn, f"r{r}_s{s}_p{p}"))
+        places: dict[tuple[int, int], tuple[int, dict[str, Node]]] = {}
+        for s, parts in enumerate(turns):
+            for p, turn in enumerate(parts):
+                places[s, p] = (len(places), state.of(turn, f"s{s}_p{p}"))
         told: list[Node] = []
         reads: list[Node] = []
-        passed: dict[tuple[int, str], Node] = {}
+        passed: dict[str, Node] = {}
         queries: dict[int, Node] = {}
         for node in [x for x in graph.nodes if x.target == memory.entries]:
             site = node.args[1]
             attends = next(user for user in _descendants_by_item(node) if user.target == mixed_attention)
             queries[site] = node.args[2]
             with graph.inserting_before(attends):
-                made = []
-                for r, row in enumerate(rows):
-                    outs = []
-                    for p, turn in enumerate(row[site]):
-                        number, own = places[r, site, p]
-                        of_row = {name: x for (row_, name), x in passed.items() if row_ == r}
-                        out, *more = self._inlined(
-                            module, attends, node.args[2:6], turn, number, numbers, own | of_row, r, len(rows)
-                        )
-                        outs.append(out)
-                        if turn.layer.reads:
-                            told.append(more.pop(0))
-                            reads.append(more.pop(0))
-                        passed |= {(r, name): x for name, x in zip(turn.layer.passes, more)}
-                    made.append(outs[0] if len(outs) == 1 else graph.call_function(aten.cat.default, (outs, 1)))
-                whole = made[0] if len(made) == 1 else graph.call_function(aten.cat.default, (made, 0))
+                outs = []
+                for p, turn in enumerate(turns[site]):
+                    number, own = places[site, p]
+                    out, *more = self._inlined(module, attends, node.args[2:6], turn, number, numbers, own | passed)
+                    outs.append(out)
+                    if turn.layer.reads:
+                        told.append(more.pop(0))
+                        reads.append(more.pop(0))
+                    passed |= dict(zip(turn.layer.passes, more))
+                whole = outs[0] if len(outs) == 1 else graph.call_function(aten.cat.default, (outs, 1))
             attends.replace_all_uses_with(whole)
             graph.erase_node(attends)
             for item in list(node.users):
@@ -142,8 +133,6 @@ class StepGraphs:
         number: int,
         numbers: Node,
         own: dict[str, Node],
-        row: int,
-        rows: int,
     ) -> list[Node]:
         """The nodes of one turn, before `attends`: its output, and what it tells."""
         graph, layer = module.graph, turn.layer
@@ -152,14 +141,13 @@ class StepGraphs:
         heads, asking = (site.first_head, site.first_head + site.kv_heads), site.query_heads
 
         def part(x: Node, first: int, last: int, every: int) -> Node:
-            x = x if rows == 1 else graph.call_function(aten.slice.Tensor, (x, 0, row, row + 1))
             return x if last - first == every else graph.call_function(aten.slice.Tensor, (x, 1, first, last))
 
         given = [
             part(q, asking.start, asking.stop, whole.q_heads),
             part(k, *heads, whole.kv_heads),
             part(v, *heads, whole.kv_heads),
-            part(positions, 0, 1, 1),
+            positions,
             graph.call_function(aten.select.int, (numbers, 0, number)),
         ]
         terms: dict[str, Node] = {}

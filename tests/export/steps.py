@@ -131,30 +131,36 @@ def domains(file: Path) -> set[str]:
     return found
 
 
-def check(compiled: CompiledModel, folder: Path, form: str, lengths: tuple[tuple[int, ...], ...]) -> None:
-    """Export, and compare `TOKENS` tokens of states of prompts of the lengths: of several batches, by one file."""
+def differences(compiled: CompiledModel, folder: Path, form: str, lengths: tuple[tuple[int, ...], ...]) -> list[str]:
+    """Export, and compare `TOKENS` tokens of states of prompts of the lengths, of several batches, by one file: what is not ours, and
+    operators that are not the standard's."""
     compiled.export(folder, format=form)
+    unlike = []
     if form == "onnx":
         found = domains(folder / "step.onnx")
         print("domains", found)
-        assert found == {""}
+        unlike += [] if found == {""} else [f"operators of {found}"]
     for several in lengths:
         state = reserved(compiled, several)
         compiled.export_state(state, folder / "state.safetensors")
         tokens, logits = in_onnxruntime(folder) if form == "onnx" else without_semkv(folder)
         expected, theirs = ours(compiled, state)
-        print(
-            form,
-            several,
-            "equal tokens",
-            int((tokens == expected).sum()),
-            "of",
-            tokens.numel(),
-            "logits",
-            float((logits - theirs).abs().max()),
-        )
-        assert torch.equal(tokens, expected)
-        torch.testing.assert_close(logits, theirs, rtol=1e-3, atol=2e-3)
+        equal, apart = int((tokens == expected).sum()), float((logits - theirs).abs().max())
+        told = f"{form}, rows of {several}: {equal} of {expected.numel()} tokens equal, logits within {apart:.1e}"
+        print(told)
+        alike = torch.equal(tokens, expected) and torch.allclose(logits, theirs, rtol=1e-3, atol=1e-3)
+        unlike += [] if alike else [told]
+    return unlike
 
 
-__all__ = ["BUDGETS", "TOKENS", "check", "domains", "in_onnxruntime", "ours", "prompts", "reserved", "without_semkv"]
+__all__ = [
+    "BUDGETS",
+    "TOKENS",
+    "differences",
+    "domains",
+    "in_onnxruntime",
+    "ours",
+    "prompts",
+    "reserved",
+    "without_semkv",
+]

@@ -12,7 +12,7 @@ import torch
 import semkv
 from semkv.compiled import CompiledModel
 from semkv.config import CompileConfig
-from tests.export.steps import BUDGETS, check
+from tests.export.steps import BUDGETS, differences
 
 needs_onnx = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("onnx", "onnxscript", "onnxruntime")),
@@ -33,31 +33,31 @@ def of(full: CompiledModel, method: str, **options: Any) -> CompiledModel:
 @needs_onnx
 @pytest.mark.parametrize("method", [pytest.param(x, marks=() if x in QUICK else pytest.mark.slow) for x in BUDGETS])
 def test_onnxruntime_gives_our_tokens(full: CompiledModel, method: str, tmp_path: Path) -> None:
-    check(of(full, method), tmp_path / "step", "onnx", (TWO_ROWS, (611,)))
+    assert differences(of(full, method), tmp_path / "step", "onnx", (TWO_ROWS, (611,))) == []
 
 
 @needs_onnx
 @pytest.mark.slow
 def test_coarse_entries_and_thresholds(full: CompiledModel, tmp_path: Path) -> None:
     compiled = of(full, "sekv", coarse=True, fill=False, router="trained")
-    check(compiled, tmp_path / "step", "onnx", (TWO_ROWS,))
+    assert differences(compiled, tmp_path / "step", "onnx", (TWO_ROWS,)) == []
 
 
 @needs_onnx
 def test_rows_that_are_exact_share_a_batch_with_others(tiny: CompiledModel, tmp_path: Path) -> None:
     compiled = tiny.with_method("quest", 0.25)
-    check(compiled, tmp_path / "step", "onnx", ((900, 100),))
+    assert differences(compiled, tmp_path / "step", "onnx", ((900, 100),)) == []
 
 
 def test_a_package_gives_our_tokens_without_semkv(tiny: CompiledModel, tmp_path: Path) -> None:
-    check(tiny, tmp_path / "step", "aoti", ((90, 61), (40, 70, 55)))
+    assert differences(tiny, tmp_path / "step", "aoti", ((90, 61), (40, 70, 55))) == []
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("method", BUDGETS)
 def test_a_package_gives_our_tokens_for_every_method(full: CompiledModel, method: str, tmp_path: Path) -> None:
-    check(of(full, method), tmp_path / "step", "aoti", (TWO_ROWS, (611,)))
+    assert differences(of(full, method), tmp_path / "step", "aoti", (TWO_ROWS, (611,))) == []
 
 
 def architecture(name: str) -> torch.nn.Module:
@@ -101,4 +101,4 @@ def architecture(name: str) -> torch.nn.Module:
 def test_architectures(name: str, method: str, form: str, tmp_path: Path) -> None:
     settings = CompileConfig(floor=0, method_options=FREE[method])
     compiled = semkv.compile(architecture(name), method=method, budget=BUDGETS[method], config=settings)
-    check(compiled, tmp_path / "step", form, ((500, 330),))
+    assert differences(compiled, tmp_path / "step", form, ((500, 330),)) == []

@@ -4,36 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
 import semkv
 from semkv.compiled import CompiledModel
 from semkv.errors import BudgetError, ConfigError
 from semkv.runtime.state import State
+from tests.export.steps import BUDGETS, prompts
 
-METHODS = {
-    "full": None,
-    "quest": 0.25,
-    "sketch": 0.25,
-    "sekv": 0.25,
-    "specontext": 0.5,
-    "compresskv": 0.5,
-    "h2o": 0.25,
-    "streaming_llm": 0.25,
-}
+METHODS = {name: budget for name, budget in BUDGETS.items() if name != "mixed"} | {"streaming_llm": 0.25}
 
 
 @pytest.fixture(scope="module")
 def full() -> CompiledModel:
     model, _ = semkv.bundled.load()
     return semkv.compile(model, method="full", profile=semkv.bundled.profile())
-
-
-def _prompts(compiled: CompiledModel, lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(5)
-    ids = torch.randint(compiled.program.vocab_size, (len(lengths), max(lengths)), generator=generator)
-    mask = torch.arange(max(lengths))[None] >= max(lengths) - torch.tensor(lengths)[:, None]
-    return ids, mask.long()
 
 
 def _sizes(state: State) -> list[dict[str, tuple[int, ...]]]:
@@ -56,7 +40,7 @@ def _units(state: State) -> list[tuple[int, int]]:
 def test_nothing_is_folded_and_no_size_changes(full: CompiledModel, method: str) -> None:
     budget = METHODS[method]
     compiled = full.with_method(method, budget, config=semkv.CompileConfig(floor=0))
-    state = compiled.prefill(*_prompts(compiled, (700, 523)))
+    state = compiled.prefill(*prompts(compiled.program.vocab_size, (700, 523)))
     state.reserve(30)
     assert state.reserved == 30
     before, sizes = _units(state), _sizes(state)
@@ -74,7 +58,7 @@ def test_nothing_is_folded_and_no_size_changes(full: CompiledModel, method: str)
 
 
 def test_tokens_that_have_room_without_it_are_read_alike(full: CompiledModel) -> None:
-    state = full.prefill(*_prompts(full, (90, 60)))
+    state = full.prefill(*prompts(full.program.vocab_size, (90, 60)))
     ahead = state.fork()
     ahead.reserve(20)
     assert ahead.fork().reserved == 20
@@ -85,7 +69,7 @@ def test_tokens_that_have_room_without_it_are_read_alike(full: CompiledModel) ->
 
 def test_a_longer_step_ends_it(full: CompiledModel) -> None:
     compiled = full.with_method("quest", 0.25, config=semkv.CompileConfig(floor=0))
-    state = compiled.prefill(*_prompts(compiled, (700,)))
+    state = compiled.prefill(*prompts(compiled.program.vocab_size, (700,)))
     state.reserve(4)
     compiled.extend(state, torch.zeros(1, 9, dtype=torch.int64))
     assert state.reserved == 0
@@ -96,7 +80,7 @@ def test_a_longer_step_ends_it(full: CompiledModel) -> None:
 
 def test_what_does_not_fit_is_refused_and_changes_nothing(full: CompiledModel) -> None:
     compiled = full.with_method("quest", 100)
-    state = compiled.prefill(*_prompts(compiled, (700,)))
+    state = compiled.prefill(*prompts(compiled.program.vocab_size, (700,)))
     sizes = _sizes(state)
     with pytest.raises(BudgetError, match=r"no room for 200 tokens ahead in .*reserve at most about"):
         state.reserve(200)
