@@ -64,8 +64,9 @@ BOTH = ("full", "streaming_llm")
 """What recovered gain is measured between."""
 CEILING = Variant(method="sketch", budget=0.05, options={"oracle": True}, label="ceiling")
 """The choice of `sketch` made by true attention, its index not charged."""
-STEP, ASKED = 2.0, 80
-"""Usual values: a method's step, over the full cache's; tokens of a question, which run one by one, and of its answer."""
+STEP, ASKED = 1.0, 60
+"""Usual values: a method's step, over the full cache's, in which contexts are together; tokens of a question, which run one by one, and
+of its answer."""
 TOGETHER = 16
 """Contexts whose answers run in the same steps: as many rows as share the products of one."""
 LEADERS = 3

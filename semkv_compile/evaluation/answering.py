@@ -34,6 +34,13 @@ class Tally:
     zoom: Zoom | None = None
     mass: Mass | None = None
 
+    def add(self, other: Tally) -> None:
+        """Add what was measured on another question."""
+        self.answers += other.answers
+        self.step_us += other.step_us
+        self.usage = self.usage if other.usage is None else worst(self.usage, other.usage)
+        self.zoom, self.mass = add_zooms(self.zoom, other.zoom), add_masses(self.mass, other.mass)
+
     def row(self, cell: str, index: int, commit: str, prompt_tokens: int) -> Row:
         """The finished row."""
         assert self.usage is not None

@@ -266,7 +266,7 @@ def _run_contexts(
         variants = {key: variant for one in readings for variant, key in one.work.variants}
         for key, variant in variants.items():
             compiled, talks = subject.variant(variant), []
-            asked: list[tuple[Reading, Tally]] = []
+            asked: list[tuple[Reading, Tally, list[Tally]]] = []
             for one, record, theirs in zip(readings, records, told):
                 index = one.work.index
                 if all(key != other for _, other in one.work.variants) or index >= refused.get(key, index + 1):
@@ -277,13 +277,16 @@ def _run_contexts(
                     refused[key] = index
                     yield state
                     break
-                asked.append((one, tally))
+                each = [Tally() for _ in one.asked]  # questions end in any order
+                asked.append((one, tally, each))
                 compared = theirs if theirs is not None and variant.method != FULL.method else [None] * len(one.asked)
-                for (question, ids), whole in zip(one.asked, compared, strict=True):
+                for (question, ids), whole, own in zip(one.asked, compared, each, strict=True):
                     watch = MassWatch(record.ordered_for(compiled.program)) if grid.mass else None
-                    talks.append(answering.answer(compiled, state.fork(), ids, question, tally, whole, watch))
+                    talks.append(answering.answer(compiled, state.fork(), ids, question, own, whole, watch))
             talk_together(subject, compiled, talks, together)
-            for one, tally in asked:
+            for one, tally, each in asked:
+                for own in each:
+                    tally.add(own)
                 if one.last:
                     yield tally.row(key, one.work.index, commit, one.context)
 

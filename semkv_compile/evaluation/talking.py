@@ -36,22 +36,28 @@ class _Turn:
     """A talk and what it waits for. feed: None when it is over; left: the tokens of `feed` that were not read yet."""
 
     def __init__(self, talk: Talk[Any]) -> None:
-        self.talk, self.feed, self.result = talk, None, None
+        self.talk = talk
+        self.result: Any = None
+        self.feed: Feed | None = None
         self._go_on(None)
 
     def _go_on(self, heard: Heard | None) -> None:
-        self.feed: Feed | None
         try:
-            self.feed = next(self.talk) if heard is None else self.talk.send(heard)
-            self.left, self._spent = self.feed.ids, 0.0
+            feed = next(self.talk) if heard is None else self.talk.send(heard)
+            self.feed, self.left, self._spent = feed, feed.ids, 0.0
         except StopIteration as end:
             self.feed, self.result = None, end.value
 
+    @property
+    def state(self) -> Any:
+        """What the tokens are for."""
+        assert self.feed is not None
+        return self.feed.state
+
     def reads_alone(self, compiled: Any) -> bool:
         """Whether what is left is read otherwise than a token at a time, or somebody watches the state."""
-        assert self.feed is not None
         at_once = len(self.left) > 1 and compiled.tokens_at_once(len(self.left)) > 1
-        return at_once or self.feed.state.watch is not None
+        return at_once or self.state.watch is not None
 
     def read(self, count: int, heard: Heard) -> None:
         """`count` tokens were read."""
@@ -74,10 +80,10 @@ def talk_together(subject: Subject, compiled: Any, talks: Sequence[Talk[Result]]
             return [turn.result for turn in turns]
         lonely = waiting if len(waiting) == 1 else [turn for turn in waiting if turn.reads_alone(compiled)]
         for turn in lonely:
-            turn.read(len(turn.left), Heard(*subject.extend(compiled, turn.feed.state, turn.left)))
+            turn.read(len(turn.left), Heard(*subject.extend(compiled, turn.state, turn.left)))
         stepping = [turn for turn in waiting if turn not in lonely]
         if stepping:
-            states, ids = [turn.feed.state for turn in stepping], [turn.left[0] for turn in stepping]
+            states, ids = [turn.state for turn in stepping], [turn.left[0] for turn in stepping]
             logits, elapsed = subject.step(compiled, states, ids)
             for turn, own in zip(stepping, logits):
                 turn.read(1, Heard(own, elapsed / len(stepping)))

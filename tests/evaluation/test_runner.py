@@ -73,6 +73,7 @@ def test_contexts_that_run_together_give_the_rows_of_each_alone(lookup, tokenize
     grid = grid.model_copy(
         update={
             "questions": (question,),
+            "families": grid.families if method == "tail" else grid.families[:1],
             "variants": (*grid.variants, Variant(method=method, budget=0.3)),
             "samples": 20,
         }
