@@ -44,7 +44,7 @@ def describe(compiled: CompiledModel, state: State | None = None, *, verbose: bo
             "the budget is the prompt's: tokens that follow it stay exact beside it, and so do prompts that the floor holds whole",
         )
     facts += compiled.method.notes(compiled.profile)
-    facts += [] if state is None else [_measured(state), *_cut(state)]
+    facts += [] if state is None else [_measured(state), _steps(state), *_cut(state)]
     out = Console(record=True, width=140, file=io.StringIO())
     out.print(table)
     for fact in facts:
@@ -73,6 +73,19 @@ def _measured(state: State) -> str:
         f"in {stats.steps} steps a layer held at most {held} of its full KV on the device ({stats.device_share_mean:.1%} on the mean) "
         f"and read at most {read} ({stats.attended_share_mean:.1%}){beyond}"
     )
+
+
+def _steps(state: State) -> str:
+    """How a step of a state is run."""
+    steps = state.placement.steps
+    if steps is None:
+        return "a step asks the memory for its entries, layer by layer"
+    if not steps.serves(state.rows):
+        return "a step asks the memory for its entries, layer by layer: some of its units wait as factors, or as other than whole tokens"
+    reasons = steps.reasons()
+    if not reasons:
+        return "a step is one graph of tensors"
+    return f"a step is one graph of tensors, which is cut: {'; '.join(reasons)}"
 
 
 def _cut(state: State) -> list[str]:

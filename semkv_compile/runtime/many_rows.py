@@ -76,6 +76,10 @@ class ManyRows:
         behind = [*(step.queries[site] for site in asked), *step.observed.values()]
         return hidden, [x for own in step.told for x in own], behind, tuple(step.observed)
 
+    def reasons(self) -> list[str | None]:
+        """See `StepGraphs.reasons`, of the turns of all rows."""
+        return [getattr(call, "reason", None) for row in self._rows.values() for _, call in row.calls.values()]
+
     def _calls_of(self, row: RowMemory, turns: Sequence[Sequence[Turn]]) -> RowCalls:
         """That of a row, with the numbers of this step."""
         numbers = torch.tensor([turn.numbers for own in turns for turn in own], dtype=torch.int64, device="cpu")[

@@ -480,6 +480,13 @@ class RowMemory:
                 memory.slide(store.window)
             yield self._step_allowance(store, part, tokens), limit
 
+    def fold_ahead(self) -> None:
+        """Make room for a token where what is folded may become factors, so that `SiteMemory.graphed` says how this step can be run."""
+        for store in self.placement.program.stores:
+            if any(memory.components.forms is not None for memory in self.stores[store.store]):
+                for memory, room in zip(self.stores[store.store], self._making_room(store, self.tokens + 1)):
+                    memory.fold_ahead(*room)
+
     def admit(self, store: AttentionSite, ids: Tensor, surprisal: Tensor) -> list[int]:
         """Make room in a store for a token, ids int64 [1] of surprisal [1], that a step's graph writes; its place, per part."""
         made = zip(self.stores[store.store], self._making_room(store, self.tokens + 1))

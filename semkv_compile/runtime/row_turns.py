@@ -138,6 +138,10 @@ class GraphedSteps:
         self.graphs, self.layers = StepGraphs(program, prepare), Layers.of(program)
         self.many = ManyRows(program, self.graphs, between, turns)
 
+    def reasons(self) -> list[str]:
+        """Why graphs of steps that have run were not one call of C++ the last time, each reason once: nodes that have no instructions."""
+        return sorted({reason for reason in (*self.graphs.reasons(), *self.many.reasons()) if reason is not None})
+
     def serves(self, rows: Sequence[RowMemory]) -> bool:
         """Whether the next step of these rows is a graph."""
         return all(memory.graphed for row in rows for memory in row.memories())

@@ -356,6 +356,11 @@ class SiteMemory:
 
     # -- a step's graph ----------------------------------------------------------------------------------------------
 
+    def fold_ahead(self, allowance: float, span_limit: float) -> None:
+        """What `admit` does before a token comes, which does nothing more then."""
+        if not self.reserved and allowance != float("inf"):
+            self._make_room(1, allowance, span_limit)
+
     def admit(self, ids: Tensor, surprisal: Tensor, allowance: float, span_limit: float) -> int:
         """`append` of one token, ids and surprisal [1], whose key and value a step's graph fills in: their place among the recent ones."""
         if not self._has_reserved(1) and allowance != float("inf"):

@@ -333,7 +333,11 @@ class State:
     def steps_as_graph(self, tokens: int) -> bool:
         """Whether the step of so many tokens that has begun is one graph of tensors."""
         steps = self.placement.steps
-        return tokens == 1 and steps is not None and self.watch is None and steps.serves(self.rows)
+        if tokens > 1 or steps is None or self.watch is not None:
+            return False
+        for row in self.rows:
+            row.fold_ahead()
+        return steps.serves(self.rows)
 
     def graph_step(self, ids: Tensor, positions: Tensor) -> Tensor:
         """The step that has begun, over ids int64 [B, 1] at `positions` int64 [B, 1], as one graph -> hidden [B, 1, H]."""

@@ -72,6 +72,10 @@ class StepGraphs:
                 self._graphs[key] = StepGraph(module, observed, self.prepare(module))
             return self._graphs[key]
 
+    def reasons(self) -> list[str | None]:
+        """Of each graph, what keeps it from being one call; None where nothing does, or where it is run node by node."""
+        return [getattr(graph.run, "reason", None) for graph in self._graphs.values()]
+
     # -- splicing ------------------------------------------------------------------------------------------------------
 
     def _spliced(self, turns: Sequence[Sequence[Turn]], asked: tuple[int, ...]) -> tuple[GraphModule, tuple[int, ...]]:
