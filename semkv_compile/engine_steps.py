@@ -34,7 +34,9 @@ class EngineSteps(Reader):
         self._follow()
         if tokens is not None:
             if tokens < 1:
-                raise ConfigError(f"begin({tokens}): expected the number of tokens of the whole prompt, from 1 on, or None")
+                raise ConfigError(
+                    f"begin({tokens}): expected the number of tokens of the whole prompt, from 1 on, or None"
+                )
             self._check_context(tokens)
             self.placement.tier.check(self._host_nbytes(tokens), f"a prompt of {tokens} tokens")
         return Prompt(self, tokens)
@@ -58,31 +60,26 @@ class EngineSteps(Reader):
         self._follow_for(input_ids)
         states = list(states)
         tokens = self._tokens_of(states, input_ids)
-        starts = [0]
-        for state in states:
-            starts.append(starts[-1] + len(state.rows))
-        errors: dict[int, Exception] = {}
+        failed: dict[int, Exception] = {}  # by state
+        rows: dict[int, list[Tensor]] = {}
         with ExitStack() as used:
             for state in states:
                 used.enter_context(state.in_use())
-            going = []
             for number, (state, ids) in enumerate(zip(states, tokens)):
                 try:
-                    rows = self._made_ready(state, ids)
+                    rows[number] = self._made_ready(state, ids)
                 except Exception as error:
-                    errors |= dict.fromkeys(range(starts[number], starts[number + 1]), error)
-                else:
-                    going.append((number, rows))
-            if going and self.program.batched:
-                failed = self._step_together([states[number] for number, _ in going], [row for _, own in going for row in own])
-            else:
-                failed = self._step_alone([states[number] for number, _ in going], [own for _, own in going])
-            for place, error in failed.items():
-                number = going[place][0]
-                errors |= dict.fromkeys(range(starts[number], starts[number + 1]), error)
+                    failed[number] = error
+            going = list(rows)
+            run = self._step_together if self.program.batched else self._step_alone
+            found = run([states[number] for number in going], list(rows.values())) if going else {}
+            failed |= {going[place]: error for place, error in found.items()}
         logits = torch.cat([state.logits for state in states])
-        if errors:
-            raise StepError(errors, logits.index_fill(0, torch.tensor(sorted(errors), device=logits.device), 0))
+        if failed:
+            owner = [number for number, state in enumerate(states) for _ in state.rows]
+            errors = {row: failed[number] for row, number in enumerate(owner) if number in failed}
+            lost = torch.tensor(list(errors), dtype=torch.int64, device=logits.device)
+            raise StepError(errors, logits.index_fill(0, lost, 0))
         return logits
 
     def _tokens_of(self, states: list[State], input_ids: Tensor) -> tuple[Tensor, ...]:
@@ -113,18 +110,20 @@ class EngineSteps(Reader):
         state.outgrow(1)
         return rows
 
-    def _step_together(self, states: list[State], rows: list[Tensor]) -> dict[int, Exception]:
+    def _step_together(self, states: list[State], rows: list[list[Tensor]]) -> dict[int, Exception]:
         """One step over all rows of `states`; by state, why it failed. The others have their logits."""
         together = self._together(states)
         together.failures = {}
         try:
-            self._extend_rows(together, rows)
+            self._extend_rows(together, [row for own in rows for row in own])
         except Exception:
             if len(together.failures) < len(together.rows):
                 raise
         owner = [number for number, state in enumerate(states) for _ in state.rows]
         failed = {owner[row]: error for row, error in together.failures.items()}
-        for number, (state, own) in enumerate(zip(states, together.logits.split([len(state.rows) for state in states]))):
+        for number, (state, own) in enumerate(
+            zip(states, together.logits.split([len(state.rows) for state in states]))
+        ):
             if number not in failed:
                 state.logits = own
         return failed

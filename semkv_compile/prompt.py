@@ -110,7 +110,9 @@ class Prompt:
         ids = row.to(model.device, torch.int64)
         after = self.read + len(ids)
         if self._tokens is not None and after > self._tokens:
-            raise InputError(f"{after} tokens of a prompt that was begun with tokens={self._tokens}: name its whole length")
+            raise InputError(
+                f"{after} tokens of a prompt that was begun with tokens={self._tokens}: name its whole length"
+            )
         model._check_context(after)
         if self._tokens is None:
             model.placement.tier.check(model._host_nbytes(len(ids)), f"a prompt of {after} tokens")

@@ -12,7 +12,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor
 
-from semkv.errors import BudgetError, ConfigError, StateError
+from semkv.errors import ConfigError, StateError
 from semkv.ir.memory import Entries
 from semkv.ir.site import AttentionSite
 from semkv.runtime.join import stack_rows
@@ -227,7 +227,13 @@ class State:
         if self.released:
             return
         with self.in_use():
-            self.rows, self.logits, self.pending, self._ids, self._surprisal = [], self.logits[:0].clone(), None, None, None
+            self.rows, self.logits, self.pending, self._ids, self._surprisal = (
+                [],
+                self.logits[:0].clone(),
+                None,
+                None,
+                None,
+            )
             self.released = True
 
     def fork(self) -> State:
@@ -416,7 +422,14 @@ class State:
             with self.apart(index):
                 if not self.failures or index not in self.failures:
                     made = row.entries(
-                        place, owner, q[index], k[index], v[index], positions[index], self._ids[index], self._surprisal[index]
+                        place,
+                        owner,
+                        q[index],
+                        k[index],
+                        v[index],
+                        positions[index],
+                        self._ids[index],
+                        self._surprisal[index],
                     )
             rows.append(made)
         if self.watch is not None:

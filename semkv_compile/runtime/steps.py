@@ -29,9 +29,7 @@ def prefill_row(
     after its last `logits` tokens."""
     n = len(ids)
     chunk = n if chunk is None else chunk
-    prefill = Prefill(
-        program, kv_dtype, ids.device, surprisal=surprisal, all_queries=all_queries, tier=tier, tokens=n
-    )
+    prefill = Prefill(program, kv_dtype, ids.device, surprisal=surprisal, all_queries=all_queries, tier=tier, tokens=n)
     kept = []
     for start in range(0, n, chunk):
         part = ids[start : start + chunk]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import MistralConfig, MistralForCausalLM
 
 import semkv
 from semkv.errors import ConfigError
@@ -104,7 +105,24 @@ def test_what_is_generated_may_stay(base, method):
     check(base.with_method(method, 0.3, generated="kept"), 600, 900)
 
 
-def test_windows_and_layers_that_leave_the_device(base):
+def test_sliding_windows():
+    config = MistralConfig(
+        vocab_size=600,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        sliding_window=48,
+        max_position_embeddings=2048,
+    )
+    compiled = semkv.compile(MistralForCausalLM(config).eval(), method="full")
+    assert all(store.treatment == "window" for store in compiled.program.stores)
+    check(compiled, 300, 400)
+    check(compiled, 30, 700)
+
+
+def test_layers_that_leave_the_device(base):
     config = semkv.CompileConfig(offload="progressive", device_memory="40MB", rows=1, floor=0)
     compiled = base.with_method("quest", 0.3, config=config)
     assert compiled.placement.thresholds
