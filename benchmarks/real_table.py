@@ -64,8 +64,11 @@ BOTH = ("full", "streaming_llm")
 """What recovered gain is measured between."""
 CEILING = Variant(method="sketch", budget=0.05, options={"oracle": True}, label="ceiling")
 """The choice of `sketch` made by true attention, its index not charged."""
-STEP, ASKED = 2.0, 80
-"""Usual values: a method's step, over the full cache's; tokens of a question, which run one by one, and of its answer."""
+STEP, ASKED = 1.0, 60
+"""Usual values: a method's step, over the full cache's, in which contexts are together; tokens of a question, which run one by one, and
+of its answer."""
+TOGETHER = 16
+"""Contexts whose answers run in the same steps: as many rows as share the products of one."""
 LEADERS = 3
 AUTO = "auto"
 """What the profile takes at a budget, under this name as well."""
@@ -152,6 +155,7 @@ class Table:
                 progress=progress,
                 tasks=self.tasks,
                 workers=self.asked.workers,
+                together=self.asked.together,
                 refusals=refusals,
             )
         if not report.complete:
@@ -253,6 +257,9 @@ def main() -> None:
     options.add_argument("--whole", default=f"{WHOLE.questions},{WHOLE.texts}", help="and of the second")
     options.add_argument("--rows", type=Path, default=ROOT / "runs", help="folder of rows (%(default)s)")
     options.add_argument("--workers", type=int, default=2, help="processes (%(default)s)")
+    options.add_argument(
+        "--together", type=int, default=TOGETHER, help="contexts answered in the same steps (%(default)s)"
+    )
     options.add_argument("--publish", action="store_true", help="write benchmarks/results/real_MODEL.json")
     asked = options.parse_args()
     table = Table(asked)
