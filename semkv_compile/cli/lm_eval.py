@@ -17,8 +17,9 @@ def run_lm_eval(arguments: list[str]) -> None:
     """
     if find_spec("lm_eval") is None:
         raise ConfigError("lm-evaluation-harness is not installed: pip install 'semkv[lm-eval]'")
-    import semkv.cli.lm_eval_model  # noqa: F401 - registers the model
     from lm_eval.__main__ import cli_evaluate
+
+    import semkv.cli.lm_eval_model  # noqa: F401 - registers the model
 
     named = any(one in ("--model", "-M") or one.startswith("--model=") for one in arguments)
     runs = not arguments or arguments[0] not in ("ls", "validate")

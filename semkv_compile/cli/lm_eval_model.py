@@ -169,7 +169,9 @@ def _compiled(
         if tokenizer is None:
             raise ConfigError(f"{pretrained} is a compiled model, which has no tokenizer: add tokenizer=FOLDER_OR_NAME")
         if profile is not None or dtype is not None:
-            raise ConfigError(f"{pretrained} is a compiled model with its own profile and dtype: leave out profile= and dtype=")
+            raise ConfigError(
+                f"{pretrained} is a compiled model with its own profile and dtype: leave out profile= and dtype="
+            )
         compiled = semkv.load(path, device=device or "cpu")
         if method is not None or budget is not None or settings or options:
             config = compiled.settings.model_copy(update=settings) if settings else None

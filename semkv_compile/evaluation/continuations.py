@@ -39,7 +39,9 @@ def score_continuations(
     InputError: a context or a continuation without tokens, or both together beyond the model's context.
     """
     if not context or any(not one for one in continuations):
-        raise InputError("a context and its continuations have at least one token each: put the prefix token before an empty context")
+        raise InputError(
+            "a context and its continuations have at least one token each: put the prefix token before an empty context"
+        )
     state = compiled.prefill(torch.tensor([list(context)], dtype=torch.int64, device="cpu"))
     scores = []
     for number, own in enumerate(continuations):

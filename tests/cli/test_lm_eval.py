@@ -122,7 +122,9 @@ def test_short_contexts_are_told(lm, samples):
         lambda: tenth.loglikelihood([request("the early trains left", " .")], disable_tqdm=True),
         lambda: tenth.generate_until([request("the early trains left .", making)], disable_tqdm=True),
     ):
-        with pytest.warns(UserWarning, match=r"1 of 1 contexts are so short that budget 0.1 holds them whole.*floor=256"):
+        with pytest.warns(
+            UserWarning, match=r"1 of 1 contexts are so short that budget 0.1 holds them whole.*floor=256"
+        ):
             use()
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
@@ -198,9 +200,16 @@ def test_the_command_on_tasks_of_our_own(harness, samples, tmp_path, monkeypatch
 
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, samples)))
     for name, text in TASKS.items():
-        data = f"dataset_path: json\ndataset_kwargs:\n  data_files:\n    test: {tmp_path}/data.jsonl\ntest_split: test\n"
+        data = (
+            f"dataset_path: json\ndataset_kwargs:\n  data_files:\n    test: {tmp_path}/data.jsonl\ntest_split: test\n"
+        )
         (tmp_path / f"{name}.yaml").write_text(f"task: {name}{text}{data}metadata:\n  version: 1\n")
-    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+    offline = {
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_OFFLINE": "1",
+        "HF_HOME": str(tmp_path / "cache"),
+        "OMP_NUM_THREADS": "1",
+    }
     scores = {}
     for model in (
         ("--model", "hf", "--model_args", f"pretrained={bundled.folder() / 'model'},dtype=float32"),
@@ -208,14 +217,26 @@ def test_the_command_on_tasks_of_our_own(harness, samples, tmp_path, monkeypatch
         ("--model_args", "pretrained=bundled,method=streaming_llm,budget=0.05,floor=0"),
     ):
         result = subprocess.run(
-            [sys.executable, "-m", "semkv.cli.main", "lm-eval", *model, "--tasks", ",".join(TASKS), "--include_path", str(tmp_path)],
+            [
+                sys.executable,
+                "-m",
+                "semkv.cli.main",
+                "lm-eval",
+                *model,
+                "--tasks",
+                ",".join(TASKS),
+                "--include_path",
+                str(tmp_path),
+            ],
             env={**os.environ, **offline},
             capture_output=True,
             text=True,
             timeout=280,
         )
         assert result.returncode == 0, result.stderr[-2000:]
-        found = re.findall(r"\|(codes_\w+) *\|[^|]*\|[^|]*\|[^|]*\|(acc|exact_match) *\|[^|]*\| *([\d.]+)\|", result.stdout)
+        found = re.findall(
+            r"\|(codes_\w+) *\|[^|]*\|[^|]*\|[^|]*\|(acc|exact_match) *\|[^|]*\| *([\d.]+)\|", result.stdout
+        )
         scores[model[-1]] = {name: float(value) for name, _, value in found}
     hf, full, small = scores.values()
     assert hf == full
