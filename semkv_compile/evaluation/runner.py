@@ -53,9 +53,11 @@ class Work:
 class Reading:
     """A text that is read, of one context, and what is asked behind it: questions, each with the tokens of it that are still to be read.
 
-    context: tokens of the context alone; last: whether nothing more is asked of it.
+    place: which of the contexts that run together; context: tokens of it alone; last: whether nothing more is asked of it.
     """
 
+    place: int
+    answering: Answering
     work: Work
     context: int
     ids: tuple[int, ...]
@@ -216,7 +218,7 @@ def run_grid(
             replace(item, variants=tuple(x for x in item.variants if x[0].model_dump_json() not in gone))
             for item in turn[1]
         ]
-        for result in _run_contexts(Answering(tokenizer, known[left[0].family]), subject, grid, left, commit, together):
+        for result in _run_contexts(tokenizer, known, subject, grid, left, commit, together):
             if isinstance(result, Refusal):
                 gone.add(result.variant.model_dump_json())
             yield result
@@ -239,11 +241,11 @@ def run_grid(
 
 
 def _side_by_side(work: Sequence[Work], together: int) -> list[tuple[Work, ...]]:
-    """Up to `together` contexts of one kind each, in the order in which the first of them come."""
+    """Up to `together` contexts each, of one length and question mode, in the order in which the first of them come."""
     groups: list[list[Work]] = []
-    filling: dict[tuple[str, int, str], list[Work]] = {}
+    filling: dict[tuple[int, str], list[Work]] = {}
     for item in work:
-        kind = item.family, item.length, item.question
+        kind = item.length, item.question
         if kind not in filling or len(filling[kind]) == together:
             filling[kind] = []
             groups.append(filling[kind])
@@ -252,62 +254,76 @@ def _side_by_side(work: Sequence[Work], together: int) -> list[tuple[Work, ...]]
 
 
 def _run_contexts(
-    answering: Answering, subject: Subject, grid: Grid, works: Sequence[Work], commit: str, together: int
+    tokenizer: Any,
+    tasks: Mapping[str, Task],
+    subject: Subject,
+    grid: Grid,
+    works: Sequence[Work],
+    commit: str,
+    together: int,
 ) -> Iterator[Row | Refusal]:
-    """Rows of contexts of one kind, one variant after the other; the answers of one variant run in the same steps."""
+    """Rows of contexts, one variant after the other; the answers of one variant run in the same steps."""
     tallies: dict[tuple[int, str], Tally] = {}
-    refused: dict[str, int] = {}  # by a variant's key, the first context that refuses it
-    for readings in _rounds(answering, grid, works):
+    refused: dict[str, int] = {}  # by variant, the place of the first context that refuses it
+    for readings in _rounds(tokenizer, tasks, grid, works):
         records = [subject.record(one.ids, _with_full(grid, one.work)) for one in readings]
         told = [
-            _told(answering, subject, one, record, together) if grid.agreement else None
-            for one, record in zip(readings, records)
+            _told(subject, one, record, together) if grid.agreement else None for one, record in zip(readings, records)
         ]
-        variants = {key: variant for one in readings for variant, key in one.work.variants}
-        for key, variant in variants.items():
+        variants = {variant.model_dump_json(): variant for one in readings for variant, _ in one.work.variants}
+        for name, variant in variants.items():
             compiled, talks = subject.variant(variant), []
-            asked: list[tuple[Reading, Tally, list[Tally]]] = []
+            asked: list[tuple[Reading, str, list[Tally]]] = []
             for one, record, theirs in zip(readings, records, told):
-                index = one.work.index
-                if all(key != other for _, other in one.work.variants) or index >= refused.get(key, index + 1):
+                key = next((key for own, key in one.work.variants if own.model_dump_json() == name), None)
+                if key is None or one.place >= refused.get(name, len(works)):
                     continue
-                tally = tallies.setdefault((index, key), Tally())
+                tally = tallies.setdefault((one.place, name), Tally())
                 state = _compress(compiled, variant, record, tally, one.work)
                 if isinstance(state, Refusal):
-                    refused[key] = index
+                    refused[name] = one.place
                     yield state
                     break
                 each = [Tally() for _ in one.asked]  # questions end in any order
-                asked.append((one, tally, each))
+                asked.append((one, key, each))
                 compared = theirs if theirs is not None and variant.method != FULL.method else [None] * len(one.asked)
                 for (question, ids), whole, own in zip(one.asked, compared, each, strict=True):
                     watch = MassWatch(record.ordered_for(compiled.program)) if grid.mass else None
-                    talks.append(answering.answer(compiled, state.fork(), ids, question, own, whole, watch))
+                    talks.append(one.answering.answer(compiled, state.fork(), ids, question, own, whole, watch))
             talk_together(subject, compiled, talks, together)
-            for one, tally, each in asked:
+            for one, key, each in asked:
+                tally = tallies[one.place, name]
                 for own in each:
                     tally.add(own)
                 if one.last:
                     yield tally.row(key, one.work.index, commit, one.context)
 
 
-def _rounds(answering: Answering, grid: Grid, works: Sequence[Work]) -> Iterator[list[Reading]]:
+def _rounds(tokenizer: Any, tasks: Mapping[str, Task], grid: Grid, works: Sequence[Work]) -> Iterator[list[Reading]]:
     """What is read of each context at a time. An unseen question comes over a fork of the context, which is read once; a question that
     is seen is read with it, before it is compressed."""
-    task, readings = answering.task, list[list[Reading]]()
-    for work in works:
+    readings: list[list[Reading]] = []
+    for place, work in enumerate(works):
         if not work.variants:
             continue
+        task = tasks[work.family]
+        answering = Answering(tokenizer, task)
         planned = plan_of(grid, task).per_context
-        sample = task.make(answering.tokenizer, work.length, work.index, seed=grid.seed, questions=planned)
+        sample = task.make(tokenizer, work.length, work.index, seed=grid.seed, questions=planned)
         questions = sample.questions[: work.asked]
         if work.question == "unseen":
-            readings.append([Reading(work, len(sample.ids), sample.ids, tuple((q, q.ids) for q in questions), True)])
+            readings.append(
+                [
+                    Reading(
+                        place, answering, work, len(sample.ids), sample.ids, tuple((q, q.ids) for q in questions), True
+                    )
+                ]
+            )
         else:
             last = len(questions) - 1
             readings.append(
                 [
-                    Reading(work, len(sample.ids), (*sample.ids, *q.ids), ((q, ()),), i == last)
+                    Reading(place, answering, work, len(sample.ids), (*sample.ids, *q.ids), ((q, ()),), i == last)
                     for i, q in enumerate(questions)
                 ]
             )
@@ -315,11 +331,11 @@ def _rounds(answering: Answering, grid: Grid, works: Sequence[Work]) -> Iterator
         yield [own[number] for own in readings if number < len(own)]
 
 
-def _told(answering: Answering, subject: Subject, reading: Reading, record: Any, together: int) -> list[Told | None]:
+def _told(subject: Subject, reading: Reading, record: Any, together: int) -> list[Told | None]:
     """What the full cache says to the questions of a reading."""
     full = subject.variant(FULL)
     whole = full.compress(record)
-    talks = [answering.answer(full, whole.fork(), ids, question, Tally()) for question, ids in reading.asked]
+    talks = [reading.answering.answer(full, whole.fork(), ids, question, Tally()) for question, ids in reading.asked]
     return talk_together(subject, full, talks, together)
 
 
