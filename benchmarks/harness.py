@@ -109,15 +109,18 @@ def publish(content: dict[str, Any]) -> Path:
         [f"`{row['label']}`", row["budget"], *(f"{100 * row['scores'][name]:.0f}" for name in TASKS)]
         for row in content["rows"]
     ]
+    hf, full = (row["scores"] for row in content["rows"][:2])
+    same = "The scores of `full` are those of `hf`." if hf == full else "The scores of `full` are not those of `hf`."
+    first, last = content["tokens"]
     return write_document(
         "harness",
         "# SmolLM2-135M in lm-evaluation-harness",
         "Made by `benchmarks/harness.py`; do not edit.",
-        f"SmolLM2-135M-Instruct, {content['samples']} contexts of {content['tokens'][0]:,} to {content['tokens'][1]:,} tokens: Python's "
-        "reference manual with four numbers hidden in it, one of which is asked for at the end. `numbers_choice` compares the likelihood "
-        "of the four, `numbers_made` generates one; right answers in percent. `hf` is the harness's own model; `semkv` reads and compresses a "
-        "context, its question included, before the answer. So few contexts tell that the scores of `full` are those of `hf`, and little "
-        "of the methods beside each other.",
+        f"SmolLM2-135M-Instruct, {content['samples']} contexts of {first:,} to {last:,} tokens: Python's reference manual with four "
+        "numbers hidden in it, one of which is asked for at the end. `numbers_choice` compares the likelihood of the four, `numbers_made` "
+        "generates one; right answers in percent. `hf` is the harness's own model; `semkv` reads and compresses a context, its question "
+        "included, "
+        f"before the answer. {same} So few contexts say little of methods beside each other.",
         table(["model", "budget", *(f"`{name}`" for name in TASKS)], rows),
         "## Provenance",
         measured_on(content["environment"]),
