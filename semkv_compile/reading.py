@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -67,12 +65,16 @@ class Reader(Following):
         if state is not None:
             self._check_state(state, len(rows))
             past = [length + (state.pending is not None) for length in state.lengths]
-        longest, limit = max(before + len(row) for before, row in zip(past, rows)), self.program.max_positions
-        if limit is not None and longest > limit:
-            raise InputError(
-                f"{longest} tokens do not fit the model's context of {limit}: shorten the prompt or the generation"
-            )
+        self._check_context(max(before + len(row) for before, row in zip(past, rows)))
         return ids, rows
+
+    def _check_context(self, tokens: int) -> None:
+        """Raise `InputError` where a row of so many tokens is longer than the model's context."""
+        limit = self.program.max_positions
+        if limit is not None and tokens > limit:
+            raise InputError(
+                f"{tokens} tokens do not fit the model's context of {limit}: shorten the prompt or the generation"
+            )
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
@@ -99,19 +101,23 @@ class Reader(Following):
     def _read(self, ids: Tensor, *, surprisal: bool, all_queries: bool = False, logits: int = 1) -> RowRecord:
         """Run a prompt ids int64 [n] on the model's device, in chunks, with logits after its last `logits` tokens."""
         self.placement.tier.check(self._host_nbytes(len(ids)), f"a prompt of {len(ids)} tokens")
-        chunk = self.settings.prefill_chunk or (PREFILL_CHUNK_CUDA if self.device.type == "cuda" else PREFILL_CHUNK)
         record = prefill_row(
             self.program,
             ids,
             self.placement.budget.dtype,
             surprisal=surprisal,
             all_queries=all_queries,
-            chunk=chunk,
+            chunk=self.prompt_chunk,
             tier=self.placement.tier,
             logits=logits,
         )
         record.model, record.weights = self.fingerprint, self.placement.weights
         return record
+
+    @property
+    def prompt_chunk(self) -> int:
+        """Tokens of a prompt that run at once."""
+        return self.settings.prefill_chunk or (PREFILL_CHUNK_CUDA if self.device.type == "cuda" else PREFILL_CHUNK)
 
     def _host_nbytes(self, tokens: int) -> int:
         """Bytes of the host that reading a prompt takes at most: its keys and values, and what is folded of them."""
@@ -218,46 +224,6 @@ class Reader(Following):
             if all_logits and len({len(row) for row in rows}) > 1:
                 raise InputError("all_logits needs rows of one length")
             return torch.stack(self._extend_rows(state, *state.with_pending(rows), all_logits=all_logits))
-
-    @undisturbed
-    def step(self, states: Sequence[State], input_ids: Tensor) -> Tensor:
-        """Add one token to every row of several states in one step, in place: conversations of any lengths that a server decodes together.
-
-        input_ids: int64 [B] or [B, 1], a token for each row, those of the first state first. Between steps, states come and go as the
-        caller likes: each is its own before and after. Tokens that `generate` left pending are read first.
-
-        Returns logits [B, vocab]. Raises `InputError`, `StateError` or `BudgetError` before anything is changed.
-        """
-        self._follow_for(input_ids)
-        states = list(states)
-        if not states:
-            raise InputError("step takes at least one state, got none")
-        if len({id(state) for state in states}) < len(states):
-            raise InputError("a state is given twice: each takes one token in a step; state.fork() makes a second one")
-        for state in states:
-            self._check_state(state)
-        sizes = [len(state.rows) for state in states]
-        if not isinstance(input_ids, Tensor) or input_ids.shape not in ((sum(sizes),), (sum(sizes), 1)):
-            shape = tuple(input_ids.shape) if isinstance(input_ids, Tensor) else type(input_ids).__name__
-            raise InputError(
-                f"input_ids {shape}: the states have {sum(sizes)} rows, so [{sum(sizes)}] or [{sum(sizes)}, 1] is expected"
-            )
-        with ExitStack() as used:
-            for state in states:
-                used.enter_context(state.in_use())
-            tokens = input_ids.reshape(-1, 1).split(sizes)
-            rows = [row for state, ids in zip(states, tokens) for row in self._checked_rows(ids, None, state)[1]]
-            for state in states:
-                state.check_room([1 + (state.pending is not None)] * len(state.rows))
-            together = self._together(states)
-            for state in states:
-                if state.pending is not None:
-                    self._extend_rows(state, list(state.pending.to(self.device)))
-            together.logits = torch.cat([state.logits for state in states])
-            logits = torch.cat(self._extend_rows(together, rows))
-            for state, own in zip(states, together.logits.split(sizes)):
-                state.logits = own
-            return logits
 
     def _extend_rows(
         self, state: State, rows: list[Tensor], unread: int = 0, *, all_logits: bool = False

@@ -412,6 +412,37 @@ def bench_command(
 
 
 @app.command(
+    "lm-eval",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    epilog="""
+    [bold]Examples[/bold]
+
+    $ semkv lm-eval --model_args pretrained=Qwen/Qwen3-0.6B,profile=qwen.profile,method=sekv,budget=0.1 --tasks lambada_openai
+
+    Beside full attention, and beside the harness's own model:
+
+    $ semkv lm-eval --model_args pretrained=Qwen/Qwen3-0.6B,method=full --tasks lambada_openai
+
+    $ semkv lm-eval --model hf --model_args pretrained=Qwen/Qwen3-0.6B --tasks lambada_openai
+
+    The harness's own help: `lm_eval run --help`.
+    """,
+)
+def lm_eval_command(
+    context: typer.Context,
+) -> None:
+    """Run lm-evaluation-harness (semkv[lm-eval]) with its own arguments; without --model its model is `semkv`.
+
+    A context is read and compressed before its continuation is read or generated. --model_args: pretrained, method, budget, profile,
+    tokenizer, dtype, device, settings of a compilation and options of the method.
+    """
+    with plain_errors():
+        from semkv.cli.lm_eval import run_lm_eval
+
+        run_lm_eval(context.args)
+
+
+@app.command(
     "info",
     epilog="""
     [bold]Examples[/bold]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from semkv.errors import BudgetError
 from semkv.ir.program import Program
 from semkv.ir.site import AttentionSite
 from semkv.profiles.schema.memory import UNBOUNDED
@@ -36,7 +37,13 @@ class Steps(Protocol):
     def serves(self, rows: Sequence[RowMemory]) -> bool: ...
 
     def step(
-        self, rows: Sequence[RowMemory], ids: Tensor, positions: Tensor, known: Tensor, surprisal: Tensor
+        self,
+        rows: Sequence[RowMemory],
+        ids: Tensor,
+        positions: Tensor,
+        known: Tensor,
+        surprisal: Tensor,
+        failures: dict[int, Exception] | None = None,
     ) -> Tensor: ...
 
 
@@ -65,6 +72,14 @@ class Placement:
     kernels: bool = False
     weights: Weights | None = None
     steps: Steps | None = None
+
+    def check_rows(self, rows: int) -> None:
+        """Raise `BudgetError` for more rows in a step than `thresholds` are for."""
+        if self.rows is not None and rows > self.rows:
+            raise BudgetError(
+                f"{rows} rows: the lengths at which layers leave the device were computed for {self.rows}; compile with "
+                f"CompileConfig(rows={rows})"
+            )
 
     def where(self, site: AttentionSite, tokens: int) -> torch.device | None:
         """Where the folded tokens of a site wait when its sequence has `tokens` tokens: a device, or None for the host."""

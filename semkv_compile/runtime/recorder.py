@@ -22,9 +22,17 @@ class Recorder:
     """
 
     def __init__(
-        self, program: Program, record: RowRecord, dtype: torch.dtype, tier: HostTier, device: torch.device
+        self,
+        program: Program,
+        record: RowRecord,
+        dtype: torch.dtype,
+        tier: HostTier,
+        device: torch.device,
+        *,
+        tokens: int | None = None,
     ) -> None:
-        self.made = record
+        """tokens: of the whole prompt; None: nobody knows yet, so that what is kept is made larger on the way and copied at the end."""
+        self.made, self.tokens = record, tokens
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
         record.keys, record.values = self.keys, self.values
@@ -59,38 +67,62 @@ class Recorder:
 
     def observe(self, site: int, hidden: Tensor) -> None:
         """Keep the hidden states of row 0; see `semkv.ir.memory.Observer.observe`."""
-        features = self.made.features
-        if site not in features:
-            features[site] = self.tier.empty((self.made.tokens, hidden.shape[2]), hidden.dtype)
-        features[site][self.past : self.past + hidden.shape[1]] = hidden[0].cpu()
+        features, end = self.made.features, self.past + hidden.shape[1]
+        made = features.get(site)
+        features[site] = self._with_room(made, (hidden.shape[2],), hidden.dtype, end, dim=0)
+        features[site][self.past : end] = hidden[0].cpu()
 
     def advance(self, tokens: int) -> None:
         """The next chunk follows one of `tokens` tokens."""
         self.past += tokens
 
     def finish(self) -> None:
-        """The record is complete: what waits in another dtype than the record's is converted, a store at a time."""
+        """The record is complete: what waits in another dtype than the record's, or with room behind it, is copied, a store at a time."""
         self.copies.finish()
         for held in (self.keys, self.values):
             for store, x in held.items():
-                if x.dtype != self.dtype:
-                    held[store] = self.tier.empty(tuple(x.shape), self.dtype).copy_(x)
+                held[store] = self._settled(x, self.dtype, 1)
+        if self.made.all_queries:
+            self.made.queries.update({site: self._settled(q, q.dtype, 1) for site, q in self.made.queries.items()})
+        self.made.features.update({site: self._settled(x, x.dtype, 0) for site, x in self.made.features.items()})
+
+    def _settled(self, x: Tensor, dtype: torch.dtype, dim: int) -> Tensor:
+        """x with the tokens so far along `dim`, in `dtype`; itself where that is what it is."""
+        if x.shape[dim] == self.past and x.dtype == dtype:
+            return x
+        x = x.narrow(dim, 0, self.past)
+        return self.tier.empty(tuple(x.shape), dtype).copy_(x)
+
+    def _with_room(
+        self, x: Tensor | None, sizes: tuple[int, ...], dtype: torch.dtype, end: int, *, dim: int, pinned: bool = False
+    ) -> Tensor:
+        """x, or a longer copy, with room up to token `end` along `dim`; sizes: of the other dimensions. A new one where there is none."""
+        if x is not None and x.shape[dim] >= end:
+            return x
+        room = end if x is None else max(end, 2 * x.shape[dim])
+        room = room if self.tokens is None else max(end, self.tokens)
+        made = self.tier.empty((*sizes[:dim], room, *sizes[dim:]), dtype, pinned=pinned)
+        if x is not None:
+            self.copies.finish()  # what is on its way into the old one
+            made.narrow(dim, 0, self.past).copy_(x.narrow(dim, 0, self.past))
+        return made
 
     def _keep(self, held: dict[int, Tensor], name: int, x: Tensor) -> None:
         """Put x [H, t, D] behind what the chunks before left."""
-        if name not in held:
-            whole = x.shape[1] == self.made.tokens
-            shape = (x.shape[0], self.made.tokens, x.shape[2])
-            held[name] = self.tier.empty(shape, self.dtype if whole else x.dtype, pinned=self.copies.pinned)
-        self.copies.to_host(held[name][:, self.past : self.past + x.shape[1]], x)
+        made, end = held.get(name), self.past + x.shape[1]
+        whole = made is None and end == self.tokens
+        dtype = made.dtype if made is not None else self.dtype if whole else x.dtype
+        sizes = (x.shape[0], x.shape[2])
+        held[name] = self._with_room(made, sizes, dtype, end, dim=1, pinned=self.copies.pinned)
+        self.copies.to_host(held[name][:, self.past : end], x)
 
     def _keep_queries(self, site: int, q: Tensor) -> None:
         """All queries q [Hq, t, D], or the last ones of the chunks so far."""
         queries = self.made.queries
         if self.made.all_queries:
-            if site not in queries:
-                queries[site] = self.tier.empty((q.shape[0], self.made.tokens, q.shape[2]), q.dtype)
-            queries[site][:, self.past : self.past + q.shape[1]] = q.cpu()
+            made, end = queries.get(site), self.past + q.shape[1]
+            queries[site] = self._with_room(made, (q.shape[0], q.shape[2]), q.dtype, end, dim=1)
+            queries[site][:, self.past : end] = q.cpu()
             return
         last = q[:, -OBSERVED_QUERIES:]
         queries[site] = torch.cat([queries[site], last], 1)[:, -OBSERVED_QUERIES:] if site in queries else last.clone()

@@ -147,11 +147,46 @@ class GraphedSteps:
         return all(memory.graphed for row in rows for memory in row.memories())
 
     def step(
-        self, rows: Sequence[RowMemory], ids: Tensor, positions: Tensor, known: Tensor, surprisal: Tensor
+        self,
+        rows: Sequence[RowMemory],
+        ids: Tensor,
+        positions: Tensor,
+        known: Tensor,
+        surprisal: Tensor,
+        failures: dict[int, Exception] | None = None,
     ) -> Tensor:
         """Run the tokens ids int64 [B, 1] at `positions` int64 [B, 1], a row each -> hidden [B, 1, H]. known, surprisal [B, 1]: the ids
-        and their surprisal float32 on the host."""
-        turns = [turns_of(row, known[r], surprisal[r], self.layers) for r, row in enumerate(rows)]
+        and their surprisal float32 on the host. failures: rows that are out of the step, and why; those that find no room join them, and
+        their hidden states are zeros. None: such an error ends the step."""
+        turns: dict[int, list[list[Turn]]] = {}
+        for r, row in enumerate(rows):
+            try:
+                if not failures or r not in failures:
+                    turns[r] = turns_of(row, known[r], surprisal[r], self.layers)
+            except Exception as error:
+                if failures is None:
+                    raise
+                failures[r] = error
+        if len(turns) == len(rows):
+            return self._run(rows, list(turns.values()), ids, positions, known)
+        going = list(turns)
+        if not going:
+            raise next(iter(failures.values()))
+        own = [x[going] for x in (ids, positions, known)]
+        hidden = self._run([rows[r] for r in going], list(turns.values()), *own)
+        out = hidden.new_zeros(len(rows), *hidden.shape[1:])
+        out[going] = hidden
+        return out
+
+    def _run(
+        self,
+        rows: Sequence[RowMemory],
+        turns: Sequence[list[list[Turn]]],
+        ids: Tensor,
+        positions: Tensor,
+        known: Tensor,
+    ) -> Tensor:
+        """`step` of rows that have made room."""
         asking = [row for row in rows if row.past is not None]
         sites = rows[0].placement.program.sites if asking else ()
         queried = {site.index for site in sites if site.treatment == "method"}

@@ -12,7 +12,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor
 
-from semkv.errors import BudgetError, ConfigError, StateError
+from semkv.errors import ConfigError, StateError
 from semkv.ir.memory import Entries
 from semkv.ir.site import AttentionSite
 from semkv.runtime.join import stack_rows
@@ -78,17 +78,16 @@ class State:
     is_linear = (False,)  # of each layer, whether it holds one state for all tokens
 
     def __init__(self, placement: Placement, rows: list[RowMemory], logits: Tensor) -> None:
-        if placement.rows is not None and len(rows) > placement.rows:
-            raise BudgetError(
-                f"{len(rows)} rows: the lengths at which layers leave the device were computed for {placement.rows}; compile with "
-                f"CompileConfig(rows={len(rows)})"
-            )
+        placement.check_rows(len(rows))
         self.placement = placement
         self.rows = rows
         self.logits = logits
         self.turn: Turn | None = None
         self.pending: Tensor | None = None
         self.watch: Watch | None = None
+        self.released = False
+        self.failures: dict[int, Exception] | None = None
+        """By row, why it left the step that runs; None: a row that fails ends the step."""
         self._ids: Tensor | None = None
         self._surprisal: Tensor | None = None
         program = placement.program
@@ -213,9 +212,29 @@ class State:
                 "own copy (state.fork()), or wait for the other to end"
             )
         try:
+            if self.released:
+                raise StateError(
+                    "this state was released, its memory is gone: read the text again, or go on from a copy that was made before "
+                    "(state.fork())"
+                )
             yield
         finally:
             self._user.release()
+
+    def release(self) -> None:
+        """Let go of all memory of this state now, whoever still holds it: each later use is a `StateError`. Copies are not touched.
+        Calling it again does nothing; `StateError` while another thread uses the state."""
+        if self.released:
+            return
+        with self.in_use():
+            self.rows, self.logits, self.pending, self._ids, self._surprisal = (
+                [],
+                self.logits[:0].clone(),
+                None,
+                None,
+                None,
+            )
+            self.released = True
 
     def fork(self) -> State:
         """An independent copy: either may go on without the other noticing."""
@@ -321,7 +340,8 @@ class State:
         self.outgrow(ids.shape[1])
         self._ids = ids.cpu()  # once: each layer notes them
         for index, row in enumerate(self.rows):
-            row.begin_step(ids[index])
+            with self.apart(index):
+                row.begin_step(ids[index])
         if not self.placement.plan.reads_surprisal:
             self._surprisal = torch.zeros(ids.shape, dtype=torch.float32, device="cpu")
             return
@@ -329,6 +349,16 @@ class State:
         self._surprisal = torch.cat(
             [first[:, None], torch.zeros(ids.shape[0], ids.shape[1] - 1, dtype=torch.float32, device=first.device)], 1
         ).cpu()
+
+    @contextmanager
+    def apart(self, row: int) -> Iterator[None]:
+        """What a row alone does in a step; where rows fail for themselves (`failures`), an error in it leaves the others to go on."""
+        try:
+            yield
+        except Exception as error:
+            if self.failures is None:
+                raise
+            self.failures[row] = error
 
     def steps_as_graph(self, tokens: int) -> bool:
         """Whether the step of so many tokens that has begun is one graph of tensors."""
@@ -344,7 +374,7 @@ class State:
         steps = self.placement.steps
         assert steps is not None
         if self.placement.program.batched:
-            return steps.step(self.rows, ids, positions, self._ids, self._surprisal)
+            return steps.step(self.rows, ids, positions, self._ids, self._surprisal, self.failures)
         known, surprisal = self._ids, self._surprisal
         rows = [slice(row, row + 1) for row in range(len(self.rows))]
         return torch.cat([steps.step(self.rows[r], ids[r], positions[r], known[r], surprisal[r]) for r in rows])
@@ -364,6 +394,8 @@ class State:
                 logits[:, :-1].float().transpose(1, 2), ids[:, 1:], reduction="none"
             ).cpu()
         for index, row in enumerate(self.rows):
+            if self.failures and index in self.failures:
+                continue
             row.tokens += ids.shape[1]
             row.ids.extend(self._ids[index].tolist())
             row.traffic.steps += 1
@@ -387,12 +419,23 @@ class State:
         """See `semkv.ir.memory.Memory.entries`."""
         place = self.placement.program.sites[site]
         owner = site in self._owners
-        rows = [
-            row.entries(
-                place, owner, q[index], k[index], v[index], positions[index], self._ids[index], self._surprisal[index]
-            )
-            for index, row in enumerate(self.rows)
-        ]
+        rows = []
+        for index, row in enumerate(self.rows):
+            # what a row that has failed reads, and gives, is nobody's
+            made = Entries([k[index]], [v[index]], [positions[index : index + 1]])
+            with self.apart(index):
+                if not self.failures or index not in self.failures:
+                    made = row.entries(
+                        place,
+                        owner,
+                        q[index],
+                        k[index],
+                        v[index],
+                        positions[index],
+                        self._ids[index],
+                        self._surprisal[index],
+                    )
+            rows.append(made)
         if self.watch is not None:
             (row,) = self.rows
             self.watch.attended(place, owner, q[0], k[0], positions[0], row.stores[place.store])

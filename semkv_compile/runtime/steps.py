@@ -8,8 +8,8 @@ from torch import Tensor
 from semkv.ir.program import Program
 from semkv.runtime.host_tier import HostTier
 from semkv.runtime.modes import undisturbed
-from semkv.runtime.record import RowRecord, head_orders, next_surprisal
-from semkv.runtime.recorder import Recorder
+from semkv.runtime.prefill import Prefill
+from semkv.runtime.record import RowRecord
 from semkv.runtime.state import State
 
 
@@ -29,27 +29,16 @@ def prefill_row(
     after its last `logits` tokens."""
     n = len(ids)
     chunk = n if chunk is None else chunk
-    record = RowRecord(ids=ids.cpu(), all_queries=all_queries, head_orders=head_orders(program))
-    record.surprisal = torch.zeros(n, dtype=torch.float32, device="cpu") if surprisal else None
-    recorder = Recorder(program, record, kv_dtype, HostTier() if tier is None else tier, ids.device)
+    prefill = Prefill(program, kv_dtype, ids.device, surprisal=surprisal, all_queries=all_queries, tier=tier, tokens=n)
     kept = []
     for start in range(0, n, chunk):
         part = ids[start : start + chunk]
-        graph = program.prefill if start == 0 else program.decode if len(part) == 1 else program.extend
-        hidden = graph(
-            part[None], torch.arange(start, start + len(part), dtype=torch.int64, device=ids.device)[None], recorder
-        )
-        if record.surprisal is not None:
-            targets = ids[start + 1 : start + len(part) + 1]
-            record.surprisal[start + 1 : start + len(part) + 1] = next_surprisal(
-                program.head, hidden[0, : len(targets)], targets
-            )
+        hidden = prefill.feed(part)
         if start + len(part) > n - logits:
             kept.append(program.head(hidden[:, max(0, n - logits - start) :])[0])
-        recorder.advance(len(part))
+    record = prefill.finish()
     record.last_logits = torch.cat(kept)
     record.logits = record.last_logits[-1]
-    recorder.finish()
     return record
 
 

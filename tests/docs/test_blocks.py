@@ -25,6 +25,7 @@ NOT_RUN = {
     ("docs/calibration.md", "semkv-profile -o bundled.profile"): "needs a model from the Hub",
     ("docs/cli.md", "semkv eval --model MODEL"): "the tasks need a model of your own and the benchmarks' data",
     ("docs/cli.md", "semkv bench --model MODEL"): "needs a GPU",
+    ("docs/cli.md", 'pip install ".[lm-eval]"'): "needs a model from the Hub",
     ("docs/cli.md", "semkv-profile MODEL"): "takes as long as the model is large",
     ("docs/quickstart.md", "semkv-profile Qwen/Qwen3-0.6B"): "needs a model from the Hub",
 }

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from semkv.cli.main import app
 from semkv.cli.profile import app as profile_app
+from semkv.methods import METHODS
 
 ROOT = Path(__file__).parents[2]
 APPS = {"semkv": app, "semkv-profile": profile_app}
@@ -36,9 +37,16 @@ def check(monkeypatch):
     def starts(name="bundled", *_, **__):
         raise WorkStarts(str(name))
 
+    def harness(arguments):
+        given = dict(pair.split("=") for pair in arguments[arguments.index("--model_args") + 1].split(","))
+        if given.get("method", "full") not in METHODS:
+            raise ValueError(f"--model_args method={given['method']}: no such method")
+        starts(given["pretrained"])
+
     def check_app(program, arguments):
         monkeypatch.setattr("semkv.bundled.load", starts)
         monkeypatch.setattr("semkv.cli.models._pretrained", starts)
+        monkeypatch.setattr("semkv.cli.lm_eval.run_lm_eval", harness)
         result = CliRunner().invoke(APPS[program], arguments)
         if isinstance(result.exception, WorkStarts):
             write(program, arguments)
@@ -95,7 +103,7 @@ def check_pip(arguments):
     if arguments[0] != "install":
         raise ValueError(f"pip {arguments[0]}: only installing is known")
     for word in arguments[1:]:
-        local = re.fullmatch(r"\.(?:\[([\w,]+)\])?", word)
+        local = re.fullmatch(r"\.(?:\[([\w,-]+)\])?", word)
         known = word == "-e" or (
             f"TORCH ?= {word}\n" in MAKEFILE if local is None else set((local[1] or "").split(",")) - {""} <= extras
         )

@@ -23,7 +23,7 @@ def output(name):
 
 
 def test_every_example_is_tested():
-    tested = {"quickstart.py", "several_turns.py", "save_and_load.py", "onnx_loop.py"}
+    tested = {"quickstart.py", "several_turns.py", "save_and_load.py", "onnx_loop.py", "continuous_batching.py"}
     assert {path.name for path in (ROOT / "examples").glob("*.py")} == tested
 
 
@@ -60,3 +60,14 @@ def test_onnx_loop_gives_our_tokens_without_semkv():
     assert "step.onnx.data" in lines[-3]
     ours, theirs = (line.split(":", 1)[1].strip() for line in lines[-2:])
     assert ours == theirs != ""
+
+
+def test_continuous_batching_answers_all_but_who_fails():
+    lines = output("continuous_batching.py").splitlines()
+    told = {line.split(",")[0]: line.split(": ", 1)[1] for line in lines}
+    assert told.pop("broken").startswith("input ids reach from -1 to -1")
+    assert told.pop("too long").endswith("bytes, more than there are")
+    assert sorted(told) == [f"user {number}" for number in range(5)]
+    for text in told.values():
+        answer, right = text.removesuffix(")").split(" (right: ")
+        assert answer == right

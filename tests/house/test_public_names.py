@@ -24,6 +24,7 @@ PUBLIC = {
         "SpecError",
         "StaleModelError",
         "StateError",
+        "StepError",
     ],
     "semkv.methods": [
         "CAKE",
@@ -52,6 +53,7 @@ PUBLIC = {
 }
 MEMBERS = {
     "CompiledModel": [
+        "begin",
         "compress",
         "device",
         "extend",
@@ -60,7 +62,10 @@ MEMBERS = {
         "prefill",
         "prefill_record",
         "refresh",
+        "release",
+        "request_bytes",
         "save",
+        "step",
         "with_method",
     ],
     "State": ["fork", "full_bytes", "get_seq_length", "kv_dtype", "lengths", "nbytes", "save", "select", "stats"],
