@@ -60,7 +60,7 @@ def _copied(module: GraphModule, step: GraphModule, given: list[Node], at: Node,
             copies[node] = module.graph.node_copy(node, copies.__getitem__)
         else:
             continue
-        copies[node].meta = {"nn_module_stack": at.meta.get("nn_module_stack")}
+        copies[node].meta = {**node.meta, "nn_module_stack": at.meta.get("nn_module_stack")}
     raise AssertionError("a body without an output")
 
 

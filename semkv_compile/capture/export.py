@@ -121,7 +121,8 @@ def capture(model: nn.Module, *, example_length: int = EXAMPLE_LENGTH, within_dy
     module = _unlift(attempt.exported, wrapper)
     vocab_size, dtype = _describe_model(model, module)
     with preserved(model), torch.no_grad(), _quiet():
-        agreement = Agreement(type(model).__name__, wrapper, module, vocab_size)
+        recurrent = bool(wrapper.recurrences.sites)
+        agreement = Agreement(type(model).__name__, wrapper, module, vocab_size, recurrent=recurrent)
         if wrapper.takes_positions:
             context, reason = agreement.reach(context)
             limits = [*limits, reason] if reason else limits

@@ -105,7 +105,7 @@ def find_recurrences(model: nn.Module) -> Recurrences:
             proof = recurrent_proof.prove(site, tensors)
             pieces = trace_pieces(site, proof.tokens, first=proof.first)
             pieces = next((other for other in bodies if same_pieces(other, pieces)), pieces)
-            recurrent_proof.check_pieces(site, pieces, tensors, proof)
+            recurrent_proof.check_pieces(site, pieces, tensors)
             bodies.append(pieces)
             described.append(RecurrentSite(index, site.name, site.states, proof.reason))
     return Recurrences(tuple(sites), tuple(bodies), tuple(described))

@@ -74,8 +74,16 @@ class Pieces(nn.Module):
         outputs: tuple[Form, ...],
     ) -> None:
         super().__init__()
-        self.graphs, self.first = dict(sorted(graphs.items())), first
+        self.graphs = dict(sorted(graphs.items()))
+        self._first = (
+            () if first is None else (first,)
+        )  # neither is a submodule, which a graph would lose that does not call it
         self.states, self.outputs = states, outputs
+
+    @property
+    def first(self) -> GraphModule | None:
+        """See the class."""
+        return self._first[0] if self._first else None
 
     def modules_by_name(self) -> dict[str, GraphModule]:
         """The graphs by names that artifacts have for them: the number of tokens, and `first`."""
