@@ -15,7 +15,6 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 from semkv.capture.recurrent_sites import Site
 from semkv.errors import CaptureError
-from semkv.ir.defaults import PINNED, places
 from semkv.ir.graph import finish
 from semkv.ir.recurrence import Pieces
 from semkv.ir.spec import PLAIN_FUNCTIONS
@@ -104,7 +103,6 @@ def _plain(module: GraphModule, site: Site, count: int) -> GraphModule:
             raise CaptureError(
                 f"{site.name}: its graph over {count} tokens calls {node.target}, which is no operator of tensors"
             )
-        _name_forms(node)
     pin(module)
     if count == 1:
         _check_rows(graph, site)
@@ -130,15 +128,6 @@ def _as_linear(node: Node) -> None:
         for user in users:
             user.replace_all_uses_with(node)
             node.graph.erase_node(user)
-
-
-def _name_forms(node: Node) -> None:
-    """Say the dtype and the device of what is made like another tensor, which a graph that was read from a file does not know."""
-    declared, value = places(node), node.meta.get("val")
-    if isinstance(value, Tensor) and declared.keys() >= set(PINNED):
-        for name in PINNED:
-            if len(node.args) <= declared[name] and node.kwargs.get(name) is None:
-                node.update_kwarg(name, getattr(value, name))
 
 
 def _check_rows(graph: Graph, site: Site) -> None:
