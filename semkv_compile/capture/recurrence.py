@@ -13,6 +13,7 @@ from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
 from semkv.capture import recurrent_proof
+from semkv.capture.checks import declared_context
 from semkv.capture.preserve import preserved
 from semkv.capture.recurrent_bodies import same_pieces, trace_pieces
 from semkv.capture.recurrent_sites import Site, find_sites, recorded_inputs
@@ -98,17 +99,36 @@ def find_recurrences(model: nn.Module) -> Recurrences:
         return Recurrences()
     with preserved(model), torch.no_grad():
         sites = find_sites(model)
-        inputs = recorded_inputs(model, sites, recurrent_proof.ROWS, recurrent_proof.LENGTH)
+        context = declared_context(model) or recurrent_proof.MOST
+        if context < recurrent_proof.LENGTH:
+            raise CaptureError(
+                f"{sites[0].name} keeps recurrent states, and the model declares {context} positions; expected at least "
+                f"{recurrent_proof.LENGTH}, over which it is tried"
+            )
+        inputs = recorded_inputs(model, sites, recurrent_proof.ROWS, min(context, recurrent_proof.MOST))
         bodies: list[Pieces] = []
         described = []
         for index, (site, tensors) in enumerate(zip(sites, inputs)):
-            proof = recurrent_proof.prove(site, tensors)
-            pieces = trace_pieces(site, proof.tokens, first=proof.first)
-            pieces = next((other for other in bodies if same_pieces(other, pieces)), pieces)
+            proof = recurrent_proof.prove(site, [x[:, : recurrent_proof.LENGTH] for x in tensors])
+            pieces = _known(site, proof, bodies) or trace_pieces(site, proof.tokens, first=proof.first)
             recurrent_proof.check_pieces(site, pieces, tensors)
             bodies.append(pieces)
             described.append(RecurrentSite(index, site.name, site.states, proof.reason))
     return Recurrences(tuple(sites), tuple(bodies), tuple(described))
+
+
+def _known(site: Site, proof: recurrent_proof.Proof, bodies: Sequence[Pieces]) -> Pieces | None:
+    """The body of an earlier site whose graphs over the fewest tokens are those of this one: layers of one model share their code, and
+    that this one computes the same is checked by its numbers."""
+    if not bodies:
+        return None
+    few = trace_pieces(site, proof.tokens[:2], first=proof.first)
+    for other in bodies:
+        graphs = {tokens: other.graphs[tokens] for tokens in few.graphs if tokens in other.graphs}
+        alike = len(other.graphs) == len(proof.tokens)
+        if alike and same_pieces(Pieces(graphs, other.first, other.states, other.outputs), few):
+            return other
+    return None
 
 
 def _stand_in(index: int, site: Site) -> Any:

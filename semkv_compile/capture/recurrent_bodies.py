@@ -38,16 +38,16 @@ def trace_pieces(site: Site, tokens: Sequence[int], *, first: bool) -> Pieces:
 
 
 def _trace(site: Site, count: int, *, fresh: bool) -> GraphModule:
-    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    rows = ROWS if count == 1 else 1
+    mode = FakeTensorMode(shape_env=ShapeEnv() if rows > 1 else None, allow_non_fake_inputs=True)
     device = next(iter(site.weights.values())).device if site.weights else torch.device("cpu")
     read = len(site.places)
 
-    rows = ROWS if count == 1 else 1
-
     def example(shape: Sequence[int], dtype: torch.dtype, of_rows: bool, number: int) -> Tensor:
-        free = of_rows and rows > 1
-        dynamic = [DimDynamic.DUCK if free and axis == 0 else DimDynamic.STATIC for axis in range(len(shape))]
         real = torch.empty(tuple(shape), dtype=dtype, device=device)
+        if rows == 1:
+            return mode.from_tensor(real)
+        dynamic = [DimDynamic.DUCK if of_rows and axis == 0 else DimDynamic.STATIC for axis in range(len(shape))]
         return mode.from_tensor(
             real,
             symbolic_context=StatelessSymbolicContext(dynamic_sizes=dynamic),  # type: ignore[arg-type]

@@ -13,8 +13,8 @@ from semkv.capture.recurrent_sites import Site
 from semkv.errors import CaptureError
 from semkv.ir.recurrence import TOKENS, Pieces
 
-ROWS, LENGTH = 3, 150
-"""Of the sequences that a proof runs over."""
+ROWS, LENGTH, MOST = 3, 150, 300
+"""Of the sequences that a proof runs over, and the tokens over which graphs are compared: more than the largest has."""
 
 TOLERANCE = {torch.float64: 2e-4, torch.float32: 2e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 """Relative difference up to which two orders of the same sums count as equal; recurrences are computed in float32 at most."""
@@ -88,10 +88,10 @@ def prove(site: Site, tensors: Sequence[Tensor]) -> Proof:
 
 
 def check_pieces(site: Site, pieces: Pieces, tensors: Sequence[Tensor]) -> None:
-    """Raise `CaptureError` where graphs do not compute what the module does, over `tensors` [ROWS, LENGTH, ...] and parts of them."""
+    """Raise `CaptureError` where graphs do not compute what the module does, over `tensors` [ROWS, T, ...] and parts of them."""
     weights = list(site.weights.values())
     whole = site.run(tensors, None)
-    _check_equal(site, pieces(tensors, None, weights), whole, f"{LENGTH} tokens", _tolerance(site))
+    _check_equal(site, pieces(tensors, None, weights), whole, f"{tensors[0].shape[1]} tokens", _tolerance(site))
     first = [x[:, :1] for x in tensors]
     _check_equal(
         site, pieces(first, None, weights), site.run(first, None), "one token that follows none", _tolerance(site)
@@ -183,4 +183,4 @@ def _check_rows(site: Site, tensors: Sequence[Tensor], expected: list[Tensor]) -
         raise CaptureError(f"{_named(site)} mixes rows: other tokens in one change another")
 
 
-__all__ = ["LENGTH", "ROWS", "Proof", "check_pieces", "difference", "prove"]
+__all__ = ["LENGTH", "MOST", "ROWS", "Proof", "check_pieces", "difference", "prove"]

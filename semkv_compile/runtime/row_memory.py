@@ -583,7 +583,9 @@ class RowMemory:
 
 def copied(recurrent: Mapping[int, Sequence[Tensor]]) -> dict[int, list[Tensor]]:
     """States of recurrent sites that are written in place from now on."""
-    return {site: [x.clone() for x in states] for site, states in recurrent.items()}
+    return {
+        site: [x.clone(memory_format=torch.contiguous_format) for x in states] for site, states in recurrent.items()
+    }
 
 
 def _beyond(held: int, cap: float) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -33,8 +35,8 @@ def prefill_row(
     record.surprisal = torch.zeros(n, dtype=torch.float32, device="cpu") if surprisal else None
     recorder = Recorder(program, record, kv_dtype, HostTier() if tier is None else tier, ids.device)
     kept = []
-    for start in range(0, n, chunk):
-        part = ids[start : start + chunk]
+    for start, end in _chunks(program, n, chunk):
+        part = ids[start:end]
         graph = program.prefill if start == 0 else program.decode if len(part) == 1 else program.extend
         hidden = graph(
             part[None], torch.arange(start, start + len(part), dtype=torch.int64, device=ids.device)[None], recorder
@@ -51,6 +53,15 @@ def prefill_row(
     record.logits = record.last_logits[-1]
     recorder.finish()
     return record
+
+
+def _chunks(program: Program, tokens: int, chunk: int) -> list[tuple[int, int]]:
+    """The chunks of a prompt as (first, end). Where modules go on from recurrent states none is of a single token behind others: by a
+    model's own code that may be another computation."""
+    ends = [*range(chunk, tokens, chunk), tokens]
+    if program.recurrences and chunk > 2 and len(ends) > 1 and ends[-1] - ends[-2] == 1:
+        ends[-2] -= 1
+    return list(pairwise((0, *ends)))
 
 
 @undisturbed
