@@ -54,7 +54,7 @@ def _copied(module: GraphModule, step: GraphModule, given: list[Node], at: Node,
         if node.op == "get_attr":
             name = f"{path}_{node.target}"
             if not hasattr(module, name):
-                module.register_buffer(name, attribute(step, str(node.target)))  # type: ignore[arg-type]
+                module.register_buffer(name, attribute(step, str(node.target)))
             copies[node] = module.graph.get_attr(name)
         elif node.op != "placeholder":
             copies[node] = module.graph.node_copy(node, copies.__getitem__)

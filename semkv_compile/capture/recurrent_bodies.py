@@ -50,7 +50,7 @@ def _trace(site: Site, count: int, *, fresh: bool) -> GraphModule:
         dynamic = [DimDynamic.DUCK if of_rows and axis == 0 else DimDynamic.STATIC for axis in range(len(shape))]
         return mode.from_tensor(
             real,
-            symbolic_context=StatelessSymbolicContext(dynamic_sizes=dynamic),  # type: ignore[arg-type]
+            symbolic_context=StatelessSymbolicContext(dynamic_sizes=dynamic),
             source=ConstantSource(f"input_{number}"),
         )
 

@@ -155,8 +155,9 @@ def _lowered(program: Program) -> list[str]:
             module, label, (*BODY_INPUTS, "memory"), MEMORY_FUNCTIONS | {mixed_attention, linear}
         )
         problems += _no_guards(module, label) + _no_defaults(module, label)
-        steps = {memory.read_states: 1, memory.write_states: 1} if label == "decode" else {memory.advance: 1}
-        problems += _recurrences(program, module, label, steps)
+        whole: dict[Callable, int] = {memory.advance: 1}
+        steps: dict[Callable, int] = {memory.read_states: 1, memory.write_states: 1}
+        problems += _recurrences(program, module, label, steps if label == "decode" else whole)
         writer = memory.record if label == "prefill" else memory.entries
         written = [node.args[1] for node in module.graph.nodes if node.target is writer]
         expected = [site.index for site in program.sites]
