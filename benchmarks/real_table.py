@@ -2,11 +2,11 @@
 
     python benchmarks/real_table.py smollm2 --profile profiles/smollm2_135m                # both lengths; hours, stated before they start
     python benchmarks/real_table.py gemma3 --profile P --lengths 2K,4K,8K --texts FOLDER   # goes on where it stopped
-    python benchmarks/real_table.py smollm2 --profile P --report-only --publish
+    python benchmarks/real_table.py smollm2 --profile P --publish --leaders 1              # adds to benchmarks/results/real_smollm2.json
 
-All methods answer the first questions; at each length and budget the best of them, and those that are named to the end, answer all. Texts
-are the files of a folder, a kind each; without one, the half of Python's manual and library that
-`benchmarks/real.py` does not calibrate on.
+All methods answer the first questions; at each length and budget the best of them, and those that are named to the end, answer all. What
+benchmarks/results has of the same questions, model and profile is not measured again, so that several machines or days add up. Texts are
+the files of a folder, a kind each; without one, the half of Python's manual and library that `benchmarks/real.py` does not calibrate on.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from grids import ROOT, write_results
+from grids import RESULTS, ROOT, read_results, write_results
 from real import write_texts
 from real_model import MODELS, fetch
 
@@ -31,7 +31,7 @@ from semkv.config import CompileConfig
 from semkv.errors import BudgetError
 from semkv.evaluation import Grid, Report, Variant, evaluate
 from semkv.evaluation.identity import subject_identity
-from semkv.evaluation.runner import Refusal, check_variant
+from semkv.evaluation.runner import Refusal, cell_of, check_variant
 from semkv.evaluation.schema import CellResult, Interval
 from semkv.evaluation.subject import Subject
 from semkv.evaluation.tasks import build_tasks
@@ -64,8 +64,11 @@ BOTH = ("full", "streaming_llm")
 """What recovered gain is measured between."""
 CEILING = Variant(method="sketch", budget=0.05, options={"oracle": True}, label="ceiling")
 """The choice of `sketch` made by true attention, its index not charged."""
-STEP, ASKED = 2.0, 80
-"""Usual values: a method's step, over the full cache's; tokens of a question, which run one by one, and of its answer."""
+STEP, ASKED = 1.0, 60
+"""Usual values: a method's step, over the full cache's, in which contexts are together; tokens of a question, which run one by one, and
+of its answer."""
+TOGETHER = 16
+"""Contexts whose answers run in the same steps: as many rows as share the products of one."""
 LEADERS = 3
 AUTO = "auto"
 """What the profile takes at a budget, under this name as well."""
@@ -109,7 +112,14 @@ class Table:
         self._compiled: dict[bool, Any] = {}
         self.commits: set[str] = set()
         self.refused: dict[tuple[str, float, int], str] = {}
+        self.cells: dict[tuple[str, str], CellResult] = {}
+        """What was measured, by the cell's key and the variant's label, the most contexts of each."""
+        if (RESULTS / f"real_{asked.model}.json").is_file() and not asked.afresh:
+            published = read_results(f"real_{asked.model}")
+            self.take(published.cells)
+            self.commits.update(published.commits)
         self._subjects: dict[bool, Subject] = {}
+        self._identities: dict[bool, str] = {}
 
     def compiled(self, plain: bool) -> Any:
         """The model with its profile, or without it."""
@@ -118,26 +128,68 @@ class Table:
             self._compiled[plain] = compile_model(self.loaded.model, profile, method="full", config=self.settings)
         return self._compiled[plain]
 
+    def take(self, cells: Iterable[CellResult]) -> None:
+        """Keep cells that were measured."""
+        for cell in cells:
+            key = cell.cell.key, cell.cell.variant.label
+            known = self.cells.get(key)
+            if known is None or known.accuracy.contexts <= cell.accuracy.contexts:
+                self.cells[key] = cell.model_copy(update={"zoom": None, "mass": None})
+
     def run(self, variants: Sequence[Variant], size: Size, length: int, title: str) -> list[CellResult]:
         """Cells of these variants at one length, those of methods that read no profile from rows of their own."""
-        found: list[CellResult] = []
+        found: dict[tuple[str, str], CellResult] = {}
         for plain in (True, False):
             own = [v for v in variants if (v.method in PLAIN) == plain]
-            if not own:
-                continue
-            windows = [Variant(method="streaming_llm", budget=b) for b in sorted({v.budget for v in own if v.budget})]
-            every = [Variant(method="full"), *windows]
-            own = [*every, *(v for v in own if v.method not in BOTH)]
             for families, samples in ((NEEDLES, size.questions), (("perplexity",), size.texts)):
-                report = self._measure(own, families, samples, length, plain, title)
-                found += [c for c in report.cells if plain or c.cell.variant.method not in BOTH]
-        return found
+                known = [self._known(v, family, length, samples, plain) for v in own for family in families]
+                left = [v for v in own if any(self._known(v, f, length, samples, plain) is None for f in families)]
+                if left:
+                    windows = [
+                        Variant(method="streaming_llm", budget=b) for b in sorted({v.budget for v in left if v.budget})
+                    ]
+                    every = [Variant(method="full"), *windows]
+                    report = self._measure(
+                        [*every, *(v for v in left if v.method not in BOTH)], families, samples, length, plain, title
+                    )
+                    self.take(report.cells)
+                    if self.asked.publish:
+                        self.publish()
+                    found |= {(c.cell.key, c.cell.variant.label): c for c in report.cells}
+                found |= {(c.cell.key, c.cell.variant.label): c for c in known if c is not None}
+        return list(found.values())
+
+    def _known(self, variant: Variant, family: str, length: int, samples: int, plain: bool) -> CellResult | None:
+        """What was measured of a variant, if it was on so many contexts."""
+        grid = Grid(variants=(variant,), families=(family,), lengths=(length,), samples=samples)
+        identity = self._identity(plain)
+        cell = cell_of(grid, identity, variant, family, length, "unseen", self.tasks[family])
+        known = self.cells.get((cell.key, variant.label))
+        return known if known is not None and known.accuracy.contexts >= samples else None
+
+    def _identity(self, plain: bool) -> str:
+        if plain not in self._identities:
+            compiled, profile = self.compiled(plain), None if plain else self.loaded.profile
+            self._identities[plain] = subject_identity(self.loaded.model, profile, self.settings, compiled.dtype)
+        return self._identities[plain]
+
+    def publish(self) -> None:
+        """Write benchmarks/results/real_MODEL.json."""
+        best: dict[tuple[Any, ...], CellResult] = {}
+        for cell in self.cells.values():  # what gain is measured between was measured with the profile and without
+            of, variant = cell.cell, cell.cell.variant
+            own = (variant.method, variant.budget) if variant.method in BOTH else (of.key, variant.label)
+            key = (*own, of.family, of.length)
+            if key not in best or best[key].accuracy.contexts < cell.accuracy.contexts:
+                best[key] = cell
+        cells = list(best.values())
+        report = self.report.model_copy(update={"cells": cells, "summaries": [], "commits": sorted(self.commits)})
+        write_results(f"real_{self.asked.model}", report)
 
     def _measure(
         self, variants: list[Variant], families: tuple[str, ...], samples: int, length: int, plain: bool, title: str
     ) -> Report:
         compiled, refusals = self.compiled(plain), list[Refusal]()
-        profile = None if plain else self.loaded.profile
         left = [v for v in variants if self._serves(v, plain, length)]
         grid = Grid(variants=tuple(left), families=families, lengths=(length,), samples=samples)
         with progress_bar(f"{title}, {families[0]}") as progress:
@@ -145,13 +197,14 @@ class Table:
                 compiled,
                 self.loaded.tokenizer,
                 grid,
-                identity=subject_identity(self.loaded.model, profile, self.settings, compiled.dtype),
+                identity=self._identity(plain),
                 model=self.loaded.name,
                 title="The long table of a real model",
                 rows=self.asked.rows / f"real_{self.asked.model}_{'plain' if plain else 'profile'}.rows.jsonl",
                 progress=progress,
                 tasks=self.tasks,
                 workers=self.asked.workers,
+                together=self.asked.together,
                 refusals=refusals,
             )
         if not report.complete:
@@ -203,14 +256,14 @@ def made(method: str, budget: float, label: str) -> Variant:
     return Variant(method=method, budget=budget, label=label, options=options)
 
 
-def leaders(cells: Sequence[CellResult], named: Sequence[str]) -> list[Variant]:
+def leaders(cells: Sequence[CellResult], named: Sequence[str], count: int) -> list[Variant]:
     """Variants that answer everything: at each budget the best, and those `named`."""
     names, chosen = able(cells), []
     variants = list({(c.cell.variant.label, c.cell.variant.budget): c.cell.variant for c in cells}.values())
     for budget in BUDGETS:
         own = [v for v in variants if v.budget == budget]
         ranked = sorted(own, key=lambda v: -standing_of(cells, v, names))
-        best = [v for v in ranked if v.label not in named][:LEADERS]
+        best = [v for v in ranked if v.label not in named][:count]
         chosen += [v for v in ranked if v in best or v.label in named]
     return chosen
 
@@ -229,7 +282,7 @@ def hours(table: Table, variants: int, first: Size, whole: Size, named: int) -> 
             began = time.perf_counter() if place == 1 else began  # the first step makes what the others run
             compiled.extend(state, torch.tensor([[token]], dtype=torch.int64, device="cpu"))
         step = STEP * (time.perf_counter() - began) / 8
-        for size, count in ((first, variants), (more, len(BUDGETS) * (LEADERS + named))):
+        for size, count in ((first, variants), (more, len(BUDGETS) * (table.asked.leaders + named))):
             questions = len(NEEDLES) * size.questions
             seconds += 2 * read * (questions + size.texts)
             seconds += count * step * (questions * ASKED + size.texts * table.asked.tokens)
@@ -245,6 +298,8 @@ def main() -> None:
     options.add_argument("--haystack", type=Path, help="text that needles are hidden in (the first of the folder)")
     options.add_argument("--methods", help="these alone, separated by commas; default: all")
     options.add_argument("--always", default="auto,ceiling", help="to the end in any case (%(default)s)")
+    options.add_argument("--leaders", type=int, default=LEADERS, help="the best, as many as answer all (%(default)s)")
+    options.add_argument("--afresh", action="store_true", help="measure what benchmarks/results has, too")
     options.add_argument("--lengths", default="2K,4K", help="tokens of context (%(default)s)")
     options.add_argument("--tokens", type=int, default=64, help="that are read behind each text (%(default)s)")
     options.add_argument(
@@ -253,6 +308,9 @@ def main() -> None:
     options.add_argument("--whole", default=f"{WHOLE.questions},{WHOLE.texts}", help="and of the second")
     options.add_argument("--rows", type=Path, default=ROOT / "runs", help="folder of rows (%(default)s)")
     options.add_argument("--workers", type=int, default=2, help="processes (%(default)s)")
+    options.add_argument(
+        "--together", type=int, default=TOGETHER, help="contexts answered in the same steps (%(default)s)"
+    )
     options.add_argument("--publish", action="store_true", help="write benchmarks/results/real_MODEL.json")
     asked = options.parse_args()
     table = Table(asked)
@@ -271,22 +329,20 @@ def main() -> None:
     first, whole = (Size(*whole_numbers(text, "sizes")) for text in (asked.first, asked.whole))
     named = words(asked.always, "--always")
     print(f"about {hours(table, len(variants), first, whole, len(named)):.1f} hours", flush=True)
-    cells: list[CellResult] = []
     for length in table.lengths:
         tried = table.run(variants, first, length, f"all methods, {length:,} tokens")
         print(
             f"{length:,} tokens, needle tasks that the full cache answers: {', '.join(able(tried)) or 'none'}",
             flush=True,
         )
-        chosen = leaders(tried, named)
+        chosen = leaders(tried, named, asked.leaders)
         print("to the end:", ", ".join(f"{v.label} {v.budget_text}" for v in chosen), flush=True)
         done = table.run(chosen, whole, length, f"the best, {length:,} tokens")
         known = {(c.cell.variant.label, c.cell.variant.budget, c.cell.family) for c in done}
-        cells += done + [c for c in tried if (c.cell.variant.label, c.cell.variant.budget, c.cell.family) not in known]
-        show(cells, length)
-    if asked.publish:
-        report = table.report.model_copy(update={"cells": cells, "summaries": [], "commits": sorted(table.commits)})
-        write_results(f"real_{asked.model}", report)
+        show(
+            done + [c for c in tried if (c.cell.variant.label, c.cell.variant.budget, c.cell.family) not in known],
+            length,
+        )
 
 
 def show(cells: Sequence[CellResult], length: int) -> None:

@@ -17,7 +17,7 @@ from semkv.errors import BudgetError
 from semkv.generation import Generation
 from semkv.huggingface import register_causal_lm
 from semkv.ir.program import Program
-from semkv.kernel_builds import as_between, as_step, check_graphs, start_builds
+from semkv.kernel_builds import as_between, as_step, as_turns, check_graphs, start_builds
 from semkv.kernel_layouts import site_layouts, tune_program
 from semkv.kernels.mixed_attention.dispatch import form_of
 from semkv.kernels.tuning import Tuning
@@ -111,7 +111,7 @@ class CompiledModel(Generation):
         )
         kernels = form_of(settings.kernels, device)[0]
         graphed = device.type == "cpu" and serves(plan)
-        prepared = (partial(made, settings.kernels, program.dtype) for made in (as_step, as_between))
+        prepared = (partial(made, settings.kernels, program.dtype) for made in (as_step, as_between, as_turns))
         steps = GraphedSteps(program, *prepared) if graphed else None
         placement = Placement(
             program=program,

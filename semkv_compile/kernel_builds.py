@@ -21,7 +21,7 @@ from semkv.kernels.linear.cpp import linear_library
 from semkv.kernels.log_softmax.cpp import log_softmax_library
 from semkv.kernels.mixed_attention.cpp import attention_library
 from semkv.kernels.mixed_attention.dispatch import DTYPES, form_of, mixed_attention
-from semkv.kernels.segments import fuse, segments_library, whole
+from semkv.kernels.segments import Segment, fuse, segments_library, whole
 from semkv.kernels.selection.cpp import selection_library
 from semkv.kernels.sketch_scores.cpp import lookup_library
 from semkv.kernels.state.append import append_library
@@ -95,6 +95,12 @@ def as_step(kernels: str, dtype: torch.dtype, module: GraphModule) -> Callable[.
             node.target = mixed_attention
     module.recompile()
     return whole(module) if _fuses(kernels, dtype, torch.device("cpu")) else module
+
+
+def as_turns(kernels: str, dtype: torch.dtype, module: GraphModule) -> Callable[[], Callable[..., tuple[Tensor, ...]]]:
+    """Makes what runs such a graph for a memory of its own; those that it makes share what they know of the graph."""
+    made = as_step(kernels, dtype, module)
+    return made.another if isinstance(made, Segment) else lambda: made
 
 
 def as_between(kernels: str, dtype: torch.dtype, module: GraphModule) -> GraphModule:

@@ -276,7 +276,7 @@ class Reader(Following):
                     self._running,
                     state,
                     torch.stack(rows),
-                    self._chunk(counts[0] - unread),
+                    self.tokens_at_once(counts[0] - unread),
                     exact_chunk=exact,
                     all_logits=all_logits,
                 )
@@ -285,7 +285,7 @@ class Reader(Following):
             for index, row in enumerate(rows):
                 one = State(self.placement, [state.rows[index]], state.logits[index : index + 1])
                 if len(row):
-                    chunk = self._chunk(len(row) - unread)
+                    chunk = self.tokens_at_once(len(row) - unread)
                     made = extend(self._running, one, row[None], chunk, exact_chunk=exact, all_logits=all_logits)[0]
                     parts.append(made[unread:] if all_logits else made)
                 else:
@@ -297,9 +297,9 @@ class Reader(Following):
             if state.lengths != before:
                 state.pending = None
 
-    def _chunk(self, tokens: int) -> int:
-        """Tokens of one `extend` step. Where spans are unfolded, tokens of a step share the room for them, so a question
-        runs one token at a time and only longer texts in chunks."""
+    def tokens_at_once(self, tokens: int) -> int:
+        """Tokens of one step of an `extend` of `tokens`, at most. Where spans are unfolded, tokens of a step share the room for them, so a
+        question runs one token at a time and only longer texts in chunks."""
         if self.settings.extend_chunk is not None:
             return self.settings.extend_chunk
         if not self.method.compresses:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from threading import RLock
 from typing import Any, NamedTuple
 
@@ -12,12 +13,12 @@ from torch.fx import GraphModule, Node
 
 from semkv.kernels.segments.parts import cut, roles_of
 from semkv.kernels.segments.reading import Reading
-from semkv.kernels.segments.tape import Tape, layout_of, segments_library
+from semkv.kernels.segments.tape import Seen, Tape, layout_of, segments_library
 from semkv.kernels.segments.values import UnsupportedNode
 
 _making = RLock()
 """Held while tapes are looked up and made."""
-MOST_TAPES = 16
+MOST_TAPES = 64
 """Of layouts that a segment keeps, the most recent ones."""
 
 
@@ -26,6 +27,15 @@ class Refusal(NamedTuple):
 
     reason: str
     run: Callable[..., Any]
+
+
+@dataclass
+class _Known:
+    """What segments of one graph share. tapes: by layouts of inputs; cuts: the graph in parts, by the nodes that lie between."""
+
+    reading: Reading | None = None
+    tapes: dict[tuple[Any, ...], Tape | Refusal] = field(default_factory=dict)
+    cuts: dict[frozenset[Node], GraphModule] = field(default_factory=dict)
 
 
 class Segment:
@@ -40,29 +50,34 @@ class Segment:
     def __init__(self, module: GraphModule, *, parts: bool = False) -> None:
         self.module, self.parts = module, parts
         self.reason: str | None = "it was never called"
-        self._reading: Reading | None = None
-        self._tapes: dict[tuple[Any, ...], Tape | Refusal] = {}
-        self._cuts: dict[frozenset[Node], GraphModule] = {}
-        self._last: Tape | None = None
+        self._known = _Known()
+        self._last: Seen | None = None
+
+    def another(self) -> Segment:
+        """One for other inputs, which shares the instructions."""
+        other = Segment(self.module, parts=self.parts)
+        other._known = self._known
+        return other
 
     def __call__(self, *inputs: Any) -> Any:
         if torch.is_grad_enabled():
             self.reason = "gradients are recorded"
             return self.module(*inputs)
-        tape = self._last
-        addresses = None if tape is None else tape.addresses(inputs)
-        if tape is None or addresses is None:
+        seen = self._last
+        addresses = None if seen is None else seen.addresses(inputs)
+        if seen is None or addresses is None:
             found = self._tape(inputs)
             if isinstance(found, Refusal):
                 self.reason = found.reason
                 return found.run(*inputs)
-            addresses = found.addresses(inputs)
+            seen = Seen(found)
+            addresses = seen.addresses(inputs)
             if addresses is None:
                 self.reason = "an input or a weight changed while it was looked at"
                 return self.module(*inputs)
-            tape = self._last = found
+            self._last = seen
         self.reason = None
-        return tape.run(addresses)
+        return seen.tape.run(addresses)
 
     def _tape(self, inputs: tuple[Any, ...]) -> Tape | Refusal:
         """The tape for inputs of these layouts, or why there is none."""
@@ -70,33 +85,34 @@ class Segment:
             return self._found(inputs)
 
     def _found(self, inputs: tuple[Any, ...]) -> Tape | Refusal:
-        weights = [] if self._reading is None else self._reading.weights
+        known = self._known
+        weights = [] if known.reading is None else known.reading.weights
         key = tuple([(x.device.type, layout_of(x)) if isinstance(x, Tensor) else x for x in (*inputs, *weights)])
-        found = self._tapes.pop(key, None)
+        found = known.tapes.pop(key, None)
         if found is None:
             try:
-                if self._reading is None:
-                    self._reading = Reading(self.module)
+                if known.reading is None:
+                    known.reading = Reading(self.module)
                     return self._found(inputs)
-                found = Tape(self._reading, inputs)
+                found = Tape(known.reading, inputs)
             except UnsupportedNode as reason:
                 found = Refusal(str(reason), self._in_parts(inputs))
-        while len(self._tapes) >= MOST_TAPES:
-            del self._tapes[next(iter(self._tapes))]
-        self._tapes[key] = found
+        while len(known.tapes) >= MOST_TAPES:
+            del known.tapes[next(iter(known.tapes))]
+        known.tapes[key] = found
         return found
 
     def _in_parts(self, inputs: tuple[Any, ...]) -> GraphModule:
         """What answers inputs of these layouts in place of one call."""
-        reading = self._reading
+        known, reading = self._known, self._known.reading
         given = [] if reading is None else [x for x in (*inputs, *reading.weights) if isinstance(x, Tensor)]
         if reading is None or not self.parts or not all(x.is_cpu for x in given):
             return self.module
         roles = roles_of(reading, inputs)
         nodes = frozenset(roles.outside)
-        if nodes not in self._cuts:
-            self._cuts[nodes] = cut(self.module, roles, Segment) or self.module
-        return self._cuts[nodes]
+        if nodes not in known.cuts:
+            known.cuts[nodes] = cut(self.module, roles, Segment) or self.module
+        return known.cuts[nodes]
 
 
 __all__ = ["Refusal", "Segment", "segments_library"]

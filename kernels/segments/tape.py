@@ -55,10 +55,7 @@ class Tape:
         self._places = [place for place, x in enumerate(inputs) if isinstance(x, Tensor)]
         self._given = None if len(tensors) == len(inputs) else inputs
         self._layouts = [layout_of(x) for x in tensors]
-        self._seen = [ref(x) for x in tensors]
-        self._at = [x.data_ptr() for x in tensors]
         self._weights, self._kinds = reading.weights, [LAYOUTS.of(x) for x in reading.weights]
-        self._weights_at = [x.data_ptr() for x in reading.weights]
         self._outputs: list[Layout] = []
         self._scratch: list[Tensor] = []
         self._buffers: list[int] = []
@@ -146,37 +143,28 @@ class Tape:
 
     # -- running -------------------------------------------------------------------------------------------------------
 
-    def addresses(self, inputs: Sequence[Any]) -> list[int] | None:
-        """Where inputs and weights begin; None: they are others than the instructions are for. An input that was seen before and has its
-        numbers where they were is not looked at again."""
-        if self._given is not None:
-            if len(inputs) != len(self._given) or not all(
-                isinstance(x, Tensor) or x == y for x, y in zip(inputs, self._given)
-            ):
-                return None
-            inputs = [inputs[place] for place in self._places]
-        elif len(inputs) != len(self._seen):
+    def given(self, inputs: Sequence[Any]) -> Sequence[Any] | None:
+        """Those of the inputs that are tensors; None where the others are not the ones that the instructions are for."""
+        if self._given is None:
+            return inputs if len(inputs) == len(self._layouts) else None
+        if len(inputs) != len(self._given) or not all(
+            isinstance(x, Tensor) or x == y for x, y in zip(inputs, self._given)
+        ):
             return None
-        try:
-            at = [*map(Tensor.data_ptr, inputs)]
-        except (TypeError, RuntimeError):
-            return None
-        changed = list(map(is_not, inputs, [seen() for seen in self._seen]))
-        if at != self._at:
-            changed = [is_other or x != y for is_other, x, y in zip(changed, at, self._at)]
-        for place in compress(range(len(at)), changed):
-            x = inputs[place]
-            known = self._layouts[place]
-            if not x.is_cpu or LAYOUTS.of(x, known.in_file) is not known:  # whether in a file changes no number
-                return None
-            self._seen[place] = ref(x)
-        self._at = at
-        weights = list(map(Tensor.data_ptr, self._weights))
-        if weights != self._weights_at:
-            if any(not x.is_cpu or LAYOUTS.of(x) is not kind for x, kind in zip(self._weights, self._kinds)):
-                return None
-            self._weights_at = weights
-        return at + weights
+        return [inputs[place] for place in self._places]
+
+    def fits(self, place: int, x: Tensor) -> bool:
+        """Whether a tensor may be input number `place`; whether it is in a file changes no number."""
+        known = self._layouts[place]
+        return x.is_cpu and LAYOUTS.of(x, known.in_file) is known
+
+    def weights_at(self) -> list[int]:
+        """Where the weights begin."""
+        return list(map(Tensor.data_ptr, self._weights))
+
+    def weights_fit(self) -> bool:
+        """Whether the weights are as they were."""
+        return all(x.is_cpu and LAYOUTS.of(x) is kind for x, kind in zip(self._weights, self._kinds))
 
     def run(self, addresses: list[int]) -> Any:
         """What the graph returns of inputs with these `addresses`."""
@@ -192,6 +180,44 @@ class Tape:
         if outside:
             raise IndexError("an index lies outside of the embedding")
         return _filled(self._returned, outputs)
+
+
+class Seen:
+    """The inputs that a tape was last called with: one that has its numbers where they were is not looked at again."""
+
+    def __init__(self, tape: Tape) -> None:
+        self.tape = tape
+        self._inputs: list[Any] = []
+        self._at: list[int] = []
+        self._weights_at: list[int] = []
+
+    def addresses(self, inputs: Sequence[Any]) -> list[int] | None:
+        """Where inputs and weights begin; None: they are others than the instructions are for."""
+        tape, given = self.tape, self.tape.given(inputs)
+        if given is None:
+            return None
+        try:
+            at = [*map(Tensor.data_ptr, given)]
+        except (TypeError, RuntimeError):
+            return None
+        if not self._inputs:
+            if not all(map(tape.fits, range(len(given)), given)):
+                return None
+            self._inputs, self._at = [ref(x) for x in given], at
+        changed = list(map(is_not, given, [seen() for seen in self._inputs]))
+        if at != self._at:
+            changed = [is_other or x != y for is_other, x, y in zip(changed, at, self._at)]
+        for place in compress(range(len(at)), changed):
+            if not tape.fits(place, given[place]):
+                return None
+            self._inputs[place] = ref(given[place])
+        self._at = at
+        weights = tape.weights_at()
+        if weights != self._weights_at:
+            if not tape.weights_fit():
+                return None
+            self._weights_at = weights
+        return at + weights
 
 
 class _Constant:
@@ -218,4 +244,4 @@ def moved(x: Any, own: Sequence[Value], first: int) -> Any:
     return [moved(part, own, first) for part in x] if isinstance(x, (list, tuple)) else x
 
 
-__all__ = ["Tape", "layout_of", "moved", "segments_library"]
+__all__ = ["Seen", "Tape", "layout_of", "moved", "segments_library"]

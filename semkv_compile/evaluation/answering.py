@@ -1,4 +1,7 @@
-"""One question put to a compressed state: exact tokens, written text, or the likelihood of a text that goes on."""
+"""One question put to a compressed state: exact tokens, written text, or the likelihood of a text that goes on.
+
+Answers are talks (`semkv.evaluation.talking`): they say what their state is to read, and somebody else runs the model.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,8 @@ from semkv.evaluation.agreement import Comparison, Told
 from semkv.evaluation.attention_mass import MassWatch, add_masses
 from semkv.evaluation.samples import Question
 from semkv.evaluation.schema import Answer, Mass, Row, Usage, Zoom
-from semkv.evaluation.subject import Subject, add_zooms, usage_of, worst, zoom_of
+from semkv.evaluation.subject import add_zooms, usage_of, worst, zoom_of
+from semkv.evaluation.talking import Feed, Talk
 from semkv.evaluation.tasks.base import Task, WrittenTask
 
 STOP_TOKENS = 16
@@ -29,6 +33,13 @@ class Tally:
     usage: Usage | None = None
     zoom: Zoom | None = None
     mass: Mass | None = None
+
+    def add(self, other: Tally) -> None:
+        """Add what was measured on another question."""
+        self.answers += other.answers
+        self.step_us += other.step_us
+        self.usage = self.usage if other.usage is None else worst(self.usage, other.usage)
+        self.zoom, self.mass = add_zooms(self.zoom, other.zoom), add_masses(self.mass, other.mass)
 
     def row(self, cell: str, index: int, commit: str, prompt_tokens: int) -> Row:
         """The finished row."""
@@ -49,9 +60,8 @@ class Tally:
 
 @dataclass(frozen=True)
 class Answering:
-    """Puts a task's questions to states of a subject's variants."""
+    """Puts a task's questions to states."""
 
-    subject: Subject
     tokenizer: Any
     task: Task
 
@@ -64,8 +74,8 @@ class Answering:
         tally: Tally,
         told: Told | None = None,
         watch: MassWatch | None = None,
-    ) -> Told | None:
-        """Read `ids`, then measure `question` as its task says; the state is used up.
+    ) -> Talk[Told | None]:
+        """Read `ids`, then measure `question` as its task says; the state of `compiled` is used up.
 
         Without `ids` the state's own logits give the first token, as the prefill read the question. told: what the full cache said, to
         compare with. watch: sees what the state reads. Returns what this memory said where it was not compared itself; None where answers
@@ -73,18 +83,18 @@ class Answering:
         """
         if watch is not None:
             state.watch = watch
-        logits = self.subject.extend(compiled, state, ids)[0] if ids else state.logits[-1]
+        logits = (yield Feed(state, ids)).logits if ids else state.logits[-1]
         comparison, said = None if told is None else Comparison(told), None
         if self.task.kind == "exact":
-            found = self._exact(compiled, state, logits, question, tally)
+            found = yield from self._exact(state, logits, question, tally)
         elif self.task.kind == "likelihood":
-            found, said = self._likelihood(compiled, state, logits, question, tally, comparison)
+            found, said = yield from self._likelihood(state, logits, question, tally, comparison)
         else:
             assert isinstance(self.task, WrittenTask)
             written: list[int] = []
             if comparison is not None:
-                state, logits, written = self._read_again(compiled, state, logits, comparison, tally)
-            found, said = self._generated(self.task, compiled, state, logits, question, tally, written)
+                state, logits, written = yield from self._read_again(state, logits, comparison, tally)
+            found, said = yield from self._generated(self.task, compiled, state, logits, question, tally, written)
         if comparison is not None and comparison.places:
             compared = {"kl": round(comparison.kl, 6), "agreed": comparison.agreed, "compared": comparison.places}
             found = found.model_copy(update=compared)
@@ -94,13 +104,13 @@ class Answering:
         tally.mass = add_masses(tally.mass, None if watch is None else watch.mass())
         return None if comparison is not None else said
 
-    def _step(self, compiled: Any, state: Any, token: int, tally: Tally) -> Tensor:
+    def _step(self, state: Any, token: int, tally: Tally) -> Talk[Tensor]:
         """One decode step, timed; logits after it [vocab]."""
-        logits, elapsed = self.subject.extend(compiled, state, (token,))
+        logits, elapsed = yield Feed(state, (token,))
         tally.step_us.append(elapsed)
         return logits
 
-    def _exact(self, compiled: Any, state: Any, logits: Tensor, question: Question, tally: Tally) -> Answer:
+    def _exact(self, state: Any, logits: Tensor, question: Question, tally: Tally) -> Talk[Answer]:
         """Greedy continuation against the answer, token by token until one differs."""
         matched = 0
         for place, expected in enumerate(question.answer):
@@ -110,7 +120,7 @@ class Answering:
             if last or (token != expected and place > 0):
                 break
             # One step is taken even after a wrong first token, so that step times do not depend on being right.
-            logits = self._step(compiled, state, token, tally)
+            logits = yield from self._step(state, token, tally)
             if token != expected:
                 break
         return Answer(
@@ -121,8 +131,8 @@ class Answering:
         )
 
     def _read_again(
-        self, compiled: Any, state: Any, logits: Tensor, comparison: Comparison, tally: Tally
-    ) -> tuple[Any, Tensor, list[int]]:
+        self, state: Any, logits: Tensor, comparison: Comparison, tally: Tally
+    ) -> Talk[tuple[Any, Tensor, list[int]]]:
         """Feed the full cache's answer to `state`; where the memory would first write another token, or at the last one: state, logits and
         the tokens up to there, from which its own answer goes on."""
         tokens, own = comparison.told.tokens, None
@@ -131,7 +141,7 @@ class Answering:
             if own is None and (last or not same):
                 own = (state if last else state.fork()), logits, list(tokens[:place])
             if not last:
-                logits = self._step(compiled, state, token, tally)
+                logits = yield from self._step(state, token, tally)
         assert own is not None
         return own
 
@@ -144,7 +154,7 @@ class Answering:
         question: Question,
         tally: Tally,
         written: list[int],
-    ) -> tuple[Answer, Told]:
+    ) -> Talk[tuple[Answer, Told]]:
         """Greedy text, from `written` on, until it ends, has `new_tokens`, meets a stop string, or can no longer gain."""
         ends, heard = end_tokens(compiled, self.tokenizer), [logits]
         ended: tuple[int, ...] = ()
@@ -156,7 +166,7 @@ class Answering:
             written.append(token)
             if len(written) == question.new_tokens or self._finished(task, written, question):
                 break
-            logits = self._step(compiled, state, token, tally)
+            logits = yield from self._step(state, token, tally)
             heard.append(logits)
         text = self._text(written)
         for mark in task.stop:
@@ -176,14 +186,8 @@ class Answering:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
     def _likelihood(
-        self,
-        compiled: Any,
-        state: Any,
-        logits: Tensor,
-        question: Question,
-        tally: Tally,
-        comparison: Comparison | None,
-    ) -> tuple[Answer, Told]:
+        self, state: Any, logits: Tensor, question: Question, tally: Tally, comparison: Comparison | None
+    ) -> Talk[tuple[Answer, Told]]:
         """Log-likelihood of the answer's tokens, each after those before it as they are written."""
         token_nats, matched, heard = [], 0, []
         for place, token in enumerate(question.answer):
@@ -193,7 +197,7 @@ class Answering:
             token_nats.append(-float(logits.double().log_softmax(-1)[token]))
             matched += int(logits.argmax()) == token
             if place + 1 < len(question.answer):
-                logits = self._step(compiled, state, token, tally)
+                logits = yield from self._step(state, token, tally)
         expected, nats = len(question.answer), math.fsum(token_nats)
         answer = Answer(
             depth=question.depth,

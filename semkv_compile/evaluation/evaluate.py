@@ -30,6 +30,7 @@ def evaluate(
     tasks: Mapping[str, Task] | None = None,
     workers: int = 1,
     refusals: list[Refusal] | None = None,
+    together: int = 1,
 ) -> Report:
     """Run what is missing of `grid` and return the report of all of it.
 
@@ -42,6 +43,8 @@ def evaluate(
     tasks: what the names in `grid.families` stand for, beside the bundled families; see `semkv.evaluation.tasks`.
     workers: processes that measure contexts side by side, for small models on a CPU; answers are the same, times are not.
     refusals: takes the variants whose budget is too small for one of the contexts; they are not in the report.
+    together: contexts whose answers run in the same decode steps (`CompiledModel.step`), which takes less time and the memory of as many
+        contexts; answers are the same within rounding, times of steps are each context's share.
 
     A KeyboardInterrupt ends the run early: the report of what there is comes back with `complete=False`.
 
@@ -54,7 +57,7 @@ def evaluate(
     notes = [*notes, *(note for task in asked.values() for note in task.notes())]
     started = environment.now()
     try:
-        run_grid(subject, tokenizer, grid, store, progress, asked, workers, refusals)
+        run_grid(subject, tokenizer, grid, store, progress, asked, workers, refusals, together)
     except KeyboardInterrupt:
         notes = [*notes, "stopped before it was complete"]
     refused = [refusal.variant for refusal in refusals or ()]

@@ -1,4 +1,4 @@
-"""Runs a grid: one prefill per context, every missing variant on it, a row stored after each."""
+"""Runs a grid: one prefill per context, every missing variant on it, rows stored as they are made."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from semkv.evaluation.schema import Row
 from semkv.evaluation.settings import Cell, Grid, Plan, QuestionMode, Variant
 from semkv.evaluation.store import RowStore
 from semkv.evaluation.subject import Subject
+from semkv.evaluation.talking import talk_together
 from semkv.evaluation.tasks.base import Task
 from semkv.evaluation.tasks.bundled import family_tasks
 from semkv.evaluation.workers import check_workers, in_processes
@@ -46,6 +47,22 @@ class Work:
     index: int
     asked: int
     variants: tuple[tuple[Variant, str], ...]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A text that is read, of one context, and what is asked behind it: questions, each with the tokens of it that are still to be read.
+
+    place: which of the contexts that run together; context: tokens of it alone; last: whether nothing more is asked of it.
+    """
+
+    place: int
+    answering: Answering
+    work: Work
+    context: int
+    ids: tuple[int, ...]
+    asked: tuple[tuple[Question, tuple[int, ...]], ...]
+    last: bool
 
 
 @dataclass(frozen=True)
@@ -173,16 +190,21 @@ def run_grid(
     tasks: Mapping[str, Task] | None = None,
     workers: int = 1,
     refusals: list[Refusal] | None = None,
+    together: int = 1,
 ) -> None:
     """Measure every cell of `grid` that `store` lacks. An interrupt between two rows loses nothing.
 
     tasks: what the names in `grid.families` stand for, beside the bundled families. workers: processes that measure contexts side
     by side (`semkv.evaluation.workers`); times of steps are then those of a busy machine. refusals: takes the variants whose
     budget is too small for a context, each with the first such context, and which see no more then; without it that is an error.
+    together: contexts whose answers run in the same decode steps, all of them read before the first is asked; a row's times of steps
+    are its share then.
 
     Raises ConfigError before any work where the grid cannot run, BudgetError where a context is refused and `refusals` is None.
     """
     check_workers(workers, subject.compiled.device)
+    if together < 1:
+        raise ConfigError(f"together {together}: expected at least 1 context")
     check_grid(grid, subject, tokenizer, tasks)
     known = all_tasks(tasks)
     work = missing_work(grid, subject.identity, store, tasks)
@@ -191,20 +213,20 @@ def run_grid(
     gone: set[str] = set()  # what this process has seen refused
     first: dict[str, tuple[int, Refusal]] = {}  # of all processes: by variant, the earliest work that it refused
 
-    def results_of(turn: tuple[int, Work]) -> Iterator[Row | Refusal]:
-        item = turn[1]
-        left = tuple((variant, key) for variant, key in item.variants if variant.model_dump_json() not in gone)
-        for result in _run_context(
-            Answering(subject, tokenizer, known[item.family]), grid, replace(item, variants=left), commit
-        ):
+    def results_of(turn: tuple[int, tuple[Work, ...]]) -> Iterator[Row | Refusal]:
+        left = [
+            replace(item, variants=tuple(x for x in item.variants if x[0].model_dump_json() not in gone))
+            for item in turn[1]
+        ]
+        for result in _run_contexts(tokenizer, known, subject, grid, left, commit, together):
             if isinstance(result, Refusal):
                 gone.add(result.variant.model_dump_json())
             yield result
 
-    turns = list(enumerate(work))
+    turns = list(enumerate(_side_by_side(work, together)))
     alone = ((turn, result) for turn in turns for result in results_of(turn))
     found = alone if workers == 1 else in_processes(results_of, turns, workers)
-    for done, ((place, item), result) in enumerate(found, start=1):
+    for done, ((place, (item, *_)), result) in enumerate(found, start=1):
         if isinstance(result, Row):
             store.add(result)
         elif refusals is None:
@@ -218,72 +240,103 @@ def run_grid(
         refusals += [refusal for _, refusal in sorted(first.values(), key=itemgetter(0))]
 
 
-def _run_context(answering: Answering, grid: Grid, work: Work, commit: str) -> Iterator[Row | Refusal]:
-    """Rows of one context, one variant after the other."""
-    if not work.variants:
-        return
-    task = answering.task
-    sample = task.make(
-        answering.tokenizer,
-        work.length,
-        work.index,
-        seed=grid.seed,
-        questions=plan_of(grid, task).per_context,
-    )
-    questions = sample.questions[: work.asked]
-    if work.question == "unseen":
-        yield from _unseen(answering, grid, work, commit, sample.ids, questions)
-    else:
-        yield from _seen(answering, grid, work, commit, sample.ids, questions)
+def _side_by_side(work: Sequence[Work], together: int) -> list[tuple[Work, ...]]:
+    """Up to `together` contexts each, of one length and question mode, in the order in which the first of them come."""
+    groups: list[list[Work]] = []
+    filling: dict[tuple[int, str], list[Work]] = {}
+    for item in work:
+        kind = item.length, item.question
+        if kind not in filling or len(filling[kind]) == together:
+            filling[kind] = []
+            groups.append(filling[kind])
+        filling[kind].append(item)
+    return [tuple(group) for group in groups]
 
 
-def _unseen(
-    answering: Answering, grid: Grid, work: Work, commit: str, ids: tuple[int, ...], questions: Sequence[Question]
+def _run_contexts(
+    tokenizer: Any,
+    tasks: Mapping[str, Task],
+    subject: Subject,
+    grid: Grid,
+    works: Sequence[Work],
+    commit: str,
+    together: int,
 ) -> Iterator[Row | Refusal]:
-    """The context is compressed, then each question comes over a fork of it."""
-    subject = answering.subject
-    told: list[Told | None] = [None] * len(questions)
-    record = subject.record(ids, _with_full(grid, work))
-    if grid.agreement:
-        whole = subject.variant(FULL).compress(record)
-        told = [answering.answer(subject.variant(FULL), whole.fork(), q.ids, q, Tally()) for q in questions]
-    for variant, key in work.variants:
-        tally = Tally()
-        compiled = subject.variant(variant)
-        state = _compress(compiled, variant, record, tally, work)
-        if isinstance(state, Refusal):
-            yield state
+    """Rows of contexts, one variant after the other; the answers of one variant run in the same steps."""
+    tallies: dict[tuple[int, str], Tally] = {}
+    refused: dict[str, int] = {}  # by variant, the place of the first context that refuses it
+    for readings in _rounds(tokenizer, tasks, grid, works):
+        records = [subject.record(one.ids, _with_full(grid, one.work)) for one in readings]
+        told = [
+            _told(subject, one, record, together) if grid.agreement else None for one, record in zip(readings, records)
+        ]
+        variants = {variant.model_dump_json(): variant for one in readings for variant, _ in one.work.variants}
+        for name, variant in variants.items():
+            compiled, talks = subject.variant(variant), []
+            asked: list[tuple[Reading, str, list[Tally]]] = []
+            for one, record, theirs in zip(readings, records, told):
+                key = next((key for own, key in one.work.variants if own.model_dump_json() == name), None)
+                if key is None or one.place >= refused.get(name, len(works)):
+                    continue
+                tally = tallies.setdefault((one.place, name), Tally())
+                state = _compress(compiled, variant, record, tally, one.work)
+                if isinstance(state, Refusal):
+                    refused[name] = one.place
+                    yield state
+                    break
+                each = [Tally() for _ in one.asked]  # questions end in any order
+                asked.append((one, key, each))
+                compared = theirs if theirs is not None and variant.method != FULL.method else [None] * len(one.asked)
+                for (question, ids), whole, own in zip(one.asked, compared, each, strict=True):
+                    watch = MassWatch(record.ordered_for(compiled.program)) if grid.mass else None
+                    talks.append(one.answering.answer(compiled, state.fork(), ids, question, own, whole, watch))
+            talk_together(subject, compiled, talks, together)
+            for one, key, each in asked:
+                tally = tallies[one.place, name]
+                for own in each:
+                    tally.add(own)
+                if one.last:
+                    yield tally.row(key, one.work.index, commit, one.context)
+
+
+def _rounds(tokenizer: Any, tasks: Mapping[str, Task], grid: Grid, works: Sequence[Work]) -> Iterator[list[Reading]]:
+    """What is read of each context at a time. An unseen question comes over a fork of the context, which is read once; a question that
+    is seen is read with it, before it is compressed."""
+    readings: list[list[Reading]] = []
+    for place, work in enumerate(works):
+        if not work.variants:
             continue
-        for question, theirs in zip(questions, told):
-            theirs = None if variant.method == FULL.method else theirs
-            watch = MassWatch(record.ordered_for(compiled.program)) if grid.mass else None
-            answering.answer(compiled, state.fork(), question.ids, question, tally, theirs, watch)
-        yield tally.row(key, work.index, commit, len(ids))
-
-
-def _seen(
-    answering: Answering, grid: Grid, work: Work, commit: str, ids: tuple[int, ...], questions: Sequence[Question]
-) -> Iterator[Row | Refusal]:
-    """Each question is read with the context, before it is compressed."""
-    subject, tallies = answering.subject, {key: (variant, Tally()) for variant, key in work.variants}
-    for question in questions:
-        record, told = subject.record((*ids, *question.ids), _with_full(grid, work)), None
-        if grid.agreement:
-            told = answering.answer(
-                subject.variant(FULL), subject.variant(FULL).compress(record), (), question, Tally()
+        task = tasks[work.family]
+        answering = Answering(tokenizer, task)
+        planned = plan_of(grid, task).per_context
+        sample = task.make(tokenizer, work.length, work.index, seed=grid.seed, questions=planned)
+        questions = sample.questions[: work.asked]
+        if work.question == "unseen":
+            readings.append(
+                [
+                    Reading(
+                        place, answering, work, len(sample.ids), sample.ids, tuple((q, q.ids) for q in questions), True
+                    )
+                ]
             )
-        for key, (variant, tally) in list(tallies.items()):
-            compiled = subject.variant(variant)
-            state = _compress(compiled, variant, record, tally, work)
-            if isinstance(state, Refusal):
-                del tallies[key]
-                yield state
-                continue
-            theirs = None if variant.method == FULL.method else told
-            watch = MassWatch(record.ordered_for(compiled.program)) if grid.mass else None
-            answering.answer(compiled, state, (), question, tally, theirs, watch)
-    for key, (_, tally) in tallies.items():
-        yield tally.row(key, work.index, commit, len(ids))
+        else:
+            last = len(questions) - 1
+            readings.append(
+                [
+                    Reading(place, answering, work, len(sample.ids), (*sample.ids, *q.ids), ((q, ()),), i == last)
+                    for i, q in enumerate(questions)
+                ]
+            )
+    for number in range(max(map(len, readings), default=0)):
+        yield [own[number] for own in readings if number < len(own)]
+
+
+def _told(subject: Subject, reading: Reading, record: Any, together: int) -> list[Told | None]:
+    """What the full cache says to the questions of a reading."""
+    full = subject.variant(FULL)
+    whole = full.compress(record)
+    talks = [reading.answering.answer(full, whole.fork(), ids, question, Tally()) for question, ids in reading.asked]
+    return talk_together(subject, full, talks, together)
 
 
 def _with_full(grid: Grid, work: Work) -> list[Variant]:

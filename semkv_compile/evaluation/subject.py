@@ -62,6 +62,14 @@ class Subject:
         elapsed = 1e6 * (time.perf_counter() - started)
         return logits.reshape(-1, logits.shape[-1])[-1], elapsed
 
+    def step(self, compiled: Any, states: Sequence[Any], ids: Sequence[int]) -> tuple[Tensor, float]:
+        """Feed a token to each of several states: logits [len(states), vocab], and the time it took in microseconds."""
+        self.synchronise()
+        started = time.perf_counter()
+        logits = compiled.step(states, as_ids(ids)[0])
+        self.synchronise()
+        return logits, 1e6 * (time.perf_counter() - started)
+
 
 def usage_of(state: Any) -> Usage:
     """Bytes of a `semkv.runtime.state.State` per tier, and its transfers."""

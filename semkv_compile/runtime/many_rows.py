@@ -39,13 +39,20 @@ class RowCalls:
 
 
 class ManyRows:
-    """Steps over B rows of one program. shared: makes of the graph between turns what runs it; own: of a turn's."""
+    """Steps over B rows of one program. shared: makes of the graph between turns what runs it; own: of a turn's what makes what runs it,
+    for each row and layer."""
 
-    def __init__(self, program: Program, graphs: StepGraphs, shared: Prepare, own: Prepare) -> None:
+    def __init__(
+        self,
+        program: Program,
+        graphs: StepGraphs,
+        shared: Prepare,
+        own: Callable[[GraphModule], Callable[[], Callable[..., Any]]],
+    ) -> None:
         self.program, self.graphs, self.shared, self.own = program, graphs, shared, own
         self._between: Callable[..., Any] | None = None
         self._rows: WeakKeyDictionary[RowMemory, RowCalls] = WeakKeyDictionary()
-        self._turns: dict[int, GraphModule] = {}
+        self._turns: dict[int, Callable[[], Callable[..., Any]]] = {}
 
     def run(
         self,
@@ -92,8 +99,8 @@ class ManyRows:
             with TRACING:
                 trace = self.graphs.trace(turn, terms, passed)
                 if id(trace) not in self._turns:
-                    self._turns[id(trace)] = _without_batch(trace, turn)
-                known = row.calls[place] = turn.layer, self.own(self._turns[id(trace)])
+                    self._turns[id(trace)] = self.own(_without_batch(trace, turn))
+                known = row.calls[place] = turn.layer, self._turns[id(trace)]()
         return known[1]
 
 

@@ -124,7 +124,8 @@ def take_turns(row: RowMemory, turns: Sequence[Sequence[Turn]], told: Iterator[t
 class GraphedSteps:
     """Decode steps of one program: of one row by `StepGraphs`, of several by `ManyRows`.
 
-    prepare: makes of a graph of tensors what runs it; between: of the graph between the turns of several rows.
+    prepare: makes of a graph of tensors what runs it; between: of the graph between the turns of several rows; turns: of a turn's graph
+    what makes what runs it, for a row each.
     """
 
     def __init__(
@@ -132,9 +133,10 @@ class GraphedSteps:
         program: Program,
         prepare: Callable[[GraphModule], Callable[..., tuple[Tensor, ...]]],
         between: Callable[[GraphModule], Callable[..., tuple[Tensor, ...]]],
+        turns: Callable[[GraphModule], Callable[[], Callable[..., tuple[Tensor, ...]]]],
     ) -> None:
         self.graphs, self.layers = StepGraphs(program, prepare), Layers.of(program)
-        self.many = ManyRows(program, self.graphs, between, prepare)
+        self.many = ManyRows(program, self.graphs, between, turns)
 
     def serves(self, rows: Sequence[RowMemory]) -> bool:
         """Whether the next step of these rows is a graph."""

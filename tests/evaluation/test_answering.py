@@ -75,10 +75,12 @@ class Counter:
 def answering(tokenizer):
     from semkv.evaluation.answering import Answering, Tally
     from semkv.evaluation.subject import Subject
+    from semkv.evaluation.talking import talk_together
 
     def run(task, first="11"):
         model = Counter(tokenizer)
         state = SimpleNamespace(
+            watch=None,
             logits=model.logits(tokenizer.convert_tokens_to_ids(first)),
             nbytes=dict.fromkeys(("peak", "workspace", "host", "disk", "reserved", "window"), 0),
             full_bytes=1,
@@ -97,7 +99,9 @@ def answering(tokenizer):
         )
         tally = Tally()
         question = task.make(tokenizer, 50, 0, seed=0, questions=1).questions[0]
-        Answering(Subject(model, "x"), tokenizer, task).answer(model, state, (), question, tally)
+        talk_together(
+            Subject(model, "x"), model, [Answering(tokenizer, task).answer(model, state, (), question, tally)], 1
+        )
         return tally, model
 
     return run

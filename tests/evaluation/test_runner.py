@@ -8,9 +8,10 @@ import pytest
 from semkv import bundled
 from semkv.errors import BudgetError, ConfigError
 from semkv.evaluation import Grid, Report, Variant, evaluate
-from semkv.evaluation.runner import cell_of, missing_work
+from semkv.evaluation.runner import cell_of, missing_work, run_grid
 from semkv.evaluation.settings import build_variants, settle_auto
 from semkv.evaluation.store import RowStore
+from semkv.evaluation.subject import Subject
 from semkv.profiles.schema.sections import Choice
 
 
@@ -65,6 +66,31 @@ def test_a_variant_that_a_later_context_refuses(lookup, tokenizer, grid, questio
     assert [(refusal.variant.method, refusal.why[: len(place)]) for refusal in refusals] == [("picky", place)]
     assert [(c.cell.variant.method, c.accuracy.samples) for c in report.cells] == [("tail", 12)]
     assert report.complete
+
+
+@pytest.mark.parametrize(("question", "method"), [("unseen", "tail"), ("unseen", "picky"), ("seen", "tail")])
+def test_contexts_that_run_together_give_the_rows_of_each_alone(lookup, tokenizer, grid, question, method):
+    grid = grid.model_copy(
+        update={
+            "questions": (question,),
+            "families": grid.families if method == "tail" else grid.families[:1],
+            "variants": (*grid.variants, Variant(method=method, budget=0.3)),
+            "samples": 20,
+        }
+    )
+    rows, refused = [], []
+    for together in (1, 3):
+        lookup.log.pop("first", None)
+        store, refusals = RowStore(None), []
+        run_grid(Subject(lookup, "test"), tokenizer, grid, store, refusals=refusals, together=together)
+        rows.append({key: (row.answers, row.usage, len(row.step_us)) for key, row in store._rows.items()})
+        refused.append(refusals)
+    assert rows[0] == rows[1]
+    assert refused[0] == refused[1]
+    assert len(refused[0]) == (method == "picky")
+    assert max(lookup.log["rows"]) == 3
+    with pytest.raises(ConfigError, match="together 0: expected at least 1 context"):
+        run_grid(Subject(lookup, "test"), tokenizer, grid, RowStore(None), together=0)
 
 
 def test_bytes_ratio_and_steps_are_measured(lookup, tokenizer, grid):

@@ -104,7 +104,7 @@ def test_small_models_have_a_process_per_thread():
 
 
 @pytest.mark.slow
-def test_a_grid_gives_the_rows_of_one_process():
+def test_a_grid_gives_the_rows_of_one_process_and_of_one_context_at_a_time():
     model, tokenizer = semkv.bundled.load()
     compiled = semkv.compile(model, semkv.bundled.profile(), method="full", config=CompileConfig(kv_dtype="float16"))
     grid = Grid(
@@ -115,11 +115,12 @@ def test_a_grid_gives_the_rows_of_one_process():
         questions_per_context=2,
     )
     stores = []
-    for workers in (1, 2):
+    for workers, together in ((1, 1), (2, 1), (1, 3)):
         store = RowStore(None)
-        run_grid(Subject(compiled, "test"), tokenizer, grid, store, workers=workers)
+        run_grid(Subject(compiled, "test"), tokenizer, grid, store, workers=workers, together=together)
         stores.append({key: (row.answers, row.usage) for key, row in store._rows.items()})
     assert stores[0] == stores[1]
+    assert stores[0] == stores[2]
     assert len(stores[0]) == 4
 
 

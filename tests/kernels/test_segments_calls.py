@@ -48,7 +48,7 @@ def test_a_real_step_is_one_call(method, prompt, monkeypatch):
     got = decoded(fused, prompt)
     assert [type(run) for run in runs(fused)] == [Segment]
     assert [run.reason for run in runs(fused)] == [None]
-    assert len(runs(fused)[0]._tapes) > 1 or method == "sekv"
+    assert len(runs(fused)[0]._known.tapes) > 1 or method == "sekv"
     monkeypatch.setattr(compiled_module, "as_step", lambda kernels, dtype, module: module)
     plain = compiled_by(method)
     expected = decoded(plain, prompt)
@@ -132,7 +132,7 @@ def test_a_graph_is_cut_at_what_is_not_known(function, calls):
             for one, other in zip([*mine, *found], [*theirs, *expected], strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
     assert "sort" in step.reason
-    (parts,) = step._cuts.values()
+    (parts,) = step._known.cuts.values()
     made = [
         node.target.__closure__[0].cell_contents for node in parts.graph.nodes if str(node.name).startswith("part_")
     ]
@@ -147,7 +147,7 @@ def test_experts_are_chosen_between_two_calls():
         for one, other in zip(step(x, weight), module(x, weight), strict=True):
             torch.testing.assert_close(one, other)
     assert "topk" in step.reason
-    assert len(step._cuts) == 1
+    assert len(step._known.cuts) == 1
 
 
 def test_what_is_written_is_not_returned_twice():
@@ -165,4 +165,4 @@ def test_what_is_written_is_not_returned_twice():
     step = whole(module)
     with torch.no_grad():
         torch.testing.assert_close(step(x), module(x))
-    assert list(step._cuts.values()) == [module]
+    assert list(step._known.cuts.values()) == [module]
