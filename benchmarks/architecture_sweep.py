@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import itertools
 import json
 import logging
 import multiprocessing
@@ -70,7 +71,8 @@ beyond all that their configuration names: the prompt has {prompt} tokens, or mo
 passes when {new_tokens} greedy tokens after the prompt equal the model's own; each row of a left-padded batch (the prompt's
 length, {lengths} tokens, and for each of these constants a row that begins below it and crosses it) equals the model's own
 output for that row alone; teacher-forced logits agree (to 1e-6 in float64, or 1e-4 in float32 where the model has no
-float64 path, or has recurrences, which are computed in float32; relative to the largest); and a control that drops half of the KV does not agree.
+float64 path, or has recurrences, which are computed in float32 and compared with the model's own cached steps; relative to the
+largest); and a control that drops half of the KV does not agree.
 
 {passed} of {total} pass; {refused} are refused at capture, for the reason below; {without} have no reference here (the
 class cannot be built tiny, or cannot generate by itself); {failed} fail; {open} have not been run.
@@ -165,7 +167,6 @@ class Reference:
                 logits = self.model(input_ids=tokens, **options).logits
         return logits[:, self.prompt - 1 : -1]
 
-
     def predict_cached(self, tokens: Tensor) -> Tensor:
         """As `predict`, by the model's own cache, a token at a time behind the prompt: some recurrent layers compute one token otherwise
         than several."""
@@ -173,7 +174,7 @@ class Reference:
         past, made = None, []
         cuts = [0, *range(self.prompt, tokens.shape[1])]
         with torch.no_grad():
-            for start, end in zip(cuts, cuts[1:]):
+            for start, end in itertools.pairwise(cuts):
                 options = {"attention_mask": torch.ones_like(tokens[:, :end]), "use_cache": True, name: past}
                 if "position_ids" in inspect.signature(self.model.forward).parameters:
                     options["position_ids"] = torch.arange(start, end)[None]
