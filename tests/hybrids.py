@@ -115,4 +115,4 @@ class Alone:
 
 def difference(mine: Tensor, theirs: Tensor) -> float:
     """The largest difference, relative to the largest number of `theirs`."""
-    return float((mine - theirs).abs().max() / theirs.abs().max())
+    return float((mine - theirs).detach().abs().max() / theirs.detach().abs().max())
