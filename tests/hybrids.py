@@ -56,6 +56,10 @@ FAMILIES = {
 """Fields by the name of the class."""
 
 
+FORGETS = ("Jamba",)
+"""Models whose code for several tokens ignores the states before them: later turns are right one token at a time only."""
+
+
 def hybrid(name: str, *, dtype: torch.dtype = torch.float32) -> nn.Module:
     """A random model of a family whose output depends on all that it has read."""
     prefix = "Qwen3_5Text" if name == "Qwen3_5" else name
@@ -88,10 +92,13 @@ class Alone:
         taken = inspect.signature(model.forward).parameters
         self.name = "cache" if "cache" in taken else "past_key_values"
         self.positions = "position_ids" in taken
+        self.forgets = type(model).__name__.startswith(FORGETS)
         self.pending: Tensor | None = None
 
     def read(self, tokens: Tensor) -> Tensor:
         """Logits [1, T, vocab] after each of `tokens` [1, T]."""
+        if self.forgets and self.length and tokens.shape[1] > 1:
+            return torch.cat([self.read(token) for token in tokens.split(1, 1)], 1)
         options = {self.name: self.past, "use_cache": True}
         if self.positions:
             options["position_ids"] = torch.arange(self.length, self.length + tokens.shape[1])[None]
