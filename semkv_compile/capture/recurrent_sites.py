@@ -13,7 +13,7 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from semkv.capture.checks import accepts, text_config
-from semkv.capture.state_cache import Key, StateCache, cache_argument
+from semkv.capture.state_cache import Key, StateCache, cache_argument, cache_kind
 from semkv.errors import CaptureError
 from semkv.ir.recurrence import Form
 from semkv.plain_tensors import wraps
@@ -29,14 +29,15 @@ CACHE = object()
 class Site:
     """A module as a function of tensors, states and weights.
 
-    name: its path. keys: of its states. inputs, states, outputs: forms of its tensors, its states and what it returns. leaves, spec: its
-    arguments, None in place of tensors and `CACHE` of the cache. places: of the tensors among the leaves, the first being one of all
-    rows. returned, out_spec: likewise whether each leaf of the result is a tensor.
+    name: its path. kind: of its cache. keys: of its states. inputs, states, outputs: forms of its tensors, its states and what it returns.
+    leaves, spec: its arguments, None in place of tensors and `CACHE` of the cache. places: of the tensors among the leaves, the first
+    being one of all rows. returned, out_spec: likewise whether each leaf of the result is a tensor that is no state.
     """
 
     name: str
     module: nn.Module
     config: Any
+    kind: type[StateCache]
     keys: list[Key]
     inputs: tuple[Form, ...]
     states: tuple[Form, ...]
@@ -56,10 +57,10 @@ class Site:
         for place, x in zip(self.places, tensors, strict=True):
             leaves[place] = x
         given = None if states is None else dict(zip(self.keys, states, strict=True))
-        cache = StateCache(self.config, given)
+        cache = self.kind(self.config, given)
         args, kwargs = pytree.tree_unflatten([cache if x is CACHE else x for x in leaves], self.spec)
         result = functional_call(self.module, self.weights if weights is None else weights, args, kwargs)
-        outputs = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
+        outputs = [x for x, kept in zip(pytree.tree_leaves(result), self.returned, strict=True) if kept]
         if cache.attended:
             raise CaptureError(f"{self.name} keeps a recurrent state and attends as well; expected a module for each")
         if set(cache.current) != set(self.keys):
@@ -74,6 +75,7 @@ def find_sites(model: nn.Module) -> list[Site]:
     ------
     CaptureError: the model does not run on such a cache, or a module of it takes, returns or keeps what no graph can.
     """
+    kind = cache_kind(_own_cache(model))
     seen: dict[nn.Module, list[Key]] = {}
     running: list[nn.Module] = []
 
@@ -85,7 +87,7 @@ def find_sites(model: nn.Module) -> list[Site]:
             keys.append(key)
 
     with _watched(model, running) as calls:
-        cache = StateCache(text_config(model), None, touched)
+        cache = kind(text_config(model), None, touched)
         try:
             run_cached(model, example_ids(ROWS, LENGTH), cache)
         except CaptureError:
@@ -97,6 +99,16 @@ def find_sites(model: nn.Module) -> list[Site]:
             ) from error
     names = {module: name for name, module in model.named_modules()}
     return [_site(names[module], module, keys, cache, calls) for module, keys in seen.items()]
+
+
+def _own_cache(model: nn.Module) -> type:
+    """The class of the cache that the model makes for itself."""
+    try:
+        with torch.no_grad():
+            result = model(input_ids=example_ids(1, LENGTH), use_cache=True)
+    except Exception:  # what is wrong is told where the model runs on a cache that is given
+        return StateCache
+    return type(getattr(result, str(cache_argument(model)), None))
 
 
 def example_ids(rows: int, length: int) -> Tensor:
@@ -153,7 +165,7 @@ def _watched(model: nn.Module, running: list[nn.Module]) -> Iterator[dict[nn.Mod
 def recorded_inputs(model: nn.Module, sites: Sequence[Site], rows: int, length: int) -> list[list[Tensor]]:
     """The tensors [rows, length, ...] that each site is given when the model reads random ids."""
     with _watched(model, []) as calls:
-        run_cached(model, example_ids(rows, length), StateCache(text_config(model), None))
+        run_cached(model, example_ids(rows, length), sites[0].kind(text_config(model), None))
     found = []
     for site in sites:
         (call,) = calls[site.module]
@@ -188,7 +200,9 @@ def _site(name: str, module: nn.Module, keys: list[Key], cache: StateCache, call
     if not places or leaves[places[0]].shape[0] != ROWS:
         raise CaptureError(f"{where} keeps a state and takes no tensor [rows, tokens, ...]")
     results, out_spec = pytree.tree_flatten(call.result)
-    made = [x for x in results if isinstance(x, Tensor)]
+    states = {id(x) for x in cache.current.values()}  # the caller has no use for one
+    returned = [isinstance(x, Tensor) and id(x) not in states for x in results]
+    made = [x for x, kept in zip(results, returned) if kept]
     if any(not isinstance(x, (Tensor, type(None))) for x in results) or any(
         tuple(x.shape[:2]) != (ROWS, LENGTH) for x in made
     ):
@@ -204,6 +218,7 @@ def _site(name: str, module: nn.Module, keys: list[Key], cache: StateCache, call
         name=name,
         module=module,
         config=cache.model_config,
+        kind=type(cache),
         keys=kept,
         inputs=tuple(Form(tuple(leaves[place].shape[2:]), leaves[place].dtype) for place in places),
         states=tuple(Form(tuple(cache.current[key].shape[1:]), cache.current[key].dtype) for key in kept),
@@ -211,7 +226,7 @@ def _site(name: str, module: nn.Module, keys: list[Key], cache: StateCache, call
         leaves=[CACHE if isinstance(x, StateCache) else None if isinstance(x, Tensor) else x for x in leaves],
         spec=spec,
         places=places,
-        returned=[isinstance(x, Tensor) for x in results],
+        returned=returned,
         out_spec=out_spec,
         weights=weights,
     )

@@ -50,7 +50,7 @@ class StateCache(DynamicCache):
     def __init__(
         self, config: Any, given: Mapping[Key, Tensor] | None, touched: Callable[[Key], None] | None = None
     ) -> None:
-        super().__init__(config=config)
+        DynamicCache.__init__(self, config=config)  # not that of a model's own class
         self.model_config, self.given = config, given
         self.current: dict[Key, Tensor] = {}
         self.attended = False
@@ -129,4 +129,30 @@ class StateCache(DynamicCache):
             self._touched(key)
 
 
-__all__ = ["Key", "StateCache", "cache_argument", "keeps_states"]
+def cache_kind(own: type) -> type[StateCache]:
+    """`StateCache` for models that insist on a cache of the class `own`: pairs of methods `get_NAME(layer)` and `set_NAME(layer, state)`
+    that only this class has are states as well."""
+    if not issubclass(own, DynamicCache) or own is DynamicCache:
+        return StateCache
+    added = {name for one in own.__mro__ if one not in DynamicCache.__mro__ for name in vars(one)}
+    namespace: dict[str, Any] = {}
+    for name in sorted(name.removeprefix("get_") for name in added if name.startswith("get_")):
+        if f"set_{name}" in added:
+            namespace |= {f"get_{name}": _getter(name), f"set_{name}": _setter(name)}
+    return type(StateCache.__name__, (StateCache, own), namespace)
+
+
+def _getter(name: str) -> Callable[[StateCache, int], Tensor | None]:
+    return lambda self, layer_idx: self._read(Key(layer_idx, name, 0))
+
+
+def _setter(name: str) -> Callable[[StateCache, int, Tensor], None]:
+    def replace(self: StateCache, layer_idx: int, state: Tensor) -> None:
+        key = Key(layer_idx, name, 0)
+        self._touch(key)
+        self.current[key] = state
+
+    return replace
+
+
+__all__ = ["Key", "StateCache", "cache_argument", "cache_kind", "keeps_states"]

@@ -6,13 +6,14 @@ import pytest
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
+from transformers.cache_utils import DynamicCache
 
 from semkv.capture.export import capture
 from semkv.capture.recurrence import find_recurrences
 from semkv.capture.recurrent_bodies import same_pieces, trace_pieces
 from semkv.capture.recurrent_proof import LENGTH, ROWS, check_pieces, prove
 from semkv.capture.recurrent_sites import CACHE, Site, find_sites
-from semkv.capture.state_cache import Key, keeps_states
+from semkv.capture.state_cache import Key, StateCache, cache_kind, keeps_states
 from semkv.errors import CaptureError
 from semkv.ir.recurrence import TOKENS, Form
 from tests.hybrids import difference, hybrid, ids
@@ -113,6 +114,7 @@ def site_of(module: nn.Module) -> Site:
         name="layer.mixer",
         module=module.eval(),
         config=None,
+        kind=StateCache,
         keys=[Key(0, "recurrent", 0)],
         inputs=(form,),
         states=(form,),
@@ -225,6 +227,39 @@ def test_sites_are_the_innermost_modules_that_touch_states():
     assert [site.name for site in sites] == ["model.layers.0.conv", "model.layers.2.conv"]
     assert sites[0].states == (Form((32, 5), torch.float32),)
     assert not keeps_states(nn.Linear(2, 2))
+
+
+def test_a_cache_of_a_models_own_gives_its_states():
+    class Own(DynamicCache):
+        def get_memory(self, layer):
+            raise AssertionError("it is replaced")
+
+        def set_memory(self, layer, state):
+            raise AssertionError("it is replaced")
+
+    touched: list[Key] = []
+    kind = cache_kind(Own)
+    assert issubclass(kind, Own)
+    cache = kind(None, None, touched.append)
+    assert cache.get_memory(3) is None
+    cache.set_memory(3, torch.ones(2))
+    key = Key(3, "memory", 0)
+    assert touched == [key, key]
+    assert torch.equal(cache.get_memory(3), torch.ones(2))
+    assert torch.equal(kind(None, {key: torch.zeros(2)}).get_memory(3), torch.zeros(2))
+    assert cache_kind(DynamicCache) is StateCache is cache_kind(int)
+
+
+def test_a_model_that_needs_another_cache_is_refused(monkeypatch):
+    def fails(self, layer_idx, state_idx=0):
+        raise TypeError("it wants a cache of its own")
+
+    model = hybrid("Lfm2")
+    monkeypatch.setattr(StateCache, "get_conv_state", fails)
+    with pytest.raises(
+        CaptureError, match=r"does not run on a cache that watches them .TypeError: it wants a cache of its own"
+    ):
+        find_sites(model)
 
 
 def test_layers_of_one_code_share_their_graphs_and_the_model_is_as_it_was():
