@@ -52,8 +52,13 @@ FAMILIES = {
         "mamba_d_state": 8,
         "num_experts": 1,
     },
+    "Mamba2": {"num_hidden_layers": 1, "num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1, "chunk_size": 16},
+    "RecurrentGemma": {"num_hidden_layers": 3, "lru_width": 32, "attention_window_size": 16},
 }
 """Fields by the name of the class."""
+
+SERVED = [name for name in FAMILIES if name not in ("Mamba2", "RecurrentGemma")]
+"""Those that compile."""
 
 
 FORGETS = ("Jamba",)

@@ -99,6 +99,8 @@ def find_recurrences(model: nn.Module) -> Recurrences:
         return Recurrences()
     with preserved(model), torch.no_grad():
         sites = find_sites(model)
+        if not sites:
+            return Recurrences()  # its states are kept elsewhere, and the dependence analysis will find them
         context = declared_context(model) or recurrent_proof.MOST
         if context < recurrent_proof.LENGTH:
             raise CaptureError(

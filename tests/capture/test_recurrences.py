@@ -262,6 +262,13 @@ def test_a_model_that_needs_another_cache_is_refused(monkeypatch):
         find_sites(model)
 
 
+def test_states_that_are_kept_elsewhere_are_no_sites():
+    """They are left to the dependence analysis, which refuses what mixes tokens."""
+    model = hybrid("RecurrentGemma")
+    assert keeps_states(model)
+    assert find_recurrences(model).sites == ()
+
+
 def test_layers_of_one_code_share_their_graphs_and_the_model_is_as_it_was():
     model = hybrid("Lfm2")
     before = {name: set(vars(module)) for name, module in model.named_modules()}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from semkv.errors import SpecError
+from semkv.errors import CaptureError, SpecError
 from semkv.ir import memory, spec
 from semkv.ir.plain_memory import PlainMemory
 from semkv.ir.recurrence import Pieces, RecurrentSite, distinct_pieces, held_pieces, recur, recurrent_nodes
@@ -39,6 +39,13 @@ def test_each_site_is_one_node_of_the_body(found):
     assert calls(found.body, recur) == [0, 1]
     assert not any(node.target == torch.ops.aten.conv1d.default for node in found.body.graph.nodes)
     assert len(distinct_pieces([found.body])) == 1
+
+
+def test_a_model_of_recurrences_alone_has_nothing_to_compress():
+    with pytest.raises(
+        CaptureError, match=r"no attention found beside 1 modules with recurrent states: .* nothing to compress"
+    ):
+        captured_program(hybrid("Mamba2"))
 
 
 def test_many_tokens_run_the_bodies_and_one_runs_plain_operators(lowered):

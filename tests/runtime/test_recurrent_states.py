@@ -11,7 +11,7 @@ from semkv.errors import ConfigError
 from semkv.huggingface import CACHE
 from tests.conftest import quick_ones
 from tests.eager_steps import eagerly
-from tests.hybrids import FAMILIES, Alone, difference, hybrid, ids
+from tests.hybrids import SERVED, Alone, difference, hybrid, ids
 
 PLAIN = semkv.CompileConfig(kernels="torch", floor=0)
 QUICK = ("Lfm2", "Qwen3_5")
@@ -43,7 +43,7 @@ def padded(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
     return stacked(rows), stacked([torch.ones_like(row) for row in rows])
 
 
-@pytest.mark.parametrize("family", quick_ones(FAMILIES, QUICK))
+@pytest.mark.parametrize("family", quick_ones(SERVED, QUICK))
 def test_three_turns_of_ragged_rows(made, family: str) -> None:
     model, compiled = made(family)
     alone = [Alone(model) for _ in range(3)]
@@ -63,7 +63,7 @@ def test_three_turns_of_ragged_rows(made, family: str) -> None:
     assert state.nbytes["recurrent"] == 3 * sum(site.nbytes for site in compiled.program.recurrences) > 0
 
 
-@pytest.mark.parametrize("family", quick_ones(FAMILIES, QUICK))
+@pytest.mark.parametrize("family", quick_ones(SERVED, QUICK))
 def test_states_of_a_step_together(made, family: str) -> None:
     """Logits of several conversations in one step are the model's, and those of each by itself."""
     model, compiled = made(family)
@@ -98,7 +98,7 @@ def test_a_record_serves_several_states(made) -> None:
     assert torch.equal(compiled.extend(compiled.compress(record), ids(7, 2)), first.logits[:, None])
 
 
-@pytest.mark.parametrize("family", quick_ones(FAMILIES, QUICK))
+@pytest.mark.parametrize("family", quick_ones(SERVED, QUICK))
 def test_saved_states_and_artifacts(made, family: str, tmp_path) -> None:
     _, compiled = made(family)
     state = compiled.prefill(ids(50, 1))
@@ -144,7 +144,7 @@ def test_methods_compress_beside_the_states(made, method: str, budget: float) ->
     assert state.stats.steps == 0
 
 
-@pytest.mark.parametrize("family", quick_ones(FAMILIES, QUICK))
+@pytest.mark.parametrize("family", quick_ones(SERVED, QUICK))
 @pytest.mark.parametrize("method", ["streaming_llm", "snapkv"])
 def test_compressed_steps_are_the_models_on_the_kept_tokens(made, family: str, method: str) -> None:
     """transformers' own cache, cut down to the tokens that the memory keeps, gives the same logits."""
