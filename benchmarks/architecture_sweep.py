@@ -6,8 +6,8 @@ An architecture passes when, at `method="full"`:
   block and original context that the configuration names (`tiny_models.spans`);
 - each row of a left-padded batch equals `model.generate` of that row alone; for each of these constants a row begins below it and
   crosses it;
-- teacher-forced logits over those steps agree to 1e-6 in float64 (1e-4 in float32 where the model has no float64 path),
-  relative to the largest logit;
+- teacher-forced logits over those steps agree to 1e-6 in float64 (1e-4 in float32 where the model has no float64 path, and where it
+  has recurrences, which are computed in float32), relative to the largest logit;
 - and a control that drops half of the KV does *not* agree, without which the rest would prove nothing.
 
     python benchmarks/architecture_sweep.py                      # all that have no result yet
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import itertools
 import json
 import logging
 import multiprocessing
@@ -70,7 +71,8 @@ beyond all that their configuration names: the prompt has {prompt} tokens, or mo
 passes when {new_tokens} greedy tokens after the prompt equal the model's own; each row of a left-padded batch (the prompt's
 length, {lengths} tokens, and for each of these constants a row that begins below it and crosses it) equals the model's own
 output for that row alone; teacher-forced logits agree (to 1e-6 in float64, or 1e-4 in float32 where the model has no
-float64 path, relative to the largest); and a control that drops half of the KV does not agree.
+float64 path, or has recurrences, which are computed in float32 and compared with the model's own cached steps; relative to the
+largest); and a control that drops half of the KV does not agree.
 
 {passed} of {total} pass; {refused} are refused at capture, for the reason below; {without} have no reference here (the
 class cannot be built tiny, or cannot generate by itself); {failed} fail; {open} have not been run.
@@ -165,6 +167,22 @@ class Reference:
                 logits = self.model(input_ids=tokens, **options).logits
         return logits[:, self.prompt - 1 : -1]
 
+    def predict_cached(self, tokens: Tensor) -> Tensor:
+        """As `predict`, by the model's own cache, a token at a time behind the prompt: some recurrent layers compute one token otherwise
+        than several."""
+        name = "cache" if "cache" in inspect.signature(self.model.forward).parameters else "past_key_values"
+        past, made = None, []
+        cuts = [0, *range(self.prompt, tokens.shape[1])]
+        with torch.no_grad():
+            for start, end in itertools.pairwise(cuts):
+                options = {"attention_mask": torch.ones_like(tokens[:, :end]), "use_cache": True, name: past}
+                if "position_ids" in inspect.signature(self.model.forward).parameters:
+                    options["position_ids"] = torch.arange(start, end)[None]
+                result = self.model(input_ids=tokens[:, start:end], **options)
+                past = result[name]
+                made.append(result.logits[:, -1:])
+        return torch.cat(made, 1)
+
 
 def first_line(error: BaseException, limit: int = 220) -> str:
     text = str(error).strip().split("\n")[0] or type(error).__name__
@@ -201,12 +219,16 @@ def compare(reference: Reference) -> dict[str, Any]:
         "prompt": reference.prompt,
         "spans": reference.spans,
         "sites": len(compiled.program.sites),
+        "recurrences": len(compiled.program.recurrences),
         "batched": compiled.program.batched,
     }
     with torch.no_grad():
         tokens = compiled.generate(prompt(1, reference.prompt), max_new_tokens=NEW_TOKENS, do_sample=False)
         result["tokens_equal"] = bool(torch.equal(tokens, reference.tokens))
         result["rows_equal"] = rows_equal(reference, compiled)
+        tolerance = TOLERANCE[reference.dtype]
+        if compiled.program.recurrences:
+            reference.logits, tolerance = reference.predict_cached(reference.tokens), TOLERANCE[torch.float32]
         result["difference"] = difference(teacher_forced(compiled, reference), reference.logits)
         result |= control(reference, compiled)
     problems = []
@@ -214,7 +236,7 @@ def compare(reference: Reference) -> dict[str, Any]:
         problems.append("tokens differ")
     if not all(result["rows_equal"]):
         problems.append(f"rows {[i for i, same in enumerate(result['rows_equal']) if not same]} of the batch differ")
-    if not result["difference"] <= TOLERANCE[reference.dtype]:
+    if not result["difference"] <= tolerance:
         problems.append(f"logits differ by {result['difference']:.1e}")
     if not (result["control_tokens_changed"] or result["control_difference"] > CONTROL_DIFFERENCE):
         problems.append("the control with half of the KV is not noticed: the comparison proves nothing")

@@ -48,6 +48,11 @@ class FindAttention(Pass):
                 matches = find_matches(module.graph, evaluator)
             except Rejected as reason:
                 raise CaptureError(str(reason)) from reason
+            if not matches and program.recurrences:
+                raise CaptureError(
+                    f"no attention found beside {len(program.recurrences)} modules with recurrent states: what the model remembers does "
+                    "not grow with the text, so there is nothing to compress; run it as it is"
+                )
             if not matches:
                 raise CaptureError(
                     "no attention found: the graph has no scaled_dot_product_attention and no softmax over the tokens "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from semkv.errors import CaptureError
 from semkv.ir.defaults import COMPARISONS, CONDITIONS, default_decides, open_arguments, places
@@ -33,19 +33,25 @@ class PinDefaults(Pass):
         CaptureError: a node computes in the default dtype and cannot be told another way.
         """
         module = copy_graph_module(program.body)
-        named = converted = 0
-        for node in list(module.graph.nodes):
-            if names := open_arguments(node):
-                _name(node, names)
-                named += 1
-            elif default_decides(node):
-                _convert(node)
-                converted += 1
+        named, converted = pin(module)
         if not named + converted:
             return program
         finish(module)
         note = f"{self.name}: {named} dtypes and devices named, {converted} operations on whole numbers converted first"
         return program.evolve(note, body=module)
+
+
+def pin(module: GraphModule) -> tuple[int, int]:
+    """Name the defaults in place: how many nodes got names, and of how many the inputs were converted."""
+    named = converted = 0
+    for node in list(module.graph.nodes):
+        if names := open_arguments(node):
+            _name(node, names)
+            named += 1
+        elif default_decides(node):
+            _convert(node)
+            converted += 1
+    return named, converted
 
 
 def _name(node: Node, names: tuple[str, ...]) -> None:

@@ -13,6 +13,7 @@ from semkv.ir.memory import Entries
 from semkv.ir.ops import mixed_attention
 from semkv.ir.program import Program
 from semkv.passes.base import Pass, PassOptions
+from semkv.passes.recurrent_states import inline_steps, keep_states
 
 OPTIONAL = ("sinks", "bias_slopes", "bias_table")
 SETTINGS = ("scale", "softcap", "window")
@@ -31,6 +32,9 @@ class RewriteAttention(Pass):
         prefill = _rewrite(program.body, fresh=True)
         extend = _rewrite(program.body, fresh=False)
         decode = copy_graph_module(extend)
+        for module in (prefill, extend):
+            keep_states(module)
+        inline_steps(decode)
         note = f"rewrite_attention: {len(program.sites)} sites made stateful in prefill, extend and decode"
         return program.evolve(note, stage="lowered", prefill=prefill, extend=extend, decode=decode)
 

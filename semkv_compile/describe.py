@@ -43,6 +43,7 @@ def describe(compiled: CompiledModel, state: State | None = None, *, verbose: bo
             2,
             "the budget is the prompt's: tokens that follow it stay exact beside it, and so do prompts that the floor holds whole",
         )
+    facts += _recurrent(compiled)
     facts += compiled.method.notes(compiled.profile)
     facts += [] if state is None else [_measured(state), _steps(state), *_cut(state)]
     out = Console(record=True, width=140, file=io.StringIO())
@@ -55,6 +56,17 @@ def describe(compiled: CompiledModel, state: State | None = None, *, verbose: bo
     text = out.export_text()
     print(text, end="")
     return text
+
+
+def _recurrent(compiled: CompiledModel) -> list[str]:
+    """What goes on from recurrent states, and how large those are."""
+    sites = [site for site in compiled.program.recurrences if site.states]
+    if not sites:
+        return []
+    names = ", ".join(site.name for site in sites[:3]) + (f" and {len(sites) - 3} more" if len(sites) > 3 else "")
+    return [
+        f"recurrent states of {sum(site.nbytes for site in sites)} bytes a row, whatever its length, beside the budget: {names}"
+    ]
 
 
 def _measured(state: State) -> str:

@@ -17,14 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule
 
 import semkv.artifact
 import semkv.capture
 import semkv.ir
 import semkv.passes
-from semkv.artifact.graph_json import graph_from_json
-from semkv.artifact.load import build_program
+from semkv.artifact.load import build_program, read_graphs
 from semkv.artifact.manifest import ProgramFacts, current_versions
 from semkv.artifact.save import program_facts, program_graphs
 from semkv.artifact.state_file import load_tensors, save_tensors
@@ -148,11 +146,9 @@ def load_captured(path: Path, key: str, model: nn.Module) -> Program:
     tensors: dict[str, Tensor] = {name: tensor.clone() for name, tensor in constants.items()}
     tensors |= {key: own[name] for key, name in names.items()}
     facts = validate(ProgramFacts, meta.get("program"), path, error=ArtifactError)
-    modules: dict[str, GraphModule] = {
-        name: graph_from_json(graph, tensors, device=device, name=f"{path}: {name}") for name, graph in graphs.items()
-    }
-    if set(modules) != set(facts.graphs):
-        raise ArtifactError(f"{path}: graphs {sorted(modules)}, expected {sorted(facts.graphs)}; delete it")
+    if set(graphs) != set(facts.graphs):
+        raise ArtifactError(f"{path}: graphs {sorted(graphs)}, expected {sorted(facts.graphs)}; delete it")
+    modules = read_graphs(facts, lambda name: (graphs[name], f"{path}: {name}"), tensors, device)
     program = build_program(facts, modules, path)
     if program.stage != "found" or program.head is None:
         raise ArtifactError(f"{path}: a program at stage {program.stage!r}, expected one that was found; delete it")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections.abc import Iterator, Mapping
@@ -30,6 +31,8 @@ from semkv.runtime.state import State
 
 KERNELS = "kernels"
 """Under which a manifest's `extra` keeps tuned layouts."""
+NUMBER, NUMBERS = "number", ("inf", "-inf", "nan")
+"""The one key of a number that JSON has not, and what there is."""
 
 
 @undisturbed
@@ -65,7 +68,7 @@ def load_compiled(path: str | os.PathLike[str], *, device: str | torch.device = 
     facts, model = manifest.compile, manifest.model
     try:
         method = find_method(facts.method, facts.method_options)
-        config = None if model.config is None else PreTrainedConfig.from_dict(model.config)
+        config = None if model.config is None else PreTrainedConfig.from_dict(_restored(model.config))
         generation = None if model.generation_config is None else GenerationConfig.from_dict(model.generation_config)
         layouts = manifest.extra.get(KERNELS)
         settings = facts.config
@@ -189,16 +192,21 @@ def _composition(components: Components) -> str:
     return repr(plain | {name: type(getattr(components, name)).__name__ for name in named})
 
 
-def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    """Values that JSON can hold; the others in words."""
-    out: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, dict):
-            out[str(key)] = _plain(value)
-        elif isinstance(value, (list, tuple)):
-            out[str(key)] = [x if isinstance(x, (str, int, float, bool, type(None))) else str(x) for x in value]
-        elif isinstance(value, (str, int, float, bool, type(None))):
-            out[str(key)] = value
-        else:
-            out[str(key)] = str(value)
-    return out
+def _plain(value: Any) -> Any:
+    """What JSON can hold of a value; the rest in words, and infinite numbers under a name."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return {NUMBER: str(value)}
+    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
+
+
+def _restored(value: Any) -> Any:
+    """The value that `_plain` wrote."""
+    if isinstance(value, dict):
+        if value.keys() == {NUMBER} and value[NUMBER] in NUMBERS:
+            return float(value[NUMBER])
+        return {key: _restored(item) for key, item in value.items()}
+    return [_restored(item) for item in value] if isinstance(value, list) else value

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from semkv.artifact.graph_json import graph_tensors, graph_to_json
+from semkv.artifact.recurrences import bodies_of, body_graphs
 from semkv.errors import CaptureError
 from semkv.ir.program import Program
 from semkv.plain_tensors import plain_tensors
@@ -115,6 +116,10 @@ def program_fingerprint(program: Program) -> str:
         if module is not None:
             digest.update(f"\n{name}\n".encode())
             digest.update(_structure(graph_to_json(module, meta=False)))
+    for name, module in body_graphs(bodies_of(program)).items():
+        digest.update(f"\n{name}\n".encode())
+        digest.update(_structure(graph_to_json(module, meta=False)))
+        digest.update(weights_digest(graph_tensors(module)).encode())
     weights = program_weights(program)
     digest.update(json.dumps(sorted((path, str(tensor.dtype)) for path, tensor in weights.items())).encode())
     digest.update(weights_digest(weights).encode())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,11 +12,12 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.graph import _PyTreeCodeGen
 
 from semkv.artifact.arguments import DTYPE_NAME, check_call, decode, encode
-from semkv.artifact.operators import ARITY, resolve, target_name
+from semkv.artifact.operators import ARITY, RECURRENT, resolve, target_name
 from semkv.artifact.schema import GRAPH_SCHEMA, GraphJson, NodeJson, attribute_path, identifier
 from semkv.errors import ArtifactError
 from semkv.files import validate
 from semkv.ir.memory import GRAPH_FUNCTIONS
+from semkv.ir.recurrence import Pieces, distinct_pieces, held_pieces
 
 _RESERVED = frozenset(dir(GraphModule)) | frozenset(vars(torch.nn.Module()))
 
@@ -29,6 +30,8 @@ def graph_tensors(module: GraphModule) -> dict[str, Tensor]:
             value: Any = module
             for part in node.target.split("."):
                 value = getattr(value, part, None)
+            if isinstance(value, Pieces):
+                continue
             if not isinstance(value, Tensor):
                 raise ArtifactError(
                     f"node {node.name!r} reads {node.target!r}, a {type(value).__name__}; an artifact holds tensors "
@@ -46,12 +49,19 @@ def graph_device(module: GraphModule) -> torch.device:
     return devices.pop() if devices else torch.device("cpu")
 
 
-def graph_to_json(module: GraphModule, keys: Mapping[str, str] | None = None, *, meta: bool = True) -> dict[str, Any]:
+def graph_to_json(
+    module: GraphModule,
+    keys: Mapping[str, str] | None = None,
+    *,
+    meta: bool = True,
+    bodies: Sequence[Pieces] | None = None,
+) -> dict[str, Any]:
     """The JSON form of a graph.
 
     Parameters
     ----------
     keys: for each get_attr path the key under which its tensor is stored; default: the path itself.
+    bodies: of recurrent sites, which the form names by their places; default: the graph's own.
     meta: whether shapes and dtypes seen at capture are kept for readers.
 
     Raises
@@ -71,12 +81,22 @@ def graph_to_json(module: GraphModule, keys: Mapping[str, str] | None = None, *,
         "nodes": nodes,
         "tensors": {path: (keys or {}).get(path, path) for path in tensors},
     }
+    if held := held_pieces(module):
+        numbered = distinct_pieces([module]) if bodies is None else bodies
+        value["recurrences"] = {
+            path: next(number for number, body in enumerate(numbered) if body is own) for path, own in held.items()
+        }
     validate(GraphJson, value, "graph", error=ArtifactError)
     return value
 
 
 def graph_from_json(
-    value: Any, tensors: Mapping[str, Tensor], *, device: str | torch.device = "cpu", name: str = "graph"
+    value: Any,
+    tensors: Mapping[str, Tensor],
+    *,
+    device: str | torch.device = "cpu",
+    name: str = "graph",
+    bodies: Sequence[Pieces] = (),
 ) -> GraphModule:
     """Build the graph that a JSON form describes, after checking all of it.
 
@@ -86,6 +106,7 @@ def graph_from_json(
     tensors: stored tensors by key, on `device`; the module holds them by reference under the graph's paths.
     device: what the form calls `model`.
     name: of the graph, for messages.
+    bodies: of recurrent sites, by their numbers.
 
     Raises
     ------
@@ -102,10 +123,17 @@ def graph_from_json(
                 raise ArtifactError("its name is taken by an earlier node; the file was edited")
             if (item.op == "output") != (index == len(checked.nodes) - 1):
                 raise ArtifactError("expected one output node, at the end; the file was edited")
-            nodes[item.name] = _add_node(graph, item, nodes, checked.tensors, device)
+            nodes[item.name] = _add_node(graph, item, nodes, {*checked.tensors, *checked.recurrences}, device)
         except ArtifactError as cause:
             raise ArtifactError(f"{name}: node {item.name!r}: {cause}") from cause
-    return GraphModule(_attributes(checked.tensors, tensors, name), graph)
+    root = _attributes(checked.tensors, tensors, name)
+    for path, number in checked.recurrences.items():
+        if path in _RESERVED or hasattr(root, path) or not 0 <= number < len(bodies):
+            raise ArtifactError(
+                f"{name}: {path[:80]!r} is recurrence {number} of {len(bodies)}, or a name that is taken; the file was edited"
+            )
+        setattr(root, path, bodies[number])
+    return GraphModule(root, graph)
 
 
 def _node_to_json(node: Node, device: torch.device, graph: Graph) -> dict[str, Any]:
@@ -160,7 +188,7 @@ def _meta(node: Node) -> dict[str, Any]:
 
 
 def _add_node(
-    graph: Graph, item: NodeJson, nodes: Mapping[str, Node], tensors: Mapping[str, str], device: torch.device
+    graph: Graph, item: NodeJson, nodes: Mapping[str, Node], held: Collection[str], device: torch.device
 ) -> Node:
     """Check one node and append it."""
     if item.op == "output":
@@ -174,7 +202,7 @@ def _add_node(
     if item.args or item.kwargs:
         raise ArtifactError(f"a {item.op} takes no arguments; the file was edited")
     if item.op == "get_attr":
-        if item.target not in tensors:
+        if item.target not in held:
             raise ArtifactError(
                 f"it reads {item.target!r}, which is not among the graph's tensors; the file was edited"
             )
@@ -205,6 +233,8 @@ def _add_call(graph: Graph, item: NodeJson, nodes: Mapping[str, Node], device: t
 def _check_function(name: str, function: Callable, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
     if kwargs or len(args) != ARITY[name]:
         return f"{len(args)} positional and {len(kwargs)} named arguments, expected {ARITY[name]} and none"
+    if name in RECURRENT:
+        return _check_recurrent(args, RECURRENT[name])
     if name in GRAPH_FUNCTIONS:
         if type(args[1]) is not int or not all(isinstance(x, Node) for place, x in enumerate(args) if place != 1):
             return "expected the memory and its tensors as nodes and the site as a number"
@@ -217,6 +247,15 @@ def _check_function(name: str, function: Callable, args: tuple[Any, ...], kwargs
         args = tuple(args[0])
     if not all(isinstance(argument, (Node, bool, int, float)) for argument in args):
         return "expected nodes and numbers"
+    return None
+
+
+def _check_recurrent(args: tuple[Any, ...], kinds: str) -> str | None:
+    """kinds: of each argument, `n` a node, `s` the number of a site, `l` a list of nodes."""
+    for kind, value in zip(kinds, args, strict=True):
+        nodes = isinstance(value, list) and all(isinstance(x, Node) for x in value)
+        if not {"n": isinstance(value, Node), "s": type(value) is int, "l": nodes}[kind]:
+            return "expected nodes, the site as a number, and lists of nodes"
     return None
 
 

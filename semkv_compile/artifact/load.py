@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,12 +23,14 @@ from semkv.artifact.manifest import (
     parse_sites,
     read_manifest,
 )
+from semkv.artifact.recurrences import bodies_from, is_body_graph, sites_from
 from semkv.artifact.weights import check_views, unpack
 from semkv.errors import ArtifactError, ConfigError, SpecError
 from semkv.files import read_json
 from semkv.ir import spec
 from semkv.ir.graph import placeholders
 from semkv.ir.program import Program
+from semkv.ir.recurrence import Pieces
 from semkv.tensor_file import read_header, read_tensors
 
 
@@ -46,9 +49,24 @@ def load_program(path: str | os.PathLike[str], device: str | torch.device | None
     check_views(manifest.tensors, header.tensors, str(folder / MANIFEST))
     stored = read_tensors(folder / WEIGHTS, header, error=ArtifactError, device=device)
     tensors = unpack(stored, manifest.tensors)
-    names: list[str] = list(dict.fromkeys(manifest.program.graphs))
-    graphs = {name: _load_graph(folder, name, tensors, device) for name in names}
+    graphs = read_graphs(manifest.program, lambda name: _read_graph(folder, name), tensors, device)
     return build_program(manifest.program, graphs, folder), manifest
+
+
+def read_graphs(
+    facts: ProgramFacts, read: Callable[[str], tuple[Any, str]], tensors: Mapping[str, Tensor], device: torch.device
+) -> dict[str, GraphModule]:
+    """The graphs that `facts` list, of their JSON and its source as `read` gives them by name: bodies of recurrent sites first, which the
+    others name."""
+    names = sorted(dict.fromkeys(facts.graphs), key=lambda name: not is_body_graph(name))
+    graphs: dict[str, GraphModule] = {}
+    bodies: list[Pieces] = []
+    for name in names:
+        value, source = read(name)
+        if not is_body_graph(name) and facts.bodies and not bodies:
+            bodies = bodies_from(facts.bodies, graphs, source)
+        graphs[name] = graph_from_json(value, tensors, device=device, name=source, bodies=bodies)
+    return graphs
 
 
 def build_program(facts: ProgramFacts, graphs: Mapping[str, GraphModule], source: Path) -> Program:
@@ -64,6 +82,7 @@ def build_program(facts: ProgramFacts, graphs: Mapping[str, GraphModule], source
         max_positions=facts.max_positions,
         dtype=DTYPES[facts.dtype],
         batched=facts.batched,
+        recurrences=sites_from(facts.recurrences),
         evaluated=tuple(facts.evaluated),
         notes=tuple(facts.notes),
         **{name: graphs.get(name) for name in GRAPHS},
@@ -82,9 +101,9 @@ def _usable(device: str | torch.device) -> torch.device:
         ) from cause
 
 
-def _load_graph(folder: Path, name: str, tensors: dict[str, Tensor], device: torch.device) -> GraphModule:
+def _read_graph(folder: Path, name: str) -> tuple[Any, str]:
     path = folder / graph_file(name)
-    return graph_from_json(read_json(path, error=ArtifactError), tensors, device=device, name=str(path))
+    return read_json(path, error=ArtifactError), str(path)
 
 
 def _check_program(program: Program, folder: Path) -> None:

@@ -22,6 +22,7 @@ from pydantic import (
     field_validator,
 )
 
+from semkv.artifact.recurrences import NAME, BodyFacts, SiteFacts
 from semkv.artifact.weights import TensorView
 from semkv.config import CompileConfig, check_budget
 from semkv.errors import ArtifactError
@@ -42,7 +43,7 @@ DROPPED = {"prefetch"}
 """Settings that earlier versions wrote and that changed no result. They are left out; any other unknown setting is refused."""
 
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
-GraphName = Literal["body", "head", "prefill", "extend", "decode", "selector"]
+GraphName = Annotated[str, StringConstraints(pattern=rf"^({'|'.join(GRAPHS)}|{NAME})$")]
 
 
 class _Part(BaseModel):
@@ -69,12 +70,14 @@ class ProgramFacts(_Part):
     """The fields of `semkv.ir.program.Program` that are not graphs. `sites` are `AttentionSite` fields by name."""
 
     stage: Literal["captured", "found", "annotated", "lowered"]
-    graphs: list[GraphName] = Field(max_length=6)
+    graphs: list[GraphName] = Field(max_length=10_000)
     sites: list[dict[str, JsonValue]] = Field(max_length=10_000)
     vocab_size: int = Field(ge=1, lt=2**31)
     max_positions: int | None = Field(ge=1, lt=2**62)
     dtype: Literal["float64", "float32", "float16", "bfloat16"]
     batched: bool
+    recurrences: list[SiteFacts] = Field(default_factory=list, max_length=10_000)
+    bodies: list[BodyFacts] = Field(default_factory=list, max_length=10_000)
     evaluated: list[str] = Field(default_factory=list, max_length=10_000)
     notes: list[str] = Field(max_length=10_000)
 

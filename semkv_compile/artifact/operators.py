@@ -20,6 +20,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 import semkv.ir.ops  # noqa: F401  (registers the semkv operators)
 from semkv.errors import ArtifactError
 from semkv.ir.memory import GRAPH_FUNCTIONS
+from semkv.ir.recurrence import recur
 
 
 def _names(text: str) -> frozenset[str]:
@@ -69,7 +70,15 @@ BINARY: dict[str, Callable] = {
 }
 TERNARY: dict[str, Callable] = {"torch.sym_ite": torch.sym_ite}
 
-FUNCTIONS: dict[str, Callable] = {**UNARY, **BINARY, **TERNARY, **GRAPH_FUNCTIONS}
+RECURRENT = {
+    "semkv.recurrence": "nsll",
+    "semkv.memory.advance": "nsnll",
+    "semkv.memory.read_states": "ns",
+    "semkv.memory.write_states": "nsl",
+}
+"""Functions of recurrent sites, with the kinds of their arguments: `n` a node, `s` the number of a site, `l` a list of nodes."""
+
+FUNCTIONS: dict[str, Callable] = {**UNARY, **BINARY, **TERNARY, **GRAPH_FUNCTIONS, "semkv.recurrence": recur}
 """Python functions a graph may call, by the name under which a file stores them."""
 
 ARITY: dict[str, int] = {
@@ -78,6 +87,7 @@ ARITY: dict[str, int] = {
     **dict.fromkeys(TERNARY, 3),
     **dict.fromkeys(GRAPH_FUNCTIONS, 6),
     "semkv.memory.observe": 3,
+    **{name: len(kinds) for name, kinds in RECURRENT.items()},
 }
 
 NAMESPACES = {"aten": None, "semkv": None, "prims": "torch._prims", "transformers": "transformers.integrations.moe"}

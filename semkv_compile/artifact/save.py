@@ -28,6 +28,7 @@ from semkv.artifact.manifest import (
     site_values,
     write_manifest,
 )
+from semkv.artifact.recurrences import bodies_of, body_graphs, body_values, site_facts
 from semkv.artifact.weights import pack
 from semkv.config import CompileConfig, check_budget
 from semkv.errors import ArtifactError
@@ -129,8 +130,9 @@ def program_graphs(program: Program) -> tuple[dict[str, dict[str, Any]], dict[st
     """The program's graphs as JSON, and all their tensors under keys that are unique over the graphs."""
     tensors: dict[str, Tensor] = {}
     graphs = {}
-    for name in GRAPHS:
-        module = getattr(program, name)
+    bodies = bodies_of(program)
+    modules = {name: getattr(program, name) for name in GRAPHS} | body_graphs(bodies)
+    for name, module in modules.items():
         if module is None:
             continue
         keys = {}
@@ -141,7 +143,7 @@ def program_graphs(program: Program) -> tuple[dict[str, dict[str, Any]], dict[st
             tensors[key] = tensor
             keys[target] = key
         try:
-            graphs[name] = graph_to_json(module, keys)
+            graphs[name] = graph_to_json(module, keys, bodies=bodies)
         except ArtifactError as cause:
             raise ArtifactError(f"program {name}: {cause}") from cause
     return graphs, tensors
@@ -165,6 +167,8 @@ def program_facts(program: Program, graphs: list[str]) -> dict[str, Any]:
         "max_positions": program.max_positions,
         "dtype": DTYPE_NAME[program.dtype],
         "batched": program.batched,
+        "recurrences": site_facts(program.recurrences),
+        "bodies": body_values(bodies_of(program)),
         "evaluated": list(program.evaluated),
         "notes": list(program.notes),
     }

@@ -177,17 +177,25 @@ class NodeJson(Strict):
 
 
 class GraphJson(Strict):
-    """A graph: its nodes, and for each get_attr path the key of the tensor it stands for."""
+    """A graph: its nodes, and for each get_attr path the key of the tensor, or the number of the recurrent body, it stands for."""
 
     schema_version: Literal[GRAPH_SCHEMA] = Field(alias="schema")  # type: ignore[valid-type]
     nodes: list[NodeJson] = Field(min_length=1, max_length=MAX_NODES)
     tensors: dict[str, str] = Field(default_factory=dict, max_length=MAX_NODES)
+    recurrences: dict[str, StrictInt] = Field(default_factory=dict, max_length=10_000)
 
     @field_validator("tensors")
     @classmethod
     def _paths(cls, value: dict[str, str]) -> dict[str, str]:
         for path in value:
             attribute_path(path)
+        return value
+
+    @field_validator("recurrences")
+    @classmethod
+    def _names(cls, value: dict[str, int]) -> dict[str, int]:
+        for name in value:
+            identifier(name)
         return value
 
 

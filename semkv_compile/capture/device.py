@@ -17,6 +17,7 @@ from torch.fx.node import map_aggregate
 from semkv.errors import ConfigError
 from semkv.ir.graph import copy_graph_module
 from semkv.ir.program import Program
+from semkv.ir.recurrence import Pieces, held_pieces
 from semkv.plain_tensors import plain_tensors
 
 Key = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
@@ -75,11 +76,14 @@ def moved(program: Program, device: str | torch.device, originals: Mapping[Key, 
     """
     device = torch.device(device)
     done: dict[Key, Tensor] = dict(originals or {})
-    head = None if program.head is None else _moved_graph(program.head, device, done)
-    return program.evolve(body=_moved_graph(program.body, device, done), head=head)
+    bodies: dict[int, Pieces] = {}
+    head = None if program.head is None else _moved_graph(program.head, device, done, bodies)
+    return program.evolve(body=_moved_graph(program.body, device, done, bodies), head=head)
 
 
-def _moved_graph(module: GraphModule, device: torch.device, done: dict[Key, Tensor]) -> GraphModule:
+def _moved_graph(
+    module: GraphModule, device: torch.device, done: dict[Key, Tensor], bodies: dict[int, Pieces]
+) -> GraphModule:
     result = copy_graph_module(module)
     for node in result.graph.nodes:
         node.args = map_aggregate(node.args, lambda x: device if isinstance(x, torch.device) else x)
@@ -89,6 +93,11 @@ def _moved_graph(module: GraphModule, device: torch.device, done: dict[Key, Tens
             for name, tensor in container.items():
                 if tensor is not None:
                     container[name] = _moved_tensor(tensor, device, done)
+    for path, pieces in held_pieces(result).items():
+        key = id(pieces)
+        if key not in bodies:
+            bodies[key] = pieces.mapped(lambda graph: _moved_graph(graph, device, done, bodies))
+        setattr(result, path, bodies[key])
     result.recompile()
     return result
 

@@ -23,6 +23,7 @@ from semkv.capture.guards import Guards, lengths_up_to
 from semkv.capture.inner_weights import InnerWeights
 from semkv.capture.inputs import check_inputs, check_runs
 from semkv.capture.preserve import preserved
+from semkv.capture.recurrence import Recurrences, find_recurrences
 from semkv.capture.same_graph import same_operations
 from semkv.errors import CaptureError
 from semkv.ir.program import Program
@@ -62,6 +63,7 @@ class _Stateless(nn.Module):
         self.takes_positions = accepts(model, "position_ids")
         options = {"use_cache": False, "return_dict": True}
         self.options = {name: value for name, value in options.items() if accepts(model, name)}
+        self.recurrences = Recurrences()
         self.by_name = accepts(model, "input_ids")
         self.eval()
 
@@ -112,13 +114,15 @@ def capture(model: nn.Module, *, example_length: int = EXAMPLE_LENGTH, within_dy
     check_model(model)
     check_inputs(model)
     wrapper = _Stateless(model)
+    wrapper.recurrences = find_recurrences(model)
     with preserved(model), torch.no_grad(), _quiet():
         attempt, context, limits = _export(model, wrapper, example_length, (False,) if within_dynamo else (False, True))
     batched = attempt.rows > 1
     module = _unlift(attempt.exported, wrapper)
     vocab_size, dtype = _describe_model(model, module)
     with preserved(model), torch.no_grad(), _quiet():
-        agreement = Agreement(type(model).__name__, wrapper, module, vocab_size)
+        recurrent = bool(wrapper.recurrences.sites)
+        agreement = Agreement(type(model).__name__, wrapper, module, vocab_size, recurrent=recurrent)
         if wrapper.takes_positions:
             context, reason = agreement.reach(context)
             limits = [*limits, reason] if reason else limits
@@ -127,6 +131,8 @@ def capture(model: nn.Module, *, example_length: int = EXAMPLE_LENGTH, within_dy
     note += f"length dynamic, batch {'dynamic' if batched else 'fixed at 1'}"
     note += ", positions given" if wrapper.takes_positions else ", positions made inside"
     note += f"; {agreed}"
+    for site in wrapper.recurrences.described:
+        note += f"; recurrent {site.name}: {site.reason}"
     if limits:
         note += f"; context {context}, {declared_context(model) or 'none'} declared: {'; '.join(limits)}"
     return Program(
@@ -138,6 +144,7 @@ def capture(model: nn.Module, *, example_length: int = EXAMPLE_LENGTH, within_dy
         max_positions=context,
         dtype=dtype,
         batched=batched,
+        recurrences=wrapper.recurrences.described,
         notes=(note,),
     )
 
@@ -220,7 +227,9 @@ def _trace(wrapper: _Stateless, rows: int, length: int, strict: bool) -> Exporte
     ids = torch.zeros(rows, length, dtype=torch.int64, device=device)
     positions = torch.arange(length, dtype=torch.int64, device=device).expand(rows, length).contiguous()
     axes = {0: Dim.AUTO, 1: Dim.AUTO} if rows > 1 else {1: Dim.AUTO}
-    return _functional(torch.export.export(wrapper, (ids, positions), dynamic_shapes=(axes, axes), strict=strict))
+    with wrapper.recurrences.opaque():
+        exported = torch.export.export(wrapper, (ids, positions), dynamic_shapes=(axes, axes), strict=strict)
+    return _functional(exported)
 
 
 def _place_of(error: Exception, model: nn.Module) -> str:
@@ -356,7 +365,9 @@ def _unlift(exported: ExportedProgram, wrapper: _Stateless) -> GraphModule:
             copied[node] = graph.node_copy(node, copied.__getitem__)
             _strip_wrapper(copied[node])
     module = GraphModule(root, graph, class_name="Body")
+    wrapper.recurrences.put_into(module, lambda name, tensor: _hold(module, name, tensor))
     graph.lint()
+    module.recompile()
     return module
 
 
@@ -374,6 +385,12 @@ def _attach(root: nn.Module, exported: ExportedProgram, wrapper: _Stateless, spe
     name = target.removeprefix(PREFIX)
     if target.startswith(INNER):
         name = wrapper.inner.paths[int(target.removeprefix(INNER))]
+    _hold(root, name, tensor)
+    return name
+
+
+def _hold(root: nn.Module, name: str, tensor: Tensor) -> None:
+    """Register a tensor of the user's model under its name."""
     owner = root
     *path, leaf = name.split(".")
     for part in path:
@@ -384,7 +401,6 @@ def _attach(root: nn.Module, exported: ExportedProgram, wrapper: _Stateless, spe
         owner.register_parameter(leaf, tensor)
     else:
         owner.register_buffer(leaf, tensor)
-    return name
 
 
 def _strip_wrapper(node: Node) -> None:

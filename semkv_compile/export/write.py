@@ -51,6 +51,17 @@ def check_path(folder: Path) -> None:
         raise ConfigError(f"{folder}: there is something already; give a path that does not exist, or an empty folder")
 
 
+def check_recurrences(compiled: CompiledModel) -> None:
+    """Raise `ConfigError` for a model with recurrent states, which exported steps have no inputs for."""
+    names = [site.name for site in compiled.program.recurrences]
+    if names:
+        more = f", as {len(names) - 1} more modules do" if len(names) > 1 else ""
+        raise ConfigError(
+            f"{names[0]} goes on from recurrent states{more}: an exported step "
+            "carries keys and values only; save the compiled model with save(path), which semkv.load runs without the modelling code"
+        )
+
+
 @undisturbed
 def export_step(
     compiled: CompiledModel, path: str | os.PathLike[str], form: str = "onnx", *, example: State | None = None
@@ -59,6 +70,7 @@ def export_step(
     folder = Path(path)
     check_tools(form)
     check_path(folder)
+    check_recurrences(compiled)
     check_plan(compiled.placement)
     if example is not None and example.placement is not compiled.placement:
         raise ConfigError("example: a state of another compiled model; prefill one with this model")

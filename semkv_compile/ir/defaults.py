@@ -27,10 +27,16 @@ def open_arguments(node: Node) -> tuple[str, ...]:
         if name in declared
         and (node.args[declared[name]] if declared[name] < len(node.args) else node.kwargs.get(name)) is None
     )
-    makes_tensor = declared.keys() >= set(PINNED) and not tensor_operands(node)
+    makes_tensor = declared.keys() >= set(PINNED) and not _takes_tensor(node)
     if makes_tensor or not missing:
         return missing
     return ("dtype",) if "dtype" in missing and _becomes_floating(node) else ()
+
+
+def _takes_tensor(node: Node) -> bool:
+    """Whether the operator reads a tensor, by which what it makes is: `zeros_like`, `new_full`."""
+    kinds = (str(argument.type) for argument in node.target._schema.arguments)  # type: ignore[union-attr]
+    return any("Tensor" in kind for kind in kinds)
 
 
 def places(node: Node) -> dict[str, int]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
 from semkv.ir.ops import attention
+from semkv.ir.recurrence import local_recurrence, recur
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 """Relative difference up to which two ways of computing the same token count as equal: routing sorts tokens, and a sum
@@ -31,7 +32,7 @@ def local_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 class LocalInterpreter(Interpreter):
-    """Runs a found-stage body with token-local attention.
+    """Runs a found-stage body with token-local attention and token-local recurrences.
 
     Parameters
     ----------
@@ -47,6 +48,8 @@ class LocalInterpreter(Interpreter):
     def call_function(self, target, args, kwargs):
         if target == attention:
             return local_attention(*args[:3])
+        if target is recur:
+            return local_recurrence(args[0], args[2])
         return super().call_function(target, args, kwargs)
 
     def run_node(self, n: Node) -> Any:

@@ -7,11 +7,13 @@ registry, and two memories never share state unless they were forked.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 from torch.fx.node import has_side_effect
+
+from semkv.ir.recurrence import Pieces
 
 
 class Entries(NamedTuple):
@@ -56,6 +58,16 @@ class Memory(Protocol):
         """Extend and decode: store the new tokens, choose what is unfolded for `q`, and return what attention reads."""
 
 
+class States(Protocol):
+    """What a program asks besides where modules go on from recurrent states."""
+
+    def read_states(self, site: int) -> Sequence[Tensor] | None:
+        """The states [B, ...] of a recurrent site; None before the first token."""
+
+    def write_states(self, site: int, states: Sequence[Tensor]) -> None:
+        """Take the states [B, ...] of a recurrent site after the tokens of this call."""
+
+
 class Observer(Protocol):
     """What a program asks besides where a method reads hidden states of the token before."""
 
@@ -76,6 +88,28 @@ def entries(memory: Memory, site: int, q: Tensor, k: Tensor, v: Tensor, position
 
 
 @has_side_effect
+def read_states(memory: States, site: int) -> Sequence[Tensor] | None:
+    """Graph function of the decode program; see `States.read_states`."""
+    return memory.read_states(site)
+
+
+@has_side_effect
+def write_states(memory: States, site: int, states: Sequence[Tensor]) -> None:
+    """Graph function of the decode program; see `States.write_states`."""
+    memory.write_states(site, states)
+
+
+@has_side_effect
+def advance(
+    memory: States, site: int, pieces: Pieces, tensors: Sequence[Tensor], weights: Sequence[Tensor]
+) -> list[Tensor]:
+    """Graph function of the prefill and extend programs: a recurrent site over tensors [B, T, ...], from the memory's states on."""
+    outputs, after = pieces(tensors, memory.read_states(site), weights)
+    memory.write_states(site, after)
+    return outputs
+
+
+@has_side_effect
 def observe(memory: Observer, site: int, hidden: Tensor) -> None:
     """Graph function of all lowered programs; see `Observer.observe`."""
     memory.observe(site, hidden)
@@ -85,7 +119,22 @@ GRAPH_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "semkv.memory.record": record,
     "semkv.memory.entries": entries,
     "semkv.memory.observe": observe,
+    "semkv.memory.read_states": read_states,
+    "semkv.memory.write_states": write_states,
+    "semkv.memory.advance": advance,
 }
 """Names under which artifacts store the functions of this module."""
 
-__all__ = ["GRAPH_FUNCTIONS", "Entries", "Memory", "Observer", "entries", "observe", "record"]
+__all__ = [
+    "GRAPH_FUNCTIONS",
+    "Entries",
+    "Memory",
+    "Observer",
+    "States",
+    "advance",
+    "entries",
+    "observe",
+    "read_states",
+    "record",
+    "write_states",
+]

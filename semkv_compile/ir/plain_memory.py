@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ class PlainMemory:
         self.store_of = {site.index: site.store for site in sites}
         self.keep = keep
         self.tensors: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+        self.recurrent: dict[int, Sequence[Tensor]] = {}
         self._writer: dict[int, int] = {}
 
     def record(self, site: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> None:
@@ -36,6 +37,14 @@ class PlainMemory:
         self._store(site, k, v, positions)
         keys, values, places = self.tensors[self.store_of[site]]
         return Entries([keys], [values], [places[:, None, :]])
+
+    def read_states(self, site: int) -> Sequence[Tensor] | None:
+        """See `semkv.ir.memory.States.read_states`."""
+        return self.recurrent.get(site)
+
+    def write_states(self, site: int, states: Sequence[Tensor]) -> None:
+        """See `semkv.ir.memory.States.write_states`."""
+        self.recurrent[site] = states
 
     def _store(self, site: int, k: Tensor, v: Tensor, positions: Tensor) -> None:
         store = self.store_of[site]

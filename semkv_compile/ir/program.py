@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch.fx import GraphModule
 
+from semkv.ir.recurrence import RecurrentSite
 from semkv.ir.site import AttentionSite
 
 Stage = Literal["captured", "found", "annotated", "lowered"]
@@ -29,6 +30,7 @@ class Program:
     selector: of a method that chooses tokens before the first layer: `input_ids`, `positions` and maybe `features` [B, T, F]
         -> (queries [B, Hq, T, D], keys [B, Hkv, T, D]); None for all others.
     sites: the attention sites in execution order.
+    recurrences: modules that go on from states which are no keys and values, in execution order.
     vocab_size: ids must lie in [0, vocab_size).
     max_positions: the model's declared context in tokens, None where it declares none.
     dtype: of the parameters that attention computes in.
@@ -50,6 +52,7 @@ class Program:
     extend: GraphModule | None = None
     decode: GraphModule | None = None
     selector: GraphModule | None = None
+    recurrences: tuple[RecurrentSite, ...] = ()
     evaluated: tuple[str, ...] = ()
     notes: tuple[str, ...] = field(default=())
 

@@ -18,6 +18,7 @@ from semkv.ir.defaults import reads_default
 from semkv.ir.graph import BODY_INPUTS, attention_nodes, attribute, describe, placeholders, shape_of
 from semkv.ir.ops import attention, linear, mixed_attention
 from semkv.ir.program import Program, Stage
+from semkv.ir.recurrence import Pieces, recur
 from semkv.ir.site import AttentionSite
 
 STAGES: tuple[Stage, ...] = ("captured", "found", "annotated", "lowered")
@@ -72,7 +73,7 @@ def _graph_problems(
             except AttributeError:
                 problems.append(f"{label}: {describe(node)} reads {node.target!r}, which the module does not have")
                 continue
-            if not isinstance(value, (torch.Tensor, GraphModule)):
+            if not isinstance(value, (torch.Tensor, GraphModule, Pieces)):
                 problems.append(f"{label}: {describe(node)} is a {type(value).__name__}, expected a tensor")
         elif node.op != "call_function":
             problems.append(f"{label}: {describe(node)} is a {node.op} node; expected call_function or get_attr")
@@ -93,14 +94,16 @@ def _legal_function(node: Node, allowed: frozenset[Callable]) -> bool:
 
 
 def _captured(program: Program) -> list[str]:
-    problems = _graph_problems(program.body, "body", BODY_INPUTS, frozenset())
+    problems = _graph_problems(program.body, "body", BODY_INPUTS, frozenset({recur}))
+    problems += _recurrences(program, program.body, "body", {recur: 1})
     if program.sites:
         problems.append(f"{len(program.sites)} sites before find_attention has run; expected none")
     return problems
 
 
 def _found(program: Program) -> list[str]:
-    problems = _graph_problems(program.body, "body", BODY_INPUTS, frozenset({attention}))
+    problems = _graph_problems(program.body, "body", BODY_INPUTS, frozenset({attention, recur}))
+    problems += _recurrences(program, program.body, "body", {recur: 1})
     problems += _no_guards(program.body, "body") + _no_defaults(program.body, "body")
     problems += _sites_are_numbered(program.sites)
     nodes = attention_nodes(program.body.graph)
@@ -152,6 +155,9 @@ def _lowered(program: Program) -> list[str]:
             module, label, (*BODY_INPUTS, "memory"), MEMORY_FUNCTIONS | {mixed_attention, linear}
         )
         problems += _no_guards(module, label) + _no_defaults(module, label)
+        whole: dict[Callable, int] = {memory.advance: 1}
+        steps: dict[Callable, int] = {memory.read_states: 1, memory.write_states: 1}
+        problems += _recurrences(program, module, label, steps if label == "decode" else whole)
         writer = memory.record if label == "prefill" else memory.entries
         written = [node.args[1] for node in module.graph.nodes if node.target is writer]
         expected = [site.index for site in program.sites]
@@ -166,6 +172,19 @@ def _lowered(program: Program) -> list[str]:
         problems += _shares_parameters(program.body, module, label)
     if program.selector is not None:
         problems += _selector(program, program.selector)
+    return problems
+
+
+def _recurrences(program: Program, module: GraphModule, label: str, functions: dict[Callable, int]) -> list[str]:
+    """Each recurrent site is there once, in order: by calls of `functions`, which have its number as that argument."""
+    expected = [site.index for site in program.recurrences]
+    problems = []
+    if expected != list(range(len(expected))):
+        problems.append(f"indices of recurrent sites are {expected}, expected 0 to {len(expected) - 1} in order")
+    for function, place in functions.items():
+        found = [node.args[place] for node in module.graph.nodes if node.target is function]
+        if found != expected:
+            problems.append(f"{label}: {function.__name__} is called for recurrent sites {found}, expected {expected}")
     return problems
 
 

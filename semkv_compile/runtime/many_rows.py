@@ -18,6 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 from semkv.ir.graph import placeholders
 from semkv.ir.program import Program
 from semkv.runtime.attending import attending
+from semkv.runtime.recurrent import keep_states, stacked_states
 from semkv.runtime.row_memory import RowMemory
 from semkv.runtime.step_graph import TRACING, StepGraphs, Turn
 
@@ -69,7 +70,7 @@ class ManyRows:
         with TRACING:
             if self._between is None:
                 self._between = self.shared(attending(self.program))
-        step = _Step(self, [self._calls_of(*each) for each in zip(rows, turns)], turns)
+        step = _Step(self, rows, [self._calls_of(*each) for each in zip(rows, turns)], turns)
         hidden = self._between(ids, positions, step)
         while isinstance(hidden, (tuple, list)):
             (hidden,) = hidden
@@ -111,8 +112,14 @@ class _Step:
     """What the graph between turns asks in one step. told: of each row, what its turns that read units told. queries: of each site;
     observed: hidden states that enter a site's layer."""
 
-    def __init__(self, many: ManyRows, rows: Sequence[RowCalls], turns: Sequence[Sequence[Sequence[Turn]]]) -> None:
-        self.many, self.rows, self.turns = many, rows, turns
+    def __init__(
+        self,
+        many: ManyRows,
+        memories: Sequence[RowMemory],
+        rows: Sequence[RowCalls],
+        turns: Sequence[Sequence[Sequence[Turn]]],
+    ) -> None:
+        self.many, self.memories, self.rows, self.turns = many, memories, rows, turns
         self.told: list[list[tuple[Tensor, Tensor]]] = [[] for _ in rows]
         self._passed: list[dict[str, Tensor]] = [{} for _ in rows]
         self.queries: dict[int, Tensor] = {}
@@ -138,6 +145,14 @@ class _Step:
             out.append(made[0] if len(made) == 1 else torch.cat(made, 1))
             self._at[r] += len(made)
         return torch.cat(out)
+
+    def read_states(self, site: int) -> list[Tensor]:
+        """See `semkv.ir.memory.States.read_states`."""
+        return stacked_states(self.memories, site)
+
+    def write_states(self, site: int, states: Sequence[Tensor]) -> None:
+        """See `semkv.ir.memory.States.write_states`."""
+        keep_states(self.memories, site, states)
 
     def observe(self, site: int, hidden: Tensor) -> None:
         """See `semkv.runtime.attending.Attending`."""

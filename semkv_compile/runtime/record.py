@@ -27,6 +27,7 @@ class RowRecord:
     surprisal: float32 [n] in nats, the first token's being 0; None where it was not asked for.
     logits: [vocab] after the last token. last_logits: [n, vocab] after as many of the last tokens as were asked for.
     features: hidden states [n, H] that entered the layers of the sites that a retrieval head reads, on the host.
+    recurrent: of each recurrent site its states [1, ...] after the last token, on the model's device.
     head_orders: per KV store the user's model's KV head at each place, where the program that made it moved heads.
     known: what components have computed of the record, by name, so that other budgets find it there.
     model: fingerprint of the model that read the prompt; None where nobody says. weights: those it had, where it may change.
@@ -45,6 +46,7 @@ class RowRecord:
     all_queries: bool = False
     head_orders: dict[int, tuple[int, ...]] = field(default_factory=dict)
     features: dict[int, Tensor] = field(default_factory=dict)
+    recurrent: dict[int, list[Tensor]] = field(default_factory=dict)
     known: dict[str, Tensor] = field(default_factory=dict)
     model: str | None = None
     weights: Weights | None = None

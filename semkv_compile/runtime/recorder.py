@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -71,6 +73,14 @@ class Recorder:
         made = features.get(site)
         features[site] = self._with_room(made, (hidden.shape[2],), hidden.dtype, end, dim=0)
         features[site][self.past : end] = hidden[0].cpu()
+
+    def read_states(self, site: int) -> list[Tensor] | None:
+        """The states of a recurrent site after the chunks so far; see `semkv.ir.memory.States.read_states`."""
+        return self.made.recurrent.get(site)
+
+    def write_states(self, site: int, states: Sequence[Tensor]) -> None:
+        """Take its states after this chunk; see `semkv.ir.memory.States.write_states`."""
+        self.made.recurrent[site] = list(states)
 
     def advance(self, tokens: int) -> None:
         """The next chunk follows one of `tokens` tokens."""

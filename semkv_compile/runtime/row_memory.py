@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NoReturn
 
 import torch
@@ -45,6 +45,7 @@ class RowMemory:
 
     ids: the tokens that it has read; prompt: how many it was built from. stores: per KV store the memories of its parts, in the order of
     their heads. shares: per budgeted store, its part of the row's budget in bytes. notes: what components remember between steps.
+    recurrent: of each recurrent site its states [1, ...], which steps write in place.
     stepping: a step has begun and not ended, so that layers may
     differ in what they hold. exact: the row holds every token, whatever the method; past: what the method will need when the row
     outgrows the budget's floor, None where it cannot.
@@ -71,6 +72,7 @@ class RowMemory:
         self.check_length(self.tokens)
         self.traffic = Traffic()
         self.notes: dict[str, Tensor] = {}
+        self.recurrent = copied(record.recurrent)
         self.passing: dict[str, object] = {}
         self._staying: dict[int, int] = {}
         if placement.plan.after_prompt is not None:
@@ -98,7 +100,7 @@ class RowMemory:
         others = {number: own for number, own in self.stores.items() if own[0].site.treatment != "method"}
         grown = object.__new__(RowMemory)
         grown._make(self.past.placement, self.past.record(self.text, self.stores), others, release=True)
-        grown.traffic = self.traffic
+        grown.traffic, grown.recurrent = self.traffic, self.recurrent
         self.__dict__ = grown.__dict__
 
     @property
@@ -581,8 +583,16 @@ class RowMemory:
         copy.exact = self.exact
         copy.past = None if self.past is None else self.past.clone()
         copy.traffic, copy.notes, copy.passing, copy._staying = self.traffic.clone(), dict(self.notes), {}, {}
+        copy.recurrent = copied(self.recurrent)
         copy.stores = {store: tuple(memory.clone() for memory in parts) for store, parts in self.stores.items()}
         return copy
+
+
+def copied(recurrent: Mapping[int, Sequence[Tensor]]) -> dict[int, list[Tensor]]:
+    """States of recurrent sites that are written in place from now on."""
+    return {
+        site: [x.clone(memory_format=torch.contiguous_format) for x in states] for site, states in recurrent.items()
+    }
 
 
 def _beyond(held: int, cap: float) -> int:

@@ -193,7 +193,7 @@ class GraphedSteps:
         plans = [row.placement.plan for row in rows]
         asked = tuple(sorted(queried | {site for plan in plans for site in plan.at_site if site not in plan.passers}))
         if len(rows) == 1:
-            hidden, moved, read, behind, observed = self._alone(turns[0], ids, positions, asked)
+            hidden, moved, read, behind, observed = self._alone(rows[0], turns[0], ids, positions, asked)
         else:
             hidden, found, behind, observed = self.many.run(rows, turns, ids, positions, asked)
             moved = torch.stack([x for x, _ in found]).tolist() if found else []
@@ -215,13 +215,14 @@ class GraphedSteps:
         return hidden
 
     def _alone(
-        self, turns: Sequence[Sequence[Turn]], ids: Tensor, positions: Tensor, asked: tuple[int, ...]
+        self, row: RowMemory, turns: Sequence[Sequence[Turn]], ids: Tensor, positions: Tensor, asked: tuple[int, ...]
     ) -> tuple[Tensor, list[list[int]], list[Tensor], list[Tensor], tuple[int, ...]]:
         """The step of one row: hidden; of turns that read units, tokens copied and there, and units read; queries and hidden states."""
         graph = self.graphs.of(turns, asked)
         flat = [turn for parts in turns for turn in parts]
         numbers = torch.tensor([turn.numbers for turn in flat], dtype=torch.int64, device="cpu")[..., None]
         state = [x for turn in flat for x in turn.tensors.values()]
+        state += [x for site in row.placement.program.recurrences for x in row.recurrent[site.index]]
         hidden, *more = graph.run(ids, positions, numbers.to(ids.device), *state)
         reading = sum(turn.layer.reads for turn in flat)
         if not reading:

@@ -32,6 +32,8 @@ def row_to_tensors(row: RowMemory) -> tuple[dict[str, Any], dict[str, Tensor]]:
     facts["part_shares"] = [[store, first, share] for (store, first), share in sorted(row.part_shares.items())]
     facts["exact"] = row.exact
     tensors = {f"notes.{name}": x.contiguous() for name, x in row.notes.items()}
+    for site, states in row.recurrent.items():
+        tensors |= {f"recurrent.{site}.{number}": x[0].contiguous() for number, x in enumerate(states)}
     tensors["ids"] = torch.tensor(row.ids, dtype=torch.int32, device="cpu")
     if row.past is not None:
         tensors |= {f"past.{name}": x.contiguous() for name, x in row.past.to_tensors().items()}
@@ -105,6 +107,7 @@ def row_from_tensors(placement: Placement, facts: dict[str, Any], tensors: dict[
         if name not in placement.plan.notes:
             raise ValueError(f"it remembers {name!r}, which this method does not")
         row.notes[name] = placement.plan.notes[name].check(x, name).clone()
+    row.recurrent = _recurrent(placement, tensors)
     row.stores = {}
     for number, store in stores.items():
         memories = []
@@ -118,6 +121,18 @@ def row_from_tensors(placement: Placement, facts: dict[str, Any], tensors: dict[
                 f"store {number} holds {memories[0].recent.length} tokens of a row that keeps all {row.tokens}"
             )
     return row
+
+
+def _recurrent(placement: Placement, tensors: dict[str, Tensor]) -> dict[int, list[Tensor]]:
+    """The states of each recurrent site, with a dimension of rows."""
+    found: dict[int, list[Tensor]] = {}
+    for site in placement.program.recurrences:
+        found[site.index] = []
+        for number, form in enumerate(site.states):
+            name = f"recurrent.{site.index}.{number}"
+            held = _expect(tensors[name], name, form.shape, form.dtype)
+            found[site.index].append(held.to(placement.device, copy=True)[None])
+    return found
 
 
 def _ids(ids: Tensor, tokens: int, vocab_size: int) -> array[int]:

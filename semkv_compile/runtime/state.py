@@ -18,6 +18,7 @@ from semkv.ir.site import AttentionSite
 from semkv.runtime.join import stack_rows
 from semkv.runtime.modes import undisturbed
 from semkv.runtime.placement import Placement
+from semkv.runtime.recurrent import keep_states, stacked_states
 from semkv.runtime.row_memory import RowMemory
 from semkv.runtime.site_memory import SiteMemory
 from semkv.runtime.turn import Turn
@@ -131,7 +132,8 @@ class State:
         (`CompileConfig(offload="progressive")`), beside what the budget counts. reserved: device memory allocated ahead.
         host, disk: folded tokens that wait there, the tables of both in memory; of rows that are exact still, what their method
         will need. floor: of `device`, what rows hold above the fraction of their length because of the budget's floor. excess: of
-        `device`, what stores hold beyond their caps, where tokens that follow a prompt stay.
+        `device`, what stores hold beyond their caps, where tokens that follow a prompt stay. recurrent: states of recurrent layers and
+        short convolutions, which no budget counts.
         """
         names = (
             "device",
@@ -144,6 +146,7 @@ class State:
             "disk",
             "floor",
             "excess",
+            "recurrent",
         )
         out = dict.fromkeys(names, 0)
         for row in self.rows:
@@ -161,6 +164,7 @@ class State:
             out["host"] += 0 if row.past is None else row.past.nbytes
             out["floor"] += row.above_fraction_nbytes
             out["excess"] += row.excess_nbytes
+            out["recurrent"] += sum(x.nbytes for states in row.recurrent.values() for x in states)
         out["device"] += out["workspace"]
         out["peak"] = max(out["peak"], out["device"])
         return out
@@ -409,6 +413,14 @@ class State:
         self, site: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor
     ) -> None:  # pragma: no cover - protocol
         raise RuntimeError("a state serves extend and decode programs; prefill programs take a recorder")
+
+    def read_states(self, site: int) -> list[Tensor]:
+        """See `semkv.ir.memory.States.read_states`."""
+        return stacked_states(self.rows, site)
+
+    def write_states(self, site: int, states: Sequence[Tensor]) -> None:
+        """See `semkv.ir.memory.States.write_states`."""
+        keep_states(self.rows, site, states)
 
     def observe(self, site: int, hidden: Tensor) -> None:
         """See `semkv.ir.memory.Observer.observe`."""

@@ -20,6 +20,7 @@ from semkv.ir import memory
 from semkv.ir.graph import attribute, copy_graph_module, placeholders
 from semkv.ir.ops import mixed_attention
 from semkv.ir.program import Program
+from semkv.ir.recurrence import RecurrentSite
 from semkv.runtime.layer_step import NUMBERS, Layer, attend_step
 
 aten = torch.ops.aten
@@ -42,7 +43,8 @@ class Turn:
 
 @dataclass(frozen=True)
 class StepGraph:
-    """run: (ids int64 [1, 1], positions int64 [1, 1], numbers int64 [turns, len(NUMBERS), 1], *state of all turns) -> (hidden [1, 1, H],
+    """run: (ids int64 [1, 1], positions int64 [1, 1], numbers int64 [turns, len(NUMBERS), 1], *state of all turns, *states
+    [1, ...] of all recurrent sites) -> (hidden [1, 1, H],
     told int64 [reading turns, 1, 2], units read [1, H] of each of them, queries [1, Hq, 1, D] of each site of `asked`, hidden states
     [1, 1, H] that enter each site of `observed`)."""
 
@@ -112,6 +114,7 @@ class StepGraphs:
             for item in list(node.users):
                 graph.erase_node(item)
             graph.erase_node(node)
+        self._place_states(graph, state)
         observed: dict[int, Node] = {}
         for node in [x for x in graph.nodes if x.target == memory.observe]:
             observed[node.args[1]] = node.args[2]
@@ -127,6 +130,21 @@ class StepGraphs:
         graph.lint()
         module.recompile()
         return module, tuple(observed)
+
+    def _place_states(self, graph: Graph, state: _Inputs) -> None:
+        """States of recurrent sites become inputs, behind all others, which the step writes in place."""
+        for node in [x for x in graph.nodes if x.target == memory.read_states]:
+            site = self.program.recurrences[node.args[1]]
+            held = state.recurrent(site)
+            for item in list(node.users):
+                item.replace_all_uses_with(held[item.args[1]])
+                graph.erase_node(item)
+            (kept,) = [x for x in graph.nodes if x.target == memory.write_states and x.args[1] == site.index]
+            with graph.inserting_before(kept):
+                for old, new in zip(held, kept.args[2]):
+                    graph.call_function(aten.copy_.default, (old, new))
+            graph.erase_node(kept)
+            graph.erase_node(node)
 
     def _inlined(
         self,
@@ -252,6 +270,15 @@ class _Inputs:
             with self.graph.inserting_after(self.last):
                 self.last = self.graph.placeholder(f"{name}_{key}".replace(".", "_"))
             made[key] = self.last
+        return made
+
+    def recurrent(self, site: RecurrentSite) -> list[Node]:
+        """The states of a recurrent site, [1, ...] each."""
+        made = []
+        for number in range(len(site.states)):
+            with self.graph.inserting_after(self.last):
+                self.last = self.graph.placeholder(f"r{site.index}_{number}")
+            made.append(self.last)
         return made
 
 

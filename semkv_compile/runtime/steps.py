@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -31,8 +33,8 @@ def prefill_row(
     chunk = n if chunk is None else chunk
     prefill = Prefill(program, kv_dtype, ids.device, surprisal=surprisal, all_queries=all_queries, tier=tier, tokens=n)
     kept = []
-    for start in range(0, n, chunk):
-        part = ids[start : start + chunk]
+    for start, end in _chunks(program, n, chunk):
+        part = ids[start:end]
         hidden = prefill.feed(part)
         if start + len(part) > n - logits:
             kept.append(program.head(hidden[:, max(0, n - logits - start) :])[0])
@@ -40,6 +42,15 @@ def prefill_row(
     record.last_logits = torch.cat(kept)
     record.logits = record.last_logits[-1]
     return record
+
+
+def _chunks(program: Program, tokens: int, chunk: int) -> list[tuple[int, int]]:
+    """The chunks of a prompt as (first, end). Where modules go on from recurrent states none is of a single token behind others: by a
+    model's own code that may be another computation."""
+    ends = [*range(chunk, tokens, chunk), tokens]
+    if program.recurrences and chunk > 2 and len(ends) > 1 and ends[-1] - ends[-2] == 1:
+        ends[-2] -= 1
+    return list(pairwise((0, *ends)))
 
 
 @undisturbed

@@ -1,0 +1,158 @@
+"""Modules with recurrent states as opaque nodes of a captured program."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.utils import _pytree as pytree
+
+from semkv.capture import recurrent_proof
+from semkv.capture.checks import declared_context
+from semkv.capture.preserve import preserved
+from semkv.capture.recurrent_bodies import same_pieces, trace_pieces
+from semkv.capture.recurrent_sites import Site, find_sites, recorded_inputs
+from semkv.capture.state_cache import keeps_states
+from semkv.errors import CaptureError
+from semkv.ir.recurrence import Form, Pieces, RecurrentSite, recur
+
+library = torch.library.Library("semkv", "FRAGMENT")
+library.define(
+    # tensors [B, T, ...], the first of all rows and tokens -> outputs [B, T, ...] of the forms that `outputs` says
+    "recurrence(Tensor[] tensors, int site, str outputs) -> Tensor[]"
+)
+
+
+def _written(forms: Sequence[Form]) -> str:
+    return ";".join(f"{str(form.dtype).removeprefix('torch.')}:{','.join(map(str, form.shape))}" for form in forms)
+
+
+@torch.library.register_fake("semkv::recurrence", lib=library)
+def _recurrence_fake(tensors: list[Tensor], site: int, outputs: str) -> list[Tensor]:
+    rows, length = tensors[0].shape[:2]
+    made = []
+    for form in outputs.split(";"):
+        dtype, sizes = form.split(":")
+        shape = (rows, length, *(int(size) for size in sizes.split(",") if size))
+        made.append(tensors[0].new_empty(shape, dtype=getattr(torch, dtype)))
+    return made
+
+
+@dataclass(frozen=True)
+class Recurrences:
+    """The sites of a model, their bodies and what programs say of them; nothing where it has none."""
+
+    sites: tuple[Site, ...] = ()
+    bodies: tuple[Pieces, ...] = ()
+    described: tuple[RecurrentSite, ...] = ()
+
+    @contextmanager
+    def opaque(self) -> Iterator[None]:
+        """While entered, each site's module is one operator to whoever traces the model."""
+        held = [vars(site.module) for site in self.sites]
+        before = [attributes.get("forward") for attributes in held]
+        for index, (site, attributes) in enumerate(zip(self.sites, held)):
+            attributes["forward"] = _stand_in(index, site)
+        try:
+            yield
+        finally:
+            for attributes, forward in zip(held, before):
+                del attributes["forward"]
+                if forward is not None:
+                    attributes["forward"] = forward
+
+    def put_into(self, module: GraphModule, holds: Any) -> None:
+        """Replace the operators of a captured graph by calls of the sites' bodies. holds: registers a tensor of the user's model under a
+        path of the graph's root."""
+        for node in [x for x in module.graph.nodes if x.target == torch.ops.semkv.recurrence.default]:
+            tensors, index = node.args[0], node.args[1]
+            site, body = self.sites[index], self.bodies[index]
+            with module.graph.inserting_before(node):
+                weights = []
+                for name, x in site.weights.items():
+                    holds(f"{site.name}.{name}", x)
+                    weights.append(module.graph.get_attr(f"{site.name}.{name}"))
+                path = f"recurrence_{self._first_of(body)}"
+                setattr(module, path, body)
+                new = module.graph.call_function(recur, (module.graph.get_attr(path), index, tensors, weights))
+            new.meta = dict(node.meta)
+            node.replace_all_uses_with(new)
+            module.graph.erase_node(node)
+
+    def _first_of(self, body: Pieces) -> int:
+        return next(index for index, other in enumerate(self.bodies) if other is body)
+
+
+def find_recurrences(model: nn.Module) -> Recurrences:
+    """The modules of `model` that go on from states of its cache, proven and captured.
+
+    Raises
+    ------
+    CaptureError: one of them cannot be run apart; the message names it and why.
+    """
+    if not keeps_states(model):
+        return Recurrences()
+    with preserved(model), torch.no_grad():
+        sites = find_sites(model)
+        if not sites:
+            return Recurrences()  # its states are kept elsewhere, and the dependence analysis will find them
+        context = declared_context(model) or recurrent_proof.MOST
+        if context < recurrent_proof.LENGTH:
+            raise CaptureError(
+                f"{sites[0].name} keeps recurrent states, and the model declares {context} positions; expected at least "
+                f"{recurrent_proof.LENGTH}, over which it is tried"
+            )
+        inputs = recorded_inputs(model, sites, recurrent_proof.ROWS, min(context, recurrent_proof.MOST))
+        bodies: list[Pieces] = []
+        described = []
+        for index, (site, tensors) in enumerate(zip(sites, inputs)):
+            proof = recurrent_proof.prove(site, [x[:, : recurrent_proof.LENGTH] for x in tensors])
+            pieces = _known(site, proof, bodies) or trace_pieces(site, proof.tokens, first=proof.first)
+            recurrent_proof.check_pieces(site, pieces, tensors)
+            bodies.append(pieces)
+            described.append(RecurrentSite(index, site.name, site.states, proof.reason))
+    return Recurrences(tuple(sites), tuple(bodies), tuple(described))
+
+
+def _known(site: Site, proof: recurrent_proof.Proof, bodies: Sequence[Pieces]) -> Pieces | None:
+    """The body of an earlier site whose graphs over the fewest tokens are those of this one: layers of one model share their code, and
+    that this one computes the same is checked by its numbers."""
+    if not bodies:
+        return None
+    few = trace_pieces(site, proof.tokens[:2], first=proof.first)
+    for other in bodies:
+        graphs = {tokens: other.graphs[tokens] for tokens in few.graphs if tokens in other.graphs}
+        alike = len(other.graphs) == len(proof.tokens)
+        if alike and same_pieces(Pieces(graphs, other.first, other.states, other.outputs), few):
+            return other
+    return None
+
+
+def _stand_in(index: int, site: Site) -> Any:
+    """A forward that is one operator."""
+    outputs = _written(site.outputs)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        leaves = pytree.tree_leaves((args, kwargs))
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        if len(tensors) != len(site.places):
+            raise CaptureError(
+                f"{site.name} ({type(site.module).__name__}) takes {len(tensors)} tensors without a cache and {len(site.places)} with one; "
+                "expected the same"
+            )
+        order = sorted(range(len(site.places)), key=lambda place: site.places[place])
+        placed = [tensors[order.index(number)] for number in range(len(tensors))]
+        rows = placed[0].shape[0]
+        whole = [x if x.shape[0] == rows else x.expand(rows, *x.shape[1:]) for x in placed]
+        made = iter(torch.ops.semkv.recurrence(whole, index, outputs))
+        return pytree.tree_unflatten([next(made) if tensor else None for tensor in site.returned], site.out_spec)
+
+    return forward
+
+
+__all__ = ["Recurrences", "find_recurrences"]
