@@ -36,6 +36,8 @@ class Steps(Protocol):
 
     def serves(self, rows: Sequence[RowMemory]) -> bool: ...
 
+    def reasons(self) -> list[str]: ...
+
     def step(
         self,
         rows: Sequence[RowMemory],

@@ -369,8 +369,10 @@ class State:
         steps = self.placement.steps
         if tokens > 1 or steps is None or self.watch is not None:
             return False
-        for row in self.rows:
-            row.fold_ahead()
+        for index, row in enumerate(self.rows):
+            if not self.failures or index not in self.failures:
+                with self.apart(index):
+                    row.fold_ahead()
         return steps.serves(self.rows)
 
     def graph_step(self, ids: Tensor, positions: Tensor) -> Tensor:

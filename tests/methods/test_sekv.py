@@ -29,6 +29,7 @@ from semkv.runtime.site_memory import SiteMemory
 from semkv.runtime.spans import FoldedSpans
 from semkv.runtime.step import Step
 from semkv.runtime.token_store import TokenStore
+from tests.eager_steps import eagerly
 
 SITE = AttentionSite(index=0, name="layer", store=0, q_heads=4, kv_heads=2, key_dim=8, value_dim=6, scale=0.35)
 PROGRAM = SimpleNamespace(sites=(SITE,))
@@ -469,3 +470,23 @@ def test_generated_tokens_are_cut_where_they_surprise(whole, haystack, options, 
     assert told, "spans that begin where the text surprises"
     for place in set(exact) - kept:
         assert place not in surprisal or surprisal[place] >= level or options, "anchors surprise"
+
+
+def test_spans_that_become_factors_while_tokens_follow(whole, haystack, monkeypatch):
+    """The step in which the first of them is folded asks the memory, as those behind it do."""
+    compiled = sekv(whole, 0.15, router="coarse")
+    slow = eagerly(sekv(whole, 0.15, router="coarse"))
+    state, asking = (one.prefill(haystack[:, :700]) for one in (compiled, slow))
+    also = state.fork()
+    assert not any(memory.spans.has_factors for memory in state.rows[0].memories())
+    plain = LowRankForms.factorize_spans
+    monkeypatch.setattr(
+        LowRankForms,
+        "factorize_spans",
+        lambda self, *given: plain(replace(self, only_if_smaller=False, max_rank=4), *given),
+    )
+    for token in haystack[0, 700:740]:
+        found = compiled.extend(state, token[None, None])
+        torch.testing.assert_close(found, slow.extend(asking, token[None, None]), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(found[0], compiled.step([also], token[None]), rtol=1e-4, atol=1e-4)
+    assert any(memory.spans.has_factors for memory in state.rows[0].memories())
