@@ -213,7 +213,7 @@ def run(compiled: CompiledModel, ids: Tensor, new: int) -> dict[str, Any]:
     def reading(module: GraphModule) -> Callable[..., Any]:
         return Reading(module, lambda entries: watches[0].saw(entries)).run
 
-    steps = GraphedSteps(compiled.program, reading, reading)
+    steps = GraphedSteps(compiled.program, reading, reading, lambda module: lambda: reading(module))
     if compiled.placement.steps is not None:
         object.__setattr__(compiled, "placement", replace(compiled.placement, steps=steps))
     state = compiled.prefill(ids)

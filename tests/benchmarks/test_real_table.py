@@ -57,7 +57,7 @@ def test_needle_tasks_count_where_the_full_cache_answers_them(scripts):
 
 def test_the_best_go_on_and_those_that_are_named(scripts):
     table, _ = scripts
-    chosen = table.leaders(table_of(0.05), ["auto"])
+    chosen = table.leaders(table_of(0.05), ["auto"], table.LEADERS)
     assert sorted(v.label for v in chosen) == ["a", "auto", "b", "c"]
     assert {v.budget for v in chosen} == {0.05}
 
@@ -111,3 +111,16 @@ def test_answers_kept_are_of_as_many_questions_of_the_full_cache(scripts):
     mine = page.Line("x", "semkv", {"a": interval(0.5, 4), "b": interval(0.4, 4), "c": interval(0.1, 4)}, None, None, 0)
     assert mine.kept(("a", "b"), full) == "50"
     assert mine.kept((), full) == "-"
+
+
+def test_what_was_published_is_not_measured_again(scripts):
+    """The most contexts of a cell stay, whichever came first."""
+    module, _ = scripts
+    few, many, other = (cell("a", 0.05, "niah_single_1", 0.5) for _ in range(3))
+    many = many.model_copy(update={"accuracy": many.accuracy.model_copy(update={"contexts": 50, "value": 0.6})})
+    other = other.model_copy(update={"cell": other.cell.model_copy(update={"seed": 7})})
+    for order in ([few, many, other], [many, few, other]):
+        table = module.Table.__new__(module.Table)
+        table.cells = {}
+        table.take(order)
+        assert sorted(one.accuracy.value for one in table.cells.values()) == [0.5, 0.6]

@@ -219,7 +219,16 @@ def test_a_decode_step_is_one_call(monkeypatch):
         steps.append(whole(module))
         return steps[-1]
 
+    def as_several(kernels, dtype, module):
+        def another():
+            steps.append(made.another())
+            return steps[-1]
+
+        made = module if kernels == "torch" else whole(module)
+        return another if kernels != "torch" else lambda: module
+
     monkeypatch.setattr("semkv.compiled.as_step", as_one)
+    monkeypatch.setattr("semkv.compiled.as_turns", as_several)
     compiled = semkv.compile(small_model(), config=semkv.CompileConfig(floor=0, kernels="cpp"))
     plain = compiled.with_method("full", config=semkv.CompileConfig(floor=0, kernels="torch"))
     ids = torch.randint(41, (2, 20), generator=torch.Generator().manual_seed(0))
