@@ -42,7 +42,8 @@ def real_block(report: Report) -> str:
         "much of what the full cache gives to the text that follows, beyond first and recent tokens alone, a memory still gives, in "
         "percent (below 0: less than those alone). *Needles*: numbers found in the context, in percent; the full cache finds "
         f"{100 * full.accuracy.value:.0f}. {texts} texts and as many needles, a short look with wide intervals: "
-        "[docs/results/real.md](docs/results/real.md), or `make real` on your machine. `sketch` holds exact tokens in 8 bits, the "
+        "[docs/results/real.md](docs/results/real.md), or `make real` on your machine. All methods: "
+        "[docs/results/real_smollm2.md](docs/results/real_smollm2.md). `sketch` holds exact tokens in 8 bits, the "
         "others in 16. A dash where a method cannot run."
     )
     return f"{intro}\n\n{table(['method', *columns], lines)}"

@@ -206,8 +206,12 @@ def test_errors_cross_from_one_process_to_another(small, ids):
     assert str(error.errors[1]) == str(caught.value.errors[1])
     assert error.state is None
     assert caught.value.state is not None
+    failed = semkv.errors.StepError({2: BudgetError("no room")}, torch.zeros(3, 5))
+    again = pickle.loads(pickle.dumps(failed))
+    assert (str(again), str(again.errors[2]), again.logits) == (str(failed), "no room", None)
+    carrying = (BatchError, semkv.errors.StepError)
     for kind in vars(semkv.errors).values():
-        if isinstance(kind, type) and issubclass(kind, semkv.errors.SemkvError) and kind is not BatchError:
+        if isinstance(kind, type) and issubclass(kind, semkv.errors.SemkvError) and kind not in carrying:
             again = pickle.loads(pickle.dumps(kind("why")))
             assert (type(again), str(again)) == (kind, "why")
 
