@@ -49,6 +49,7 @@ def test_rows_that_are_exact_share_a_batch_with_others(tiny: CompiledModel, tmp_
     assert differences(compiled, tmp_path / "step", "onnx", ((900, 100),)) == []
 
 
+@pytest.mark.slow
 def test_a_package_gives_our_tokens_without_semkv(tiny: CompiledModel, tmp_path: Path) -> None:
     assert differences(tiny, tmp_path / "step", "aoti", ((90, 61), (40, 70, 55))) == []
 

@@ -41,7 +41,7 @@ def runs(compiled: semkv.Compiled) -> list[object]:
     return [graph.run for graph in compiled.placement.steps.graphs._graphs.values()]
 
 
-@pytest.mark.parametrize("method", quick_ones(METHODS, ["full", "sketch"]))
+@pytest.mark.parametrize("method", quick_ones(METHODS, ["sketch"]))
 def test_a_real_step_is_one_call(method, prompt, monkeypatch):
     """Long enough for memories to grow between steps."""
     fused = compiled_by(method)
