@@ -168,14 +168,16 @@ def page(model: str, report: Report, rows: Sequence[Mapping[str, Any]], samples:
         "The context is read and compressed; then a text goes on, token by token, or a question comes. "
         + GAIN
         + " *Answers kept*: right ones in the needle tasks that the full cache answers at "
-        f"{100 * ABLE:g} % or more, in percent of the full cache's. In brackets 95 % intervals, clustered by context. All methods answered "
-        "the first questions, the best of them all of them: the last column says how many.",
+        f"{100 * ABLE:g} % or more, in percent of the full cache's. In brackets 95 % intervals, clustered by context. The last column "
+        "says how many texts and questions a line is of: few in the first round, in which all take part; more for the best. "
+        "A method without a line has no room to work in at that budget and length.",
         "For semkv every layer holds and reads no more than the budget, indexes included; for kvpress it is the share of the context's "
         "pairs that attention sees, with what follows on top. `auto`: what the profile takes at the budget. "
         f"{', '.join(f'`{name}`' for name in STRICT)} run with `strict`, so that nothing is whole. `ceiling`: true attention chooses, its "
         "index not charged.",
         *parts,
         "## Provenance",
+        *report.notes,
         provenance_of(report),
     )
 

@@ -134,7 +134,7 @@ class Table:
             key = cell.cell.key, cell.cell.variant.label
             known = self.cells.get(key)
             if known is None or known.accuracy.contexts <= cell.accuracy.contexts:
-                self.cells[key] = cell.model_copy(update={"zoom": None, "mass": None})
+                self.cells[key] = cell.model_copy(update={"zoom": None, "mass": None, "depths": []})
 
     def run(self, variants: Sequence[Variant], size: Size, length: int, title: str) -> list[CellResult]:
         """Cells of these variants at one length, those of methods that read no profile from rows of their own."""
@@ -183,7 +183,12 @@ class Table:
             if key not in best or best[key].accuracy.contexts < cell.accuracy.contexts:
                 best[key] = cell
         cells = list(best.values())
-        report = self.report.model_copy(update={"cells": cells, "summaries": [], "commits": sorted(self.commits)})
+        texts = (
+            "" if self.asked.texts is None else ", ".join(path.stem for path in sorted(self.asked.texts.glob("*.txt")))
+        )
+        notes = [f"texts: {texts or 'the half of the manual and library of Python that benchmarks/real.py judges on'}"]
+        changes = {"cells": cells, "summaries": [], "commits": sorted(self.commits), "notes": notes}
+        report = self.report.model_copy(update=changes)
         write_results(f"real_{self.asked.model}", report)
 
     def _measure(

@@ -59,13 +59,13 @@ class EngineSteps(Reader):
         """
         self._follow_for(input_ids)
         states = list(states)
-        tokens = self._tokens_of(states, input_ids)
+        self._check_states(states)
         failed: dict[int, Exception] = {}  # by state
         rows: dict[int, list[Tensor]] = {}
         with ExitStack() as used:
             for state in states:
                 used.enter_context(state.in_use())
-            for number, (state, ids) in enumerate(zip(states, tokens)):
+            for number, (state, ids) in enumerate(zip(states, self._tokens_of(states, input_ids))):
                 try:
                     rows[number] = self._made_ready(state, ids)
                 except Exception as error:
@@ -82,16 +82,17 @@ class EngineSteps(Reader):
             raise StepError(errors, logits.index_fill(0, lost, 0))
         return logits
 
-    def _tokens_of(self, states: list[State], input_ids: Tensor) -> tuple[Tensor, ...]:
-        """The ids [b, 1] of each state; checks of the call, which is refused as a whole."""
+    def _check_states(self, states: list[State]) -> None:
+        """Refuse a call over states that cannot take a token together."""
         if not states:
             raise InputError("step takes at least one state, got none")
         if len({id(state) for state in states}) < len(states):
             raise InputError("a state is given twice: each takes one token in a step; state.fork() makes a second one")
         for state in states:
             self._check_state(state)
-            with state.in_use():  # neither released nor somebody else's
-                pass
+
+    def _tokens_of(self, states: list[State], input_ids: Tensor) -> tuple[Tensor, ...]:
+        """The ids [b, 1] of each state; a call with other ids, or of too many rows, is refused as a whole."""
         sizes = [len(state.rows) for state in states]
         if not isinstance(input_ids, Tensor) or input_ids.shape not in ((sum(sizes),), (sum(sizes), 1)):
             shape = tuple(input_ids.shape) if isinstance(input_ids, Tensor) else type(input_ids).__name__

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-import semkv.kernels  # noqa: F401  registers the operators' implementations
+import semkv.kernels
 from semkv.api import compile as compile_model
 from semkv.compiled import CompiledModel
 from semkv.config import CompileConfig
@@ -272,6 +272,13 @@ def profiled(random_ids, tmp_path_factory):
         return compile_model(model, made.profile, method="full", config=CompileConfig(floor=0, latents=latents))
 
     return make
+
+
+@pytest.fixture(scope="session")
+def base() -> CompiledModel:
+    """The bundled model as `full`, with its profile and no floor. Tests do not change it."""
+    model, _ = semkv.bundled.load()
+    return semkv.compile(model, semkv.bundled.profile(), method="full", config=semkv.CompileConfig(floor=0))
 
 
 @pytest.fixture(scope="session")

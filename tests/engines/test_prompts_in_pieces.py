@@ -13,12 +13,6 @@ TOKENS, PIECES = 301, (1, 130, 64, 106)
 
 
 @pytest.fixture(scope="module")
-def base():
-    model, _ = semkv.bundled.load()
-    return semkv.compile(model, semkv.bundled.profile(), method="full", config=semkv.CompileConfig(floor=0))
-
-
-@pytest.fixture(scope="module")
 def ids(base):
     return torch.randint(3, base.program.vocab_size, (TOKENS,), generator=torch.Generator().manual_seed(0))
 

@@ -20,12 +20,6 @@ LENGTHS = (300, 411, 257)
 
 
 @pytest.fixture(scope="module")
-def base():
-    model, _ = semkv.bundled.load()
-    return semkv.compile(model, semkv.bundled.profile(), method="full", config=semkv.CompileConfig(floor=0))
-
-
-@pytest.fixture(scope="module")
 def texts(base):
     generator = torch.Generator().manual_seed(0)
     return [torch.randint(3, base.program.vocab_size, (1, n), generator=generator) for n in LENGTHS]

@@ -11,12 +11,6 @@ from semkv.evaluation.continuations import is_compressed, score_continuations
 
 
 @pytest.fixture(scope="module")
-def base():
-    model, _ = semkv.bundled.load()
-    return semkv.compile(model, semkv.bundled.profile(), method="full", config=semkv.CompileConfig(floor=0))
-
-
-@pytest.fixture(scope="module")
 def ids(base):
     return torch.randint(3, 600, (400,), generator=torch.Generator().manual_seed(0)).tolist()
 

@@ -13,12 +13,6 @@ LENGTHS = (300, 411, 257)
 
 
 @pytest.fixture(scope="module")
-def base():
-    model, _ = semkv.bundled.load()
-    return semkv.compile(model, semkv.bundled.profile(), method="full", config=semkv.CompileConfig(floor=0))
-
-
-@pytest.fixture(scope="module")
 def conversations(base):
     """Prompts of several lengths, int64 [1, n] each."""
     generator = torch.Generator().manual_seed(0)
