@@ -6,10 +6,10 @@ constexpr int64_t LEAST = 1 << 16;  // numbers of a thread
 
 // Fields of 8 bytes each, as semkv.kernels.state.append writes them. Strides are bytes, of rows of the batch, heads, and places or tokens.
 struct Side {
-  char* into;                                        // [rows, heads, window, width], codes where there is a scale
+  char* into;                                        // [rows, heads, window, width], packed codes where there is a scale
   char* scale;                                       // float16 [rows, heads, window] or null
   const char* fresh;                                 // [rows, heads, tokens, width]
-  int64_t width, into_kind, fresh_kind;
+  int64_t width, bits, into_kind, fresh_kind;         // width: numbers; bits: of codes
   int64_t into_strides[3], scale_strides[3], fresh_strides[3];
 };
 
@@ -36,7 +36,7 @@ void append_head(const Call& call, int64_t task) {
         continue;
       }
       char* scale = side.scale + row * side.scale_strides[0] + head * side.scale_strides[1] + place * side.scale_strides[2];
-      quantize(from, side.fresh_kind, to, (uint16_t*)scale, side.width);
+      quantize(from, side.fresh_kind, to, (uint16_t*)scale, side.width, side.bits);
     }
     if (head) continue;
     const char* position = call.new_positions + row * call.new_position_strides[0] + token * call.new_position_strides[1];

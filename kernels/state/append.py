@@ -20,7 +20,7 @@ class _Side(ctypes.Structure):
     """`Side` of the template, whose fields it names."""
 
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("into", "scale", "fresh", "width", "into_kind", "fresh_kind")),
+        *((name, ctypes.c_int64) for name in ("into", "scale", "fresh", "width", "bits", "into_kind", "fresh_kind")),
         *((name, ctypes.c_int64 * 3) for name in ("into_strides", "scale_strides", "fresh_strides")),
     )
 
@@ -77,15 +77,18 @@ def describe_append(
     sides = (("k", k, k_scale, new_k), ("v", v, v_scale, new_v))
     for place, (name, into, scale, fresh) in enumerate(sides):
         width = into.shape[-1]
-        demand(name, into, FLOATS if scale is None else CODES, (rows, heads, window, width))
-        demand(f"new_{name}", fresh, FLOATS, (rows, heads, tokens, width))
+        dim = fresh.shape[-1]
+        bits = 8 if scale is None or width == dim else 4
+        demand(name, into, FLOATS if scale is None else CODES, (rows, heads, window, -(-dim * bits // 8)))
+        demand(f"new_{name}", fresh, FLOATS, (rows, heads, tokens, dim))
         if scale is not None:
             demand(f"{name}_scale", scale, SCALES, (rows, heads, window, 1))
         side: dict[str, Operand | float | None] = {
             "into": Operand("argument", name),
             "scale": None if scale is None else Operand("argument", f"{name}_scale"),
             "fresh": Operand("argument", f"new_{name}"),
-            "width": width,
+            "width": dim,
+            "bits": bits,
             "into_kind": KINDS[into.dtype],
             "fresh_kind": KINDS[fresh.dtype],
             **strides_of("into_strides", into, 3),

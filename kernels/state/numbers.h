@@ -74,8 +74,9 @@ inline void rebuild(const char* codes, const uint16_t* scale, char* to, int64_t 
   sixteens(count, [&](auto some, int64_t n) { put<some>(from_bytes(loaded<some, Bytes>(codes + n), 128) * each, to + n * bytes_of(into), into); });
 }
 
-// A row of numbers as codes of 8 bits with a scale, those of semkv.runtime.quantization. Where one is not a number, the scale is none.
-inline void quantize(const char* from, int64_t kind, char* codes, uint16_t* scale, int64_t count) {
+// A row of numbers as codes of 8 or 4 bits with a scale, those of semkv.runtime.quantization. Where one is not a number, the scale is none.
+inline void quantize(const char* from, int64_t kind, char* codes, uint16_t* scale, int64_t count, int64_t bits) {
+  const float top = (float)((1 << (bits - 1)) - 1);
   Floats most = {}, odd = {};
   sixteens(count, [&](auto some, int64_t n) {
     Floats x = numbers<some>(from + n * bytes_of(kind), kind);
@@ -83,7 +84,7 @@ inline void quantize(const char* from, int64_t kind, char* codes, uint16_t* scal
     odd = x == x ? odd : x;
     most = x > most ? x : most;
   });
-  float each = sum(odd) == 0.0f ? largest(most) / 127.0f : __builtin_nanf("");
+  float each = sum(odd) == 0.0f ? largest(most) / top : __builtin_nanf("");
   each = each < 0x1p-24f ? 0x1p-24f : (each > 65504.0f ? 65504.0f : each);
   const Shorts half = to_float16(Floats{} + each);
   *scale = half[0];
@@ -91,11 +92,19 @@ inline void quantize(const char* from, int64_t kind, char* codes, uint16_t* scal
   const float magic = 0x1.8p23f;  // adding it rounds to an integer, the even one of two
   sixteens(count, [&](auto some, int64_t n) {
     Floats x = numbers<some>(from + n * bytes_of(kind), kind) / held;
-    x = x < -127.0f ? Floats{} - 127.0f : (x > 127.0f ? Floats{} + 127.0f : x);
-    Words code = x == x ? (Words)(x + magic) - 0x4b400000u + 128u : Words{};
+    x = x < -top ? Floats{} - top : (x > top ? Floats{} + top : x);
+    Words code = x == x ? (Words)(x + magic) - 0x4b400000u + (uint32_t)(top + 1.0f) : Words{};
     Bytes packed = __builtin_convertvector(code, Bytes);
-    std::memcpy(codes + n, &packed, some);
+    if (bits == 8) {
+      std::memcpy(codes + n, &packed, some);
+      return;
+    }
+    for (int64_t k = 0; k < some; ++k) {
+      uint8_t* at = (uint8_t*)codes + (n + k) / 2;
+      *at = (n + k) % 2 ? (uint8_t)(*at & 15 | packed[k] << 4) : packed[k];
+    }
   });
+  if (bits == 4 && count % 2) codes[count / 2] |= (char)((int)(top + 1.0f) << 4);
 }
 
 }  // namespace

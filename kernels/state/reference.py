@@ -14,8 +14,6 @@ from semkv.errors import InputError
 from semkv.ir.state_ops import EMPTY
 
 NONE = float("-inf")
-TOP = 127
-"""The largest code of 8 bits, less the middle one."""
 HALF = torch.finfo(torch.float16)
 
 
@@ -38,17 +36,22 @@ def append_reference(
         if scale is None:
             into.scatter_(2, place.expand_as(new), new.to(into.dtype))
         else:
-            codes, scales = quantized(new)
+            codes, scales = quantized(new, 8 if into.shape[-1] == new.shape[-1] else 4)
             into.scatter_(2, place.expand_as(codes), codes)
             scale.scatter_(2, place.expand_as(scales), scales)
     positions.scatter_(2, place[..., 0], new_positions[:, None].to(positions.dtype))
 
 
-def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes uint8 [..., D] of 8 bits and scales float16 [..., 1], to the bit those of `semkv.runtime.quantization.quantize`."""
-    scale = (x.abs().amax(dim=-1, keepdim=True).float() / TOP).clamp(min=HALF.smallest_normal * HALF.eps, max=HALF.max)
+def quantized(x: Tensor, bits: int = 8) -> tuple[Tensor, Tensor]:
+    """Codes uint8 [..., ceil(D * bits / 8)] and scales float16 [..., 1], to the bit those of `semkv.runtime.quantization.quantize`."""
+    top = 2 ** (bits - 1) - 1
+    scale = (x.abs().amax(dim=-1, keepdim=True).float() / top).clamp(min=HALF.smallest_normal * HALF.eps, max=HALF.max)
     scale = scale.to(torch.float16)
-    return (x.float() / scale.float()).round().clamp(-TOP, TOP).add(TOP + 1).to(torch.uint8), scale
+    codes = (x.float() / scale.float()).round().clamp(-top, top).add(top + 1)
+    if bits == 4:  # in arithmetic that there is everywhere
+        codes = pad(codes, (0, codes.shape[-1] % 2), value=float(top + 1)).unflatten(-1, (-1, 2))
+        codes = codes[..., 0] + 16 * codes[..., 1]
+    return codes.to(torch.uint8), scale
 
 
 def products_reference(q: Tensor, x: Tensor, scale: Tensor | None = None, bits: int = 16) -> Tensor:

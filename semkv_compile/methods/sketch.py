@@ -35,8 +35,8 @@ class Sketch(Method):
     stages: bytes of a key's code; 0: as many as `code_share` of the budget holds, at most the profile's. coarse: attend to tokens that
     stay folded, where the same share holds a value's byte beside two of the key's; where not, they are not in the softmax. sinks,
     window: exact tokens, first and recent. fixed_share: of the budget, for codes and exact tokens; the rest is for unfolded ones.
-    exact_form: of exact and unfolded tokens on the device, `int8` with a scale per token and KV head, or `raw`, of which a budget
-    holds half as many. oracle: true attention chooses in place of codes, which are neither made nor charged: the ceiling of any
+    exact_form: of exact and unfolded tokens on the device, `int4` or `int8` with a scale per token and KV head, or `raw`, of which a
+    budget holds fewest. oracle: true attention chooses in place of codes, which are neither made nor charged: the ceiling of any
     choice of single tokens with this budget, not a method.
     """
 
@@ -46,7 +46,7 @@ class Sketch(Method):
     window: Tokens = 32
     fixed_share: Share = 2 / 3
     code_share: Share = 0.4
-    exact_form: Literal["int8", "raw"] = "int8"
+    exact_form: Literal["int4", "int8", "raw"] = "int8"
     oracle: bool = False
 
     name: ClassVar[str] = "sketch"
@@ -100,6 +100,7 @@ class Sketch(Method):
             segmenter=Pages(1, frame, fixed=True),
             router=OracleRouter() if self.oracle else router,
             exact_form=self.exact_form,
+            host_form="int4" if self.exact_form == "int4" else "int8",
             outside="folded",
             fixed_share=self.fixed_share,
             floor_tokens=16,

@@ -108,7 +108,7 @@ class Evictor(Protocol):
 
 
 class ExactKeys(NamedTuple):
-    """Keys of exact tokens in a step's graph: k [B, Hkv, n, D], codes of 8 bits where there is a scale [B, Hkv, n, 1]; positions int32
+    """Keys of exact tokens in a step's graph: k [B, Hkv, n, D], codes of 8 or 4 bits where there is a scale [B, Hkv, n, 1]; positions int32
     [B, Hkv|1, n], later than every query where there is no token."""
 
     k: Tensor
@@ -310,9 +310,9 @@ class Components:
     segmenter, router: for methods that fold; None where tokens are only kept or dropped.
     summary: what stands for a folded unit in the softmax; None: nothing.
     forms: in which form spans wait, see `host_form` for those that it leaves as tokens.
-    exact_form: of exact and unfolded tokens on the device, `raw` in the KV dtype, or `int8`, codes with a scale per token and KV head,
-        which needs `host_form="int8"`: a token's codes are made once, and move as they are.
-    host_form: `raw`, `int8`, or `none`: folded tokens are not kept, their summary is all that is left of them.
+    exact_form: of exact and unfolded tokens on the device, `raw` in the KV dtype, or `int8` or `int4`, codes with a scale per token and
+        KV head, which need the same `host_form`: a token's codes are made once, and move as they are.
+    host_form: `raw`, `int8`, `int4`, or `none`: folded tokens are not kept, their summary is all that is left of them.
     outside: where tokens go that are neither exact nor folded: `folded` on or `dropped`.
     fixed_share: part of the budget that fixed parts (exact tokens, window, summaries, indexes) may take; the rest is for
         unfolded units.
@@ -334,8 +334,8 @@ class Components:
     summary: Summary | None = None
     router: Router | None = None
     forms: FormChooser | None = None
-    exact_form: Literal["raw", "int8"] = "raw"
-    host_form: Literal["raw", "int8", "none"] = "int8"
+    exact_form: Literal["raw", "int8", "int4"] = "raw"
+    host_form: Literal["raw", "int8", "int4", "none"] = "int8"
     outside: Literal["folded", "dropped"] = "dropped"
     fixed_share: float = 1.0
     floor_tokens: int = 0
@@ -351,9 +351,11 @@ class Components:
     whole: bool = False
 
     def __post_init__(self) -> None:
-        if self.exact_form == "int8" and self.host_form == "raw":
+        moved = self.exact_form != "raw" and self.host_form not in (self.exact_form, "none")
+        if moved or (self.host_form == "int4" and self.exact_form != "int4"):
             raise ValueError(
-                "exact_form is 'int8' and host_form 'raw'; expected codes on the host as well, which move as they are"
+                f"exact_form is {self.exact_form!r} and host_form {self.host_form!r}; expected the same codes on the host, which move as "
+                "they are, and of 4 bits in both places"
             )
 
     @property

@@ -6,7 +6,7 @@ import torch
 
 from semkv.ir.site import AttentionSite
 from semkv.runtime.components import Components
-from semkv.runtime.quantization import bytes_per_vector
+from semkv.runtime.quantization import CODE_BITS, bytes_per_vector
 
 
 def unit_cost_bytes(site: AttentionSite, components: Components, dtype: torch.dtype) -> float:
@@ -24,15 +24,17 @@ def unit_cost_bytes(site: AttentionSite, components: Components, dtype: torch.dt
 
 def exact_nbytes(site: AttentionSite, components: Components, dtype: torch.dtype) -> int:
     """Device bytes of an exact token's key and value in one KV head."""
-    if components.exact_form == "int8":
-        return bytes_per_vector(site.key_dim, 8) + bytes_per_vector(site.value_dim, 8)
-    return (site.key_dim + site.value_dim) * dtype.itemsize
+    return token_nbytes(site, components.exact_form, dtype)
+
+
+def token_nbytes(site: AttentionSite, form: str, dtype: torch.dtype) -> int:
+    """Bytes of one token's key and value in one KV head in a form of `Components`."""
+    bits = CODE_BITS.get(form, 16)
+    return sum(int(bytes_per_vector(dim, bits, dtype)) for dim in (site.key_dim, site.value_dim))
 
 
 def waiting_cost_bytes(site: AttentionSite, components: Components, dtype: torch.dtype) -> int:
     """Bytes that one folded token takes while it waits, over the heads of `site`; factors take no more than that."""
     if components.segmenter is None or components.host_form == "none":
         return 0
-    if components.host_form == "raw":
-        return site.values_per_token * dtype.itemsize
-    return site.kv_heads * (bytes_per_vector(site.key_dim, 8) + bytes_per_vector(site.value_dim, 8))
+    return site.kv_heads * token_nbytes(site, components.host_form, dtype)

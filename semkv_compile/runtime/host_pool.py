@@ -1,4 +1,4 @@
-"""Where folded tokens wait: raw, quantised to 8 bits, or as low-rank factors, in host memory, in a mapped file or on the device."""
+"""Where folded tokens wait: raw, quantised to 8 or 4 bits, or as low-rank factors, in host memory, in a mapped file or on the device."""
 
 from __future__ import annotations
 
@@ -9,23 +9,26 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from semkv.kernels.codes import rebuilt
 from semkv.kernels.gather.cpp import copies_tokens, copy_tokens_cpp
 from semkv.kernels.mixed_attention.dispatch import DTYPES
 from semkv.runtime.host_tier import HostTier, on_disk
-from semkv.runtime.quantization import quantize
+from semkv.runtime.quantization import CODE_BITS, code_width, quantize
 
-Form = Literal["raw", "int8"]
+Form = Literal["raw", "int8", "int4"]
 
 RoomKinds = tuple[tuple[int, torch.dtype], ...]
-"""Numbers per token and their dtype, of each tensor of a room for tokens: keys and values, and where those are codes of 8 bits their
+"""Numbers per token and their dtype, of each tensor of a room for tokens: keys and values, and where those are codes their
 scales."""
 
 
-def room_kinds(key_dim: int, value_dim: int, dtype: torch.dtype, *, codes: bool) -> RoomKinds:
-    """Of rooms that hold tokens in `dtype`, or as codes."""
-    if codes:
-        return (key_dim, torch.uint8), (value_dim, torch.uint8), (1, torch.float16), (1, torch.float16)
-    return (key_dim, dtype), (value_dim, dtype)
+def room_kinds(key_dim: int, value_dim: int, dtype: torch.dtype, form: str) -> RoomKinds:
+    """Of rooms that hold tokens in a form: numbers of `dtype`, or codes."""
+    bits = CODE_BITS.get(form)
+    if bits is None:
+        return (key_dim, dtype), (value_dim, dtype)
+    widths = [(code_width(dim, bits), torch.uint8) for dim in (key_dim, value_dim)]
+    return (*widths, (1, torch.float16), (1, torch.float16))
 
 
 AHEAD = 256
@@ -124,7 +127,7 @@ class GrowingTensor:
 
 
 class HostTokens:
-    """Folded tokens' keys and values per KV head, in order, raw in the KV dtype or as 8-bit codes with scales."""
+    """Folded tokens' keys and values per KV head, in order, raw in the KV dtype or as codes of 8 or 4 bits with scales."""
 
     def __init__(
         self,
@@ -138,15 +141,11 @@ class HostTokens:
         device: torch.device | None = None,
     ) -> None:
         self.form = form
-        self.dtype = dtype
-        stored = dtype if form == "raw" else torch.uint8
+        self.dtype, self.dims = dtype, {"k": key_dim, "v": value_dim}
+        kinds = zip(("k", "v", "k_scale", "v_scale"), room_kinds(key_dim, value_dim, dtype, form))
         self.parts = {
-            "k": GrowingTensor(heads, (key_dim,), stored, tier=tier, device=device),
-            "v": GrowingTensor(heads, (value_dim,), stored, tier=tier, device=device),
+            name: GrowingTensor(heads, (width,), stored, tier=tier, device=device) for name, (width, stored) in kinds
         }
-        if form == "int8":
-            for name in ("k_scale", "v_scale"):
-                self.parts[name] = GrowingTensor(heads, (1,), torch.float16, tier=tier, device=device)
 
     @property
     def length(self) -> int:
@@ -186,7 +185,7 @@ class HostTokens:
             self.parts["v"].append(v.to(self.dtype))
             return
         for name, x in (("k", k), ("v", v)):
-            packed = quantize(x, 8)
+            packed = quantize(x, CODE_BITS[self.form])
             self.parts[name].append(packed.codes)
             self.parts[f"{name}_scale"].append(packed.scale)
 
@@ -208,7 +207,7 @@ class HostTokens:
         if self.form == "raw":
             return rows
         scale = self.parts[f"{name}_scale"].rows(heads, index)
-        return rows.to(torch.float32).sub_(128).mul_(scale.float()).to(self.dtype)
+        return rebuilt(rows, scale, CODE_BITS[self.form], self.dims[name]).to(self.dtype)
 
     def fill(
         self, rooms: Sequence[Tensor], at: Tensor, index: Tensor, heads: Tensor, *, threads: int | None = None
@@ -240,7 +239,7 @@ class HostTokens:
     def moved(self, device: torch.device | None) -> HostTokens:
         """A copy on `device`; on the host where it is None."""
         copy = object.__new__(HostTokens)
-        copy.form, copy.dtype = self.form, self.dtype
+        copy.form, copy.dtype, copy.dims = self.form, self.dtype, self.dims
         copy.parts = {name: part.moved(device) for name, part in self.parts.items()}
         return copy
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from semkv.ir.site import AttentionSite
 from semkv.runtime.components import Components, Continuing
-from semkv.runtime.quantization import Quantized, quantize
+from semkv.runtime.quantization import CODE_BITS, Quantized, quantize
 from semkv.runtime.record import RowRecord
 
 
@@ -26,7 +26,8 @@ class PromptPart:
     def held(self, x: Tensor, device: torch.device) -> Tensor | Quantized:
         """x [Hkv, t, D] as exact tokens are held on `device`."""
         x = x.to(device)
-        return quantize(x, 8) if self.components.exact_form == "int8" else x
+        bits = CODE_BITS.get(self.components.exact_form)
+        return x if bits is None else quantize(x, bits)
 
     @property
     def everything(self) -> Tensor:

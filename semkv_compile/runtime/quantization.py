@@ -38,6 +38,10 @@ class Quantized:
         return Quantized(self.codes.clone(), self.scale.clone(), self.bits, self.dim)
 
 
+CODE_BITS = {"int8": 8, "int4": 4}
+"""Bits of the forms of tokens that are codes; another form is numbers."""
+
+
 Held = TypeVar("Held", Quantized, Tensor, Quantized | Tensor)
 
 
@@ -104,7 +108,12 @@ def bytes_per_vector(dim: int, bits: int, dtype: torch.dtype = torch.float16) ->
     """Bytes of one quantised vector with its scale; at 16 bits, of numbers of `dtype`."""
     if bits == 16:
         return dim * dtype.itemsize
-    return (dim * bits + 7) // 8 + 2
+    return code_width(dim, bits) + 2
+
+
+def code_width(dim: int, bits: int) -> int:
+    """Bytes of the codes of one vector, without its scale."""
+    return (dim * bits + 7) // 8
 
 
 def replaced(held: Held, keep: Tensor, at: Tensor, made: Tensor) -> Held:

@@ -289,7 +289,7 @@ class SiteMemory:
                 (kept.positions, recent.positions),
             )
         )
-        held_k, held_v = (quantize(x, 8) for x in (k, v)) if kept.in_codes else (k, v)
+        held_k, held_v = (x if kept.bits is None else quantize(x, kept.bits) for x in (k, v))
         self.kept = TokenStore(held_k, held_v, positions, page, scores=scores[rows, best])
         self._pop(leaving)
 

@@ -13,7 +13,7 @@ from semkv.runtime.components import Cutting, Part
 from semkv.runtime.part_shares import sharing_parts
 from semkv.runtime.past import Past
 from semkv.runtime.placement import Placement
-from semkv.runtime.quantization import Quantized
+from semkv.runtime.quantization import CODE_BITS, Quantized, code_width
 from semkv.runtime.row_memory import RowMemory
 from semkv.runtime.segments import Boundary
 from semkv.runtime.site_memory import SiteMemory
@@ -240,9 +240,10 @@ def _held(
     """Keys or values of exact tokens."""
     if form == "raw":
         return _expect(own[name], name, shape, dtype).to(device)
-    codes = _expect(own[name], name, shape, torch.uint8).to(device)
+    bits = CODE_BITS[form]
+    codes = _expect(own[name], name, (*shape[:2], code_width(shape[2], bits)), torch.uint8).to(device)
     scale = _expect(own[f"{name}_scale"], f"{name}_scale", (*shape[:2], 1), torch.float16).to(device)
-    return Quantized(codes, scale, 8, shape[2])
+    return Quantized(codes, scale, bits, shape[2])
 
 
 def _slots(spans: FoldedSpans, places: Tensor, device: torch.device) -> Slots:

@@ -509,8 +509,7 @@ class FoldedSpans:
     @property
     def room_kinds(self) -> RoomKinds:
         """What a slot for an unfolded token has on the device."""
-        codes = self.components.exact_form == "int8"
-        return room_kinds(self.site.key_dim, self.site.value_dim, self.dtype, codes=codes)
+        return room_kinds(self.site.key_dim, self.site.value_dim, self.dtype, self.components.exact_form)
 
     @property
     def has_factors(self) -> bool:

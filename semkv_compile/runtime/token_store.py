@@ -1,4 +1,4 @@
-"""Exact tokens on one device, in pages: at full resolution, or in 8 bits."""
+"""Exact tokens on one device, in pages: at full resolution, or in 8 or 4 bits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PAGES_AHEAD = 4
 class TokenStore:
     """Keys [Hkv, n, D], values [Hkv, n, Dv] and positions [Hkv|1, n] of exact tokens, grown a page at a time.
 
-    Given as `Quantized` of 8 bits, keys and values are held as codes, a scale per token and KV head beside them, and so are those that
+    Given as `Quantized`, keys and values are held as codes, a scale per token and KV head beside them, and so are those that
     are appended. Positions have one row per KV head where heads hold different tokens, else one for all. `scores` float32 [Hkv, n] stand
     beside tokens that are scored (`semkv.runtime.components.Evictor`); appended ones begin with 0. `reserve` asks for
     geometric growth, for stores without a cap: then buffers are ahead of what is occupied, and `nbytes` counts what is
@@ -41,7 +41,9 @@ class TokenStore:
     ) -> None:
         self.page_size = page_size
         self.reserve = reserve
-        self.in_codes = isinstance(k, Quantized)
+        self.bits = k.bits if isinstance(k, Quantized) else None
+        """Of codes; None: numbers."""
+        self.dims = {name: x.dim if isinstance(x, Quantized) else x.shape[-1] for name, x in (("k", k), ("v", v))}
         given = {**_parts("k", k), **_parts("v", v), "positions": positions.to(torch.int32)}
         if scores is not None:
             given["scores"] = scores.float()
@@ -61,9 +63,9 @@ class TokenStore:
 
     def _numbers(self, name: str) -> Tensor | Quantized:
         x = self._held[name][:, : self.length]
-        if not self.in_codes:
+        if self.bits is None:
             return x
-        return Quantized(x, self._held[f"{name}_scale"][:, : self.length], 8, x.shape[-1])
+        return Quantized(x, self._held[f"{name}_scale"][:, : self.length], self.bits, self.dims[name])
 
     @property
     def k(self) -> Tensor | Quantized:
@@ -138,7 +140,7 @@ class TokenStore:
             self._grow(self._pages(wanted) * self.page_size)
         new = {"positions": positions}
         for name, x in (("k", k), ("v", v)):
-            new |= _parts(name, quantize(x, 8) if self.in_codes else x)
+            new |= _parts(name, x if self.bits is None else quantize(x, self.bits))
         for name, x in new.items():
             self._held[name][:, self.length : end] = x
         if "scores" in self._held:

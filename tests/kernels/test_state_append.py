@@ -10,6 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from semkv.errors import InputError
 from semkv.ir import state_ops
 from semkv.kernels.calls import UnsupportedCall, run
+from semkv.kernels.codes import code_bits
 from semkv.kernels.cpp import compiler
 from semkv.kernels.state import IN_CPP, REFERENCES
 from semkv.kernels.state.append import append_library, describe_append
@@ -30,15 +31,15 @@ def appended(form: str, **arguments) -> None:
     run(call, arguments)
 
 
-def made(rows, heads, window, tokens, dims, *, dtype=torch.float32, new=torch.float32, coded=False, seed=0):
-    """Arguments: a memory of NaN and arbitrary bytes, within larger tensors; new tokens as views of projections [B, T, H * D]."""
+def made(rows, heads, window, tokens, dims, *, dtype=torch.float32, new=torch.float32, coded=0, seed=0):
+    """Arguments: a memory of NaN, or of codes of `coded` bits and arbitrary bytes, within larger tensors; new tokens as views of
+    projections [B, T, H * D]."""
     generator = torch.Generator().manual_seed(seed)
     given = {}
     for name, width in zip("kv", dims):
         if coded:
-            given[name] = torch.randint(0, 256, (rows, heads, window + 3, width), generator=generator).byte()[
-                :, :, 2:-1
-            ]
+            shape = (rows, heads, window + 3, (width * coded + 7) // 8)
+            given[name] = torch.randint(0, 256, shape, generator=generator).byte()[:, :, 2:-1]
             given[f"{name}_scale"] = torch.full((rows, heads, window + 1, 1), NAN, dtype=torch.float16)[:, :, 1:]
         else:
             given[name] = torch.full((rows, heads + 1, window, width + 2), NAN, dtype=dtype)[:, 1:, :, :width]
@@ -64,7 +65,7 @@ def by_loops(given) -> dict[str, torch.Tensor]:
                 for name in "kv":
                     x = given[f"new_{name}"][row, head, token]
                     if f"{name}_scale" in given:
-                        packed = quantize(x, 8)
+                        packed = quantize(x, code_bits(given[name], len(x)))
                         out[name][row, head, place], out[f"{name}_scale"][row, head, place] = packed.codes, packed.scale
                     else:
                         out[name][row, head, place] = x.to(out[name].dtype)
@@ -79,11 +80,11 @@ def check(given, form) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("coded", [False, True])
+@pytest.mark.parametrize("coded", [0, 8, 4])
 @pytest.mark.parametrize(
     ("rows", "heads", "window", "tokens", "dims"),
     [
-        (1, 1, 1, 1, (1, 1)),
+        (1, 1, 1, 1, (2, 2)),
         (3, 2, 5, 5, (15, 33)),
         (2, 3, 7, 4, (16, 8)),
         (1, 4, 64, 1, (60, 128)),
@@ -106,9 +107,10 @@ def test_numbers_are_rounded_as_pytorch_rounds(dtype, new, form):
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("new", DTYPES)
-def test_codes_are_those_of_the_runtime(new, form):
+@pytest.mark.parametrize("bits", [8, 4])
+def test_codes_are_those_of_the_runtime(bits, new, form):
     """Zeros, halves between two codes, the smallest and the largest scales."""
-    given = made(1, 2, 300, 300, (63, 63), new=new, coded=True)
+    given = made(1, 2, 300, 300, (63, 63), new=new, coded=bits)
     generator = torch.Generator().manual_seed(3)
     x = given["new_k"]
     x[0, 0, 0] = 0
@@ -124,8 +126,9 @@ def test_codes_are_those_of_the_runtime(new, form):
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("new", DTYPES)
-def test_what_is_no_number_stays_none_as_codes(new, form):
-    given = made(1, 2, 8, 3, (35, 16), new=new, coded=True)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_what_is_no_number_stays_none_as_codes(bits, new, form):
+    given = made(1, 2, 8, 3, (35, 16), new=new, coded=bits)
     given["new_k"][0, 0, 1, 34] = given["new_k"][0, 1, 2, 3] = given["new_v"][0, 1, 0, 9] = NAN
     places = (int(given["at"][0]) + torch.arange(3)) % 8
     appended(form, **given)
@@ -143,7 +146,7 @@ def test_its_object_is_named_after_its_file():
 
 @pytest.mark.parametrize("form", FORMS)
 def test_keys_may_be_codes_and_values_numbers(form):
-    given = made(2, 2, 6, 3, (8, 8), coded=True)
+    given = made(2, 2, 6, 3, (8, 8), coded=8)
     del given["v_scale"]
     given["v"] = torch.full(given["v"].shape, NAN, dtype=torch.bfloat16)
     check(given, form)
@@ -155,7 +158,7 @@ def test_threads_change_nothing():
     before = torch.get_num_threads()
     for threads in (1, 2):
         torch.set_num_threads(threads)
-        given = made(2, 4, 200, 199, (128, 64), coded=True)
+        given = made(2, 4, 200, 199, (128, 64), coded=8)
         appended("cpp", **given)
         results.append([given[name].nan_to_num(nan=-7.0) for name in ("k", "v", "k_scale", "v_scale", "positions")])
     torch.set_num_threads(before)
@@ -163,7 +166,7 @@ def test_threads_change_nothing():
 
 
 def test_the_operator_is_as_its_schema_says():
-    for coded in (False, True):
+    for coded in (0, 8, 4):
         given = made(2, 2, 6, 3, (8, 5), coded=coded)
         given = {name: x.nan_to_num() for name, x in given.items()}
         torch.library.opcheck(state_ops.append_, (), given, test_utils=("test_schema", "test_faketensor"))
@@ -172,7 +175,7 @@ def test_the_operator_is_as_its_schema_says():
         assert all(torch.equal(given[name], x) for name, x in expected.items())
 
 
-@pytest.mark.parametrize("coded", [False, True])
+@pytest.mark.parametrize("coded", [0, 8, 4])
 def test_the_reference_is_traced_without_numbers(coded):
     given = made(2, 2, 6, 3, (8, 5), coded=coded)
     with FakeTensorMode(allow_non_fake_inputs=False) as mode:
@@ -200,7 +203,7 @@ def test_what_cpp_cannot_is_done_by_the_reference():
     assert all(torch.equal(given[name].nan_to_num(), x.nan_to_num()) for name, x in expected.items())
 
 
-@pytest.mark.parametrize("coded", [False, True])
+@pytest.mark.parametrize("coded", [0, 8, 4])
 def test_a_call_is_described_without_numbers(coded):
     given = made(2, 3, 6, 3, (8, 5), coded=coded)
     meta = {name: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for name, x in given.items()}

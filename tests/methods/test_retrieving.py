@@ -11,6 +11,7 @@ from semkv.errors import ArtifactError, BudgetError, ConfigError
 from semkv.methods import find_method
 from semkv.profiles.schema import Profile
 from semkv.runtime.budget import Budget
+from semkv.runtime.quantization import dequantize, quantize
 from tests.conftest import quick_ones
 
 RETRIEVING = ("quest", "shadowkv", "infllm", "clusterkv", "sketch", "mixed")
@@ -203,6 +204,55 @@ def test_attention_to_folded_tokens_comes_nearer_to_the_full_cache(whole, prompt
         got = compiled.extend(compiled.prefill(ids), question, all_logits=True).log_softmax(-1)
         apart[coarse] = float((wanted.exp() * (wanted - got)).sum(-1).mean())
     assert apart[True] < apart[False]
+
+
+@pytest.mark.parametrize("budget", [0.15, 60])
+def test_tokens_in_4_bits_are_more_for_the_same_bytes(whole, budget, prompt, tmp_path):
+    """Twice as many exact tokens as in 8 bits, within the budget; they move, fold, and are saved as the codes that they are."""
+    ids, more, found = prompt(500, 5), prompt(9, 6), {}
+    for form in ("int8", "int4"):
+        compiled = whole.with_method("sketch", budget=budget, exact_form=form)
+        state = compiled.prefill(ids)
+        for seed in range(3):
+            compiled.extend(state, prompt(20, seed))
+        compiled.generate(more, state=state, max_new_tokens=12, do_sample=False)
+        assert state.stats.peak_share <= 1
+        held = [memory for memory in state.rows[0].budgeted() if memory.spans is not None]
+        found[form] = sum(memory.slots.filled for memory in held)
+        if form == "int4":
+            assert all(x.spans.host_tokens.parts["k"].stored.shape[-1] == x.site.key_dim // 2 for x in held)
+            state.save(tmp_path / "state")
+            again, fork = compiled.load_state(tmp_path / "state"), state.fork()
+            one, *others = (compiled.extend(x, more, all_logits=True) for x in (state, again, fork))
+            assert all(torch.equal(one, x) for x in others)
+    assert found["int4"] > 1.5 * found["int8"]
+
+
+@pytest.mark.parametrize(("form", "bits"), [("int8", 8), ("int4", 4)])
+def test_tokens_in_codes_are_the_full_caches_rounded(whole, form, bits, prompt):
+    """First ones, those that wait, and recent ones, each within half a step of the key and value that the full cache holds. In the
+    first layer, whose tokens do not depend on what was attended to."""
+    ids, more = prompt(300, 5), prompt(7, 6)
+    compiled = whole.with_method("sketch", budget=0.15, exact_form=form)
+    full, state = whole.prefill(ids), compiled.prefill(ids)
+    whole.extend(full, more)
+    compiled.extend(state, more)
+    everything, memory = full.rows[0].stores[0][0].recent, state.rows[0].stores[0][0]
+    seen = []
+    for side in "kv":
+        numbers = dequantize(getattr(everything, side))
+        most = (
+            0.505 * quantize(numbers, bits).scale.float() + 1e-3 * numbers.abs()
+        )  # half a step, and that of the KV dtype
+        for held in (memory.kept, memory.recent):
+            places = held.positions[0].long()
+            assert bool(((dequantize(getattr(held, side)) - numbers[:, places]).abs() <= most[:, places]).all())
+            seen += places.tolist()
+        places, positions = memory.spans.waiting_places()
+        waiting = memory.spans.host_tokens.gather(places.expand(numbers.shape[0], -1))["kv".index(side)]
+        assert bool(((waiting.float() - numbers[:, positions]).abs() <= most[:, positions]).all())
+        seen += positions.tolist()
+    assert sorted(seen) == sorted([*range(307)] * 2)
 
 
 def test_a_mixture_with_whole_heads_keeps_all_their_tokens(whole, prompt):

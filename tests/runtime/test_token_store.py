@@ -67,16 +67,17 @@ def test_a_clone_is_independent():
     assert copy.positions[0].tolist() == [0, 1, 2, 3, 4, 90]
 
 
+@pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("page", [1, 8])
-def test_in_codes_it_holds_the_codes_of_what_it_was_given(page):
+def test_in_codes_it_holds_the_codes_of_what_it_was_given(page, bits):
     """A scale per token and head beside them; what comes out at the front is quantised anew to the same codes."""
     generator = torch.Generator().manual_seed(0)
     k, v = torch.randn(2, 21, 6, generator=generator), torch.randn(2, 21, 4, generator=generator)
     k[1, 3] = 0
-    where, codes_k, codes_v = torch.arange(21)[None], quantize(k, 8), quantize(v, 8)
+    where, codes_k, codes_v = torch.arange(21)[None], quantize(k, bits), quantize(v, bits)
     store = TokenStore(codes_k[:, :5], codes_v[:, :5], where[:, :5], page)
-    assert store.token_nbytes == 2 * (6 + 2 + 4 + 2) + 4
-    assert store.kv_nbytes == 2 * (6 + 2 + 4 + 2)
+    assert store.token_nbytes == 2 * ((6 + 4) * bits // 8 + 4) + 4
+    assert store.kv_nbytes == 2 * ((6 + 4) * bits // 8 + 4)
     for start in range(5, 21, 4):
         store.append(k[:, start : start + 4], v[:, start : start + 4], where[:, start : start + 4])
     assert torch.equal(store.k.codes, codes_k.codes)
@@ -88,7 +89,7 @@ def test_in_codes_it_holds_the_codes_of_what_it_was_given(page):
     assert torch.equal(first_k, plain(codes_k)[:, :9])
     assert torch.equal(first_v, plain(codes_v)[:, :9])
     assert positions.tolist() == [list(range(9))]
-    again = quantize(first_k, 8)
+    again = quantize(first_k, bits)
     assert torch.equal(again.codes, codes_k.codes[:, :9])
     assert torch.equal(again.scale, codes_k.scale[:, :9])
     assert (store.length, copy.length) == (12, 21)
