@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
-from semkv.errors import BudgetError, ConfigError, InputError
+from semkv.errors import BudgetError, ConfigError, InputError, StateError
 from semkv.export.layout import Layout, check_plan
 from semkv.export.manifest import NEXT, describe, read_layout, write_manifest
 from semkv.export.module import StepModule, dynamic_shapes, example_inputs
@@ -177,6 +177,11 @@ def export_state(
     if state.placement is not compiled.placement:
         raise ConfigError("a state of another compiled model: prefill it with this one")
     with state.in_use():
+        if any(row.turned for row in state.rows):
+            raise StateError(
+                "an exported step counts rotary positions by tokens, and this state has read images, behind which they are others: go on with "
+                "compiled.generate"
+            )
         rows = rows_of(layout, state)
         tensors = {name: x.contiguous() for name, x in rows.inputs().items()} | {
             "logits": state.logits.cpu().contiguous()

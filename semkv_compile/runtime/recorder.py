@@ -9,12 +9,13 @@ from torch import Tensor
 
 from semkv.ir.memory import Entries
 from semkv.ir.program import Program
+from semkv.runtime.content import Contents
 from semkv.runtime.device_copies import DeviceCopies
 from semkv.runtime.host_tier import HostTier
 from semkv.runtime.record import OBSERVED_QUERIES, RowRecord
 
 
-class Recorder:
+class Recorder(Contents):
     """Keeps what a prompt's chunks leave in the host tier, and gives later chunks the exact keys and values of earlier ones.
 
     The first chunk runs through the prefill program, which attends to its own tokens, later ones through the extend program.
@@ -82,9 +83,17 @@ class Recorder:
         """Take its states after this chunk; see `semkv.ir.memory.States.write_states`."""
         self.made.recurrent[site] = list(states)
 
+    def turned_rows(self) -> list[int]:
+        """See `semkv.runtime.content.Contents`."""
+        return [self.made.turned]
+
     def advance(self, tokens: int) -> None:
         """The next chunk follows one of `tokens` tokens."""
         self.past += tokens
+        if self.content is not None:
+            behind = self.content.behind(self.past)
+            self.made.turned = self.made.turned if behind is None else behind
+            self.content = None
 
     def finish(self) -> None:
         """The record is complete: what waits in another dtype than the record's, or with room behind it, is copied, a store at a time."""
