@@ -13,7 +13,9 @@ from semkv.passes.base import Pass, PassOptions
 from semkv.passes.graph_utils import aten
 from semkv.passes.residual_stream import stream_before_sites
 
-VIEWS = frozenset({aten.unsqueeze.default, aten.expand.default, aten.slice.Tensor, aten.view.default, aten.clone.default})
+VIEWS = frozenset(
+    {aten.unsqueeze.default, aten.expand.default, aten.slice.Tensor, aten.view.default, aten.clone.default}
+)
 """What may lie between the position input and rotary positions of several axes."""
 
 

@@ -26,10 +26,12 @@ class OpenSeams(Pass):
 
     def run(self, program: Program, options: PassOptions) -> Program:
         """The three lowered graphs with the calls."""
-        assert program.prefill is not None and program.extend is not None and program.decode is not None
-        changes = {"prefill": _opened(program, program.prefill), "extend": _opened(program, program.extend)}
-        if program.seams.rotary:
-            changes["decode"] = _opened(program, program.decode, rotary_only=True)
+        graphs = {"prefill": program.prefill, "extend": program.extend, "decode": program.decode}
+        changes = {
+            name: _opened(program, module, rotary_only=name == "decode")
+            for name, module in graphs.items()
+            if module is not None and (name != "decode" or program.seams.rotary)
+        }
         return program.evolve(f"{self.name}: {', '.join(changes)} ask what a prompt brings besides ids", **changes)
 
 

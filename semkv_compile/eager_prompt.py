@@ -36,7 +36,7 @@ class DecoderInputs:
     states that enter its layer, [B, T, H].
     """
 
-    embeds: Tensor
+    embeds: Tensor | None
     rotary: Tensor | None = None
     entering: Mapping[int, Tensor] = field(default_factory=dict)
 
@@ -173,10 +173,16 @@ def _checked(told: _Told, program: Program, layers: str, mask: Tensor | None) ->
             _check_mask(kwargs.get("attention_mask"), site, real)
         if number == min(zeros) or not bool(hidden.any()):
             continue
-        if not torch.allclose(ones[number][0], hidden + 1, atol=1e-5 if hidden.dtype in (torch.float32, torch.float64) else 5e-2):
-            raise CaptureError(f"what the model does between layers {number - 1} and {number} with this prompt is no sum: {layers}")
+        if not torch.allclose(
+            ones[number][0], hidden + 1, atol=1e-5 if hidden.dtype in (torch.float32, torch.float64) else 5e-2
+        ):
+            raise CaptureError(
+                f"what the model does between layers {number - 1} and {number} with this prompt is no sum: {layers}"
+            )
         if site is None or site.index not in open_sites:
-            raise CaptureError(f"the model adds features in front of layer {number}, where the program has no place for them")
+            raise CaptureError(
+                f"the model adds features in front of layer {number}, where the program has no place for them"
+            )
         entering[site.index] = hidden
     last = told.last[0].masked_fill(~real[..., None], 0) - told.last[0][:, -1:].masked_fill(~real[..., None], 0)
     if bool(last.any()):
@@ -186,10 +192,12 @@ def _checked(told: _Told, program: Program, layers: str, mask: Tensor | None) ->
 
 def _check_kwargs(number: int, kwargs: Mapping[str, Any]) -> None:
     for name, value in kwargs.items():
-        if isinstance(value, Tensor) and name not in GIVEN and "position_embeddings" not in name:
+        held = value if isinstance(value, (list, tuple)) else [value]
+        known = name in GIVEN or "position_embeddings" in name
+        if not known and any(isinstance(x, Tensor) for x in held):
             raise CaptureError(
-                f"layer {number} of the model is given {name} besides hidden states, which a program does not take: compile a model that reads "
-                "embeddings alone"
+                f"layer {number} of the model is given {name} besides hidden states, which a program does not take: this model can "
+                "be compiled for text alone"
             )
 
 

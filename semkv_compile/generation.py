@@ -104,7 +104,7 @@ class Generation(GenerationMixin, EngineSteps):
             blank = state is None or not state.rows
             state = self._blank_state() if state is None else state
             with state.in_use():
-                ids, contents = self._given("forward", input_ids, mask, brought, state)
+                ids, contents = self._given("forward", input_ids, mask, brought, state.next_rotary or None)
                 _check_labels(labels, ids, logits_to_keep)
                 ids, rows = self._checked_rows(ids, mask, None if blank else state, known=contents is None)
                 self._check_places(brought, ids, mask, [0] * len(rows) if blank else state.next_places)
@@ -140,7 +140,9 @@ class Generation(GenerationMixin, EngineSteps):
         self._check_weights(state.placement.weights, "this state")
         turn.seen += ids.shape[1]
         if not state.rows:
-            rows = real_tokens(ids, None if mask is None else mask[:, -ids.shape[1] :]) if turn.rows is None else turn.rows
+            rows = (
+                real_tokens(ids, None if mask is None else mask[:, -ids.shape[1] :]) if turn.rows is None else turn.rows
+            )
             made, where = self._read_prompts(rows, [1] * len(rows), turn.contents)
             where = [place for place in where for _ in range(len(ids) // len(rows))]  # beams and sequences of each
             turn.prompt = (made.state, where) if turn.keeps_prompt else None  # beams take copies of its rows
@@ -225,7 +227,7 @@ class Generation(GenerationMixin, EngineSteps):
             elif mask is not None and goes_on and isinstance(columns := embeds if ids is None else ids, Tensor):
                 mask = mask[:, -columns.shape[1] :]
             shown = ids
-            ids, contents = self._given("generate", ids, mask, brought, state)
+            ids, contents = self._given("generate", ids, mask, brought, state.next_rotary or None)
             ids, rows = self._checked_rows(ids, mask, None, known=contents is None)
             kwargs["attention_mask"] = mask
             pending = 0

@@ -134,8 +134,8 @@ def check_turn(rows: list[Tensor], state: State) -> None:
     for index, (row, text) in enumerate(zip(rows, state.ids)):
         if _common(row, text.to(row.device)) == len(text):
             raise InputError(
-                f"row {index}: with a state and images, the ids begin with all {len(text)} tokens that the state has read; whether its images "
-                "are the same ones nobody can tell: pass the new turn alone, with its own images, or leave the state out"
+                f"row {index}: with a state and images, the ids begin with all {len(text)} tokens that the state has read; nobody can "
+                "tell whether its images are the same ones: pass the new turn alone, with its own images, or leave the state out"
             )
 
 

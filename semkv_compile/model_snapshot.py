@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from semkv.capture.identity import IGNORED
+from semkv.scratch import written_by_forward
 
 SAMPLES = 16
 """Values of a tensor that are compared: an edit through `.data` leaves no other trace."""
@@ -217,7 +218,8 @@ class _Module(_Attributes):
     """A module with its children, hooks and the names of its tensors."""
 
     def __init__(self, path: str, module: nn.Module) -> None:
-        super().__init__(path, module, NOT_COMPUTED)
+        notes = {name for name in written_by_forward(type(module)) if vars(module).get(name, 0) is None}
+        super().__init__(path, module, NOT_COMPUTED | notes if notes else NOT_COMPUTED)
         self._children = {name: (_weak(child), type(child).__name__) for name, child in module._modules.items()}
         self._tensor_names = set(_own_tensors("", module))
         self._hooks = _hooks(module)

@@ -61,7 +61,7 @@ class Prompt:
         model._follow_for(input_ids)
         model._check_weights(self._weights, "this prompt")
         given = model._only_brought("feed", brought)
-        ids, contents = model._given("feed", self._row(input_ids), None, given)
+        ids, contents = model._given("feed", self._row(input_ids), None, given, [reading.next_rotary])
         ids, content = self._checked(ids, contents is None), None if contents is None else contents[0]
         model._check_places(given, ids[None], None, [reading.read])
         self._end("a piece of it did not come to its end: begin it again")

@@ -2,8 +2,8 @@
 
 The contract, for `generate`, `forward`, `prefill`, `extend` and `Prompt.feed` alike. A row's tokens are ids, or come with
 
-- `inputs_embeds` [B, T, H], in the place of what `get_input_embeddings` of the model makes of ids, in the dtype of its parameters. Then there
-  are no ids, and `generate` returns the new tokens alone, as in transformers.
+- `inputs_embeds` [B, T, H], in the place of what `get_input_embeddings` of the model makes of ids, in the dtype of its parameters. Then
+  there are no ids, and `generate` returns the new tokens alone, as in transformers.
 - `position_ids`: [B, T] must be the tokens' places, which a memory counts; [axes, B, T] are rotary positions of a model that has several
   axes, or [1 + axes, B, T], of which the first is that of text and not read. Left out, they go on from the row's.
 - `layer_inputs`: by attention site, what is added to the hidden states that enter its layer, [B, T, H].
@@ -41,11 +41,14 @@ class PromptInputs(Following):
     """What a call was given, as rows of tokens and what they are besides ids."""
 
     @undisturbed
-    def prompt_inputs(self, model: nn.Module | None = None, **inputs: Any) -> dict[str, Any]:
+    def prompt_inputs(
+        self, model: nn.Module | None = None, *, state: State | None = None, **inputs: Any
+    ) -> dict[str, Any]:
         """What a compiled model reads of a prompt with images, made by the model's own code: arguments of `generate` and `prefill`.
 
         model: None for the one that was compiled; an artifact has none, and a program that was saved is read on where the model is not.
-        inputs: as the model's processor made them, `input_ids` among them.
+        state: whose next turn it is, so that rotary positions go on from there. inputs: as the model's processor made them, `input_ids`
+        among them.
 
         Returns
         -------
@@ -54,8 +57,11 @@ class PromptInputs(Following):
         """
         model = self._model_of("prompt_inputs", list(inputs)) if model is None else model
         made = decoder_inputs(model, self.program, inputs)
+        rotary = made.rotary
+        if rotary is not None and state is not None:
+            rotary = rotary + torch.tensor(state.next_rotary, dtype=torch.int64, device=rotary.device)[:, None]
         found: dict[str, Any] = {"inputs_embeds": made.embeds, "attention_mask": inputs.get("attention_mask")}
-        found |= {"position_ids": made.rotary, "layer_inputs": made.entering or None}
+        found |= {"position_ids": rotary, "layer_inputs": made.entering or None}
         return {name: value for name, value in found.items() if value is not None}
 
     def _model_of(self, call: str, names: list[str]) -> nn.Module:
@@ -96,11 +102,11 @@ class PromptInputs(Following):
         input_ids: Tensor | None,
         mask: Tensor | None,
         brought: Mapping[str, Any],
-        state: State | None = None,
+        next_rotary: list[int] | None = None,
     ) -> tuple[Tensor, list[Content] | None]:
         """Ids int64 [B, T], `UNKNOWN` where there is none, and what each row's real tokens are besides; None where they are ids alone.
 
-        state: of rows that go on.
+        next_rotary: of each row, the rotary position of the next token; the model's own code counts from 0. None: that is right.
 
         Raises
         ------
@@ -113,7 +119,9 @@ class PromptInputs(Following):
             raise InputError(f"{call} needs input_ids [B, T] or inputs_embeds [B, T, H]")
         if embeds is not None and (input_ids is not None or more):
             other = "input_ids" if input_ids is not None else next(iter(more))
-            raise InputError(f"{call}: inputs_embeds and {other} were given; pass one of them, or two turns one after the other")
+            raise InputError(
+                f"{call}: inputs_embeds and {other} were given; pass one of them, or two turns one after the other"
+            )
         several = isinstance(positions, Tensor) and positions.dim() == 3
         if not more and embeds is None and not several and not brought.get("layer_inputs"):
             assert input_ids is not None
@@ -130,9 +138,10 @@ class PromptInputs(Following):
             raise ConfigError(f"{call}: this program reads {self.program.seams.reason or 'ids alone'}: pass input_ids")
         if self.placement.plan.before is not None and bool((ids == UNKNOWN).any()):
             raise ConfigError(
-                f"{call}: method {self.method.name!r} looks at token ids before the first layer, and embeddings have none: take another method"
+                f"{call}: method {self.method.name!r} looks at token ids before the first layer, which embeddings have not: take "
+                "another method"
             )
-        return ids, _contents(ids, mask, made, self._shifts(state, len(ids)) if more else None)
+        return ids, _contents(ids, mask, made, next_rotary if more else None)
 
     def _made(
         self, call: str, ids: Tensor | None, mask: Tensor | None, brought: Mapping[str, Any], more: dict[str, Any]
@@ -153,30 +162,31 @@ class PromptInputs(Following):
         entering = brought.get("layer_inputs") or {}
         places = {site for site, _ in self.program.seams.streams}
         if not isinstance(entering, Mapping) or not set(entering) <= places:
-            raise InputError(f"layer_inputs: expected a dict by attention site, of {sorted(places)}, got {entering!r:.80}")
+            raise InputError(
+                f"layer_inputs: expected a dict by attention site, of {sorted(places)}, got {entering!r:.80}"
+            )
         embeds = brought.get("inputs_embeds")
         like = ids if embeds is None else embeds
-        for name, x in [("position ids", None if rotary is None else rotary[0]), *(("layer_inputs", x) for x in entering.values())]:
+        for name, x in [
+            ("position ids", None if rotary is None else rotary[0]),
+            *(("layer_inputs", x) for x in entering.values()),
+        ]:
             if x is not None and like is not None and x.shape[:2] != like.shape[:2]:
                 raise InputError(f"{name} {tuple(x.shape)} do not match a prompt {tuple(like.shape[:2])} [B, T]")
-        return DecoderInputs(embeds, rotary, entering)  # type: ignore[arg-type]
+        return DecoderInputs(embeds, rotary, entering)
 
     def _check_embeds(self, call: str, embeds: Any) -> None:
         hidden = token_embedding(self.program.body)[1].shape[1]
         if not isinstance(embeds, Tensor) or embeds.dim() != 3 or embeds.shape[2] != hidden or not embeds.numel():
             got = f"{tuple(embeds.shape)}" if isinstance(embeds, Tensor) else type(embeds).__name__
-            raise InputError(f"{call}: inputs_embeds {got}: expected embeddings [batch, tokens, {hidden}] of this model")
+            raise InputError(
+                f"{call}: inputs_embeds {got}: expected embeddings [batch, tokens, {hidden}] of this model"
+            )
         if embeds.dtype != self.program.dtype:
             raise InputError(
-                f"{call}: inputs_embeds are {embeds.dtype}, the model computes in {self.program.dtype}: pass inputs_embeds.to({self.program.dtype})"
+                f"{call}: inputs_embeds are {embeds.dtype}, the model computes in {self.program.dtype}: convert "
+                "them with .to(...)"
             )
-
-    def _shifts(self, state: State | None, rows: int) -> list[int]:
-        """The rotary position of the next token of each row, where the model's own code counts from 0."""
-        if state is None or not state.rows:
-            return [0] * rows
-        pending = state.pending is not None
-        return [row.tokens + row.turned + pending for row in state.rows]
 
     def _check_places(self, brought: Mapping[str, Any], ids: Tensor, mask: Tensor | None, first: list[int]) -> None:
         """Raise `InputError` where position ids [B, T] are not the tokens' places."""
@@ -187,7 +197,16 @@ class PromptInputs(Following):
 
 OWN = frozenset(
     {
-        *("input_ids", "attention_mask", "past_key_values", "cache", "cache_position", "labels", "use_cache", "logits_to_keep"),
+        *(
+            "input_ids",
+            "attention_mask",
+            "past_key_values",
+            "cache",
+            "cache_position",
+            "labels",
+            "use_cache",
+            "logits_to_keep",
+        ),
         *("return_dict", "output_attentions", "output_hidden_states", "kwargs"),
     }
 )

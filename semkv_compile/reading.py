@@ -180,9 +180,7 @@ class Reader(PromptInputs):
         return State(self.placement, rows, torch.stack([one.logits for one in records]))
 
     @undisturbed
-    def prefill(
-        self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, **brought: Any
-    ) -> State:
+    def prefill(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, **brought: Any) -> State:
         """Read prompts [B, T] (padded on either side where `attention_mask` says so) and return their state.
 
         brought: `inputs_embeds` in the place of ids, `position_ids`, `layer_inputs`, and inputs of the model such as `pixel_values`; see
@@ -254,7 +252,7 @@ class Reader(PromptInputs):
         self._check_state(state)
         with state.in_use():
             brought = self._only_brought("extend", brought)
-            ids, contents = self._given("extend", input_ids, attention_mask, brought, state)
+            ids, contents = self._given("extend", input_ids, attention_mask, brought, state.next_rotary)
             ids, rows = self._checked_rows(ids, attention_mask, state, known=contents is None)
             self._check_places(brought, ids, attention_mask, state.next_places)
             if all_logits and len({len(row) for row in rows}) > 1:

@@ -79,7 +79,8 @@ KINDS = {
     "semkv.memory.entering": "nsn",
     "semkv.memory.rotary": "nns",
 }
-"""Functions of recurrent sites and of what a prompt brings, with the kinds of their arguments: `n` a node, `s` a number, of a site or of axes, `l` a list of nodes."""
+"""Functions of recurrent sites and of what a prompt brings, with the kinds of their arguments: `n` a node, `s` a number, of a site or
+of axes, `l` a list of nodes."""
 
 FUNCTIONS: dict[str, Callable] = {**UNARY, **BINARY, **TERNARY, **GRAPH_FUNCTIONS, "semkv.recurrence": recur}
 """Python functions a graph may call, by the name under which a file stores them."""

@@ -172,16 +172,16 @@ def export_state(
     """See `CompiledModel.export_state`."""
     from safetensors.torch import save_file
 
+    if any(row.turned for row in state.rows):
+        raise StateError(
+            "an exported step counts rotary positions by tokens, and this state has read images, behind which they are "
+            "others: go on with compiled.generate"
+        )
     file = Path(path)
     layout = read_layout(compiled, file.parent if step is None else Path(step))
     if state.placement is not compiled.placement:
         raise ConfigError("a state of another compiled model: prefill it with this one")
     with state.in_use():
-        if any(row.turned for row in state.rows):
-            raise StateError(
-                "an exported step counts rotary positions by tokens, and this state has read images, behind which they are others: go on with "
-                "compiled.generate"
-            )
         rows = rows_of(layout, state)
         tensors = {name: x.contiguous() for name, x in rows.inputs().items()} | {
             "logits": state.logits.cpu().contiguous()

@@ -56,7 +56,7 @@ class Program:
     selector: GraphModule | None = None
     recurrences: tuple[RecurrentSite, ...] = ()
     evaluated: tuple[str, ...] = ()
-    seams: Seams = Seams()
+    seams: Seams = field(default_factory=Seams)
     notes: tuple[str, ...] = field(default=())
 
     def evolve(self, note: str | None = None, **changes) -> Program:

@@ -22,8 +22,8 @@ UNKNOWN = -1
 class Content:
     """What some tokens of one row are.
 
-    embeds: [n, H], in the place of what the program makes of ids; None: nothing is. rotary: int64 [axes, n]; None: they go on from the row's. entering: by
-    site, what is added to the hidden states that enter its layer, [n, H].
+    embeds: [n, H], in the place of what the program makes of ids; None: nothing is. rotary: int64 [axes, n]; None: they go on from the
+    row's. entering: by site, what is added to the hidden states that enter its layer, [n, H].
     """
 
     embeds: Tensor | None

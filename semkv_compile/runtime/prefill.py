@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from semkv.ir.program import Program
-from semkv.runtime.content import UNKNOWN, Content
+from semkv.runtime.content import Content
 from semkv.runtime.host_tier import HostTier
 from semkv.runtime.record import RowRecord, head_orders, next_surprisal
 from semkv.runtime.recorder import Recorder
@@ -47,9 +47,14 @@ class Prefill:
         """Tokens so far."""
         return self._recorder.past
 
+    @property
+    def next_rotary(self) -> int:
+        """The rotary position of the next token, in all axes."""
+        return self.read + self.record.turned
+
     def feed(self, ids: Tensor, content: Content | None = None) -> Tensor:
         """Read the next tokens int64 [t], of the device, at least one -> hidden states [1, t, H]. content: what they are besides ids,
-        which may then be `UNKNOWN`."""
+        which are negative where nobody knows them."""
         program, start, end = self.program, self.read, self.read + len(ids)
         alone = len(ids) == 1 and content is None
         graph = program.prefill if start == 0 else program.decode if alone else program.extend

@@ -145,7 +145,11 @@ def _recurrent(placement: Placement, tensors: dict[str, Tensor]) -> dict[int, li
 
 
 def _ids(ids: Tensor, tokens: int, vocab_size: int) -> array[int]:
-    if ids.dtype != torch.int32 or ids.shape != (tokens,) or not UNKNOWN <= int(ids.min()) <= int(ids.max()) < vocab_size:
+    if (
+        ids.dtype != torch.int32
+        or ids.shape != (tokens,)
+        or not UNKNOWN <= int(ids.min()) <= int(ids.max()) < vocab_size
+    ):
         raise ValueError(f"ids {ids.dtype} {tuple(ids.shape)}, expected {tokens} of a vocabulary of {vocab_size}")
     return array("i", ids.tolist())
 

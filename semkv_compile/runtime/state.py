@@ -114,6 +114,11 @@ class State(Contents):
         """The place of the next token of each row: how many it has, the pending one among them."""
         return [length + (self.pending is not None) for length in self.lengths]
 
+    @property
+    def next_rotary(self) -> list[int]:
+        """The rotary position of that token, in all axes."""
+        return [place + row.turned for place, row in zip(self.next_places, self.rows)]
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens of the longest row, under the name that Hugging Face caches give it."""
         return max(self.lengths, default=0)
@@ -357,7 +362,9 @@ class State(Contents):
         if not self.placement.plan.reads_surprisal:
             self._surprisal = torch.zeros(ids.shape, dtype=torch.float32, device="cpu")
             return
-        first = torch.nn.functional.cross_entropy(self.logits.float(), ids[:, 0], reduction="none", ignore_index=UNKNOWN)
+        first = torch.nn.functional.cross_entropy(
+            self.logits.float(), ids[:, 0], reduction="none", ignore_index=UNKNOWN
+        )
         self._surprisal = torch.cat(
             [first[:, None], torch.zeros(ids.shape[0], ids.shape[1] - 1, dtype=torch.float32, device=first.device)], 1
         ).cpu()
