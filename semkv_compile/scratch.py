@@ -18,7 +18,7 @@ def written_by_forward(kind: type[nn.Module]) -> frozenset[str]:
     waiting = ["forward"]
     while waiting:
         name = waiting.pop()
-        function = inspect.unwrap(getattr(kind, name, None))  # type: ignore[arg-type]
+        function = inspect.unwrap(getattr(kind, name, None))
         if name in seen or not isinstance(function, FunctionType):
             continue
         seen.add(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -86,14 +87,11 @@ def test_a_turn_of_embeddings(llama: LlamaForCausalLM, compiled: CompiledModel) 
     assert float((logits - wanted).abs().max()) < 1e-5
 
 
-@pytest.mark.parametrize("method", ["sekv", "sentencekv", "quest", "h2o", "omnikv"])
+@pytest.mark.parametrize("method", ["sekv", "quest", "h2o"])
 def test_methods_compress_embeddings(llama: LlamaForCausalLM, compiled: CompiledModel, method: str) -> None:
     ids = prompt(2, 300)
     embeds = llama.get_input_embeddings()(ids).detach()
-    try:
-        small = compiled.with_method(method, 0.5, config=semkv.CompileConfig(floor=0))
-    except semkv.errors.SemkvError as reason:
-        pytest.skip(f"{method} needs a profile: {reason}")
+    small = compiled.with_method(method, 0.5, config=semkv.CompileConfig(floor=0))
     state = small.prefill(inputs_embeds=embeds)
     out = small.generate(ids[:, :7], state=state, **GREEDY)
     assert out.shape == (2, 13)
@@ -105,11 +103,14 @@ def test_methods_compress_embeddings(llama: LlamaForCausalLM, compiled: Compiled
 def test_soft_prompts_are_embeddings_followed_by_ids(llama: LlamaForCausalLM) -> None:
     peft = pytest.importorskip("peft", reason="virtual tokens are those of PEFT")
     tuned = peft.get_peft_model(
-        llama, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=9, token_dim=HIDDEN)
+        copy.deepcopy(llama), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=9, token_dim=HIDDEN)
     ).eval()
     nn.init.normal_(tuned.prompt_encoder["default"].embedding.weight)
     ids = prompt()
-    expected = tuned.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **GREEDY)
+    expected = ids
+    with torch.no_grad():
+        for _ in range(6):  # PEFT's own forward, which puts the virtual tokens in front; without a cache
+            expected = torch.cat([expected, tuned(input_ids=expected).logits[:, -1:].argmax(-1)], 1)
     compiled = semkv.compile(tuned.get_base_model(), method="full")
     state = compiled.prefill(inputs_embeds=tuned.get_prompt(batch_size=2).detach())
     assert torch.equal(compiled.generate(ids, state=state, **GREEDY), expected)
@@ -128,7 +129,7 @@ def test_what_does_not_fit_is_refused(llama: LlamaForCausalLM, compiled: Compile
             call(inputs_embeds=embeds.half())
         with pytest.raises(InputError, match=r"needs input_ids \[B, T\] or inputs_embeds \[B, T, H\]"):
             call()
-        with pytest.raises(InputError, match=r"position ids .* row 0 has 1 in column 0, where its memory counts 0"):
+        with pytest.raises(InputError, match=r"position ids: row 0 has 1 in column 0, where its memory counts 0"):
             call(inputs_embeds=embeds, position_ids=torch.arange(1, 38).expand(2, -1))
         with pytest.raises(InputError, match=r"positions of this model have 1 axes, so \[B, T\] is expected"):
             call(inputs_embeds=embeds, position_ids=torch.zeros(3, 2, 37, dtype=torch.int64))

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.conftest import quick_ones
 from torch import Tensor, nn
-from tests.vlms import IMAGE, MROPE, images, own_logits, vlm
 
 import semkv
 from semkv.compiled import CompiledModel
 from semkv.errors import CaptureError, ConfigError, InputError, StateError
 from semkv.huggingface import CACHE
+from tests.conftest import quick_ones
+from tests.vlms import IMAGE, MROPE, images, own_logits, vlm
 
 SERVED = ("qwen2_5_vl", "qwen3_vl", "llava")
 TEXTS = ((17, 9), (15, 14))
@@ -115,7 +115,9 @@ def test_a_second_image_comes_with_its_turn() -> None:
     with pytest.raises(InputError, match="nobody can tell whether its images are the same ones"):
         compiled.generate(**both, state=compiled.prefill(**first))
     again = compiled.prefill(**first)
-    assert float((compiled.extend(again, **compiled.prompt_inputs(state=again, **second)) - expected).abs().max()) < NEAR
+    assert (
+        float((compiled.extend(again, **compiled.prompt_inputs(state=again, **second)) - expected).abs().max()) < NEAR
+    )
     pieces = compiled.begin()
     for part in (first, second):
         logits = pieces.feed(**{key: part[key] for key in part if key != "attention_mask"})

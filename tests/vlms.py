@@ -46,7 +46,9 @@ def _config(name: str) -> tuple[str, Any]:
     if name == "llava":
         made = transformers.LlavaConfig(
             text_config=transformers.LlamaConfig(**TEXT),
-            vision_config=transformers.CLIPVisionConfig(**TOWER | {"num_hidden_layers": 2}, image_size=32, patch_size=8),
+            vision_config=transformers.CLIPVisionConfig(
+                **TOWER | {"num_hidden_layers": 2}, image_size=32, patch_size=8
+            ),
             image_token_id=IMAGE,
         )
         return "LlavaForConditionalGeneration", made

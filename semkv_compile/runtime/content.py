@@ -38,10 +38,6 @@ class Content:
             {site: x[start:end] for site, x in self.entering.items()},
         )
 
-    def behind(self, place: int) -> int | None:
-        """`turned` of a row of which these are the last tokens, the next one's place being `place`; None: what it was."""
-        return None if self.rotary is None else int(self.rotary.max()) + 1 - place
-
 
 class Contents:
     """`semkv.ir.memory.Inputs` of rows whose tokens may be more than ids: what a memory that is read with inherits."""
@@ -52,6 +48,16 @@ class Contents:
     def turned_rows(self) -> Sequence[int]:
         """By how much the rotary positions of each row lie above its places."""
         raise NotImplementedError
+
+    def turned_behind(self, places: Sequence[int], tokens: int) -> list[int]:
+        """`turned_rows` behind the `tokens` tokens of a call, which has ended, where `places` are those of the next ones: text goes on
+        behind the largest rotary position so far."""
+        content, self.content = self.content, None
+        before = list(self.turned_rows())
+        if content is None or content.rotary is None:
+            return before
+        last = int(content.rotary.max())
+        return [max(place - tokens + turned, last + 1) - place for place, turned in zip(places, before)]
 
     def embedded(self, x: Tensor) -> Tensor:
         """See `semkv.ir.memory.Inputs.embedded`."""

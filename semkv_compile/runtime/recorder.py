@@ -90,10 +90,7 @@ class Recorder(Contents):
     def advance(self, tokens: int) -> None:
         """The next chunk follows one of `tokens` tokens."""
         self.past += tokens
-        if self.content is not None:
-            behind = self.content.behind(self.past)
-            self.made.turned = self.made.turned if behind is None else behind
-            self.content = None
+        (self.made.turned,) = self.turned_behind([self.past], tokens)
 
     def finish(self) -> None:
         """The record is complete: what waits in another dtype than the record's, or with room behind it, is copied, a store at a time."""

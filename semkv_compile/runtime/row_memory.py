@@ -45,11 +45,9 @@ class RowMemory:
 
     ids: the tokens that it has read; prompt: how many it was built from. stores: per KV store the memories of its parts, in the order of
     their heads. shares: per budgeted store, its part of the row's budget in bytes. notes: what components remember between steps.
-    recurrent: of each recurrent site its states [1, ...], which steps write in place. turned: by how much the rotary positions of what
-    follows lie above its places (`semkv.runtime.content`).
-    stepping: a step has begun and not ended, so that layers may
-    differ in what they hold. exact: the row holds every token, whatever the method; past: what the method will need when the row
-    outgrows the budget's floor, None where it cannot.
+    recurrent: of each recurrent site its states [1, ...], which steps write in place. turned: see `semkv.runtime.content`.
+    stepping: a step has begun and not ended, so that layers may differ in what they hold. exact: the row holds every token, whatever the
+    method; past: what the method will need when the row outgrows the budget's floor, None where it cannot.
     """
 
     stepping = exact = False

@@ -414,12 +414,13 @@ class State(Contents):
             known = torch.nn.functional.cross_entropy(
                 logits[:, :-1].float().transpose(1, 2), ids[:, 1:], reduction="none", ignore_index=UNKNOWN
             ).cpu()
+        tokens = ids.shape[1]
+        turned = self.turned_behind([row.tokens + tokens for row in self.rows], tokens)
         for index, row in enumerate(self.rows):
             if self.failures and index in self.failures:
                 continue
-            row.tokens += ids.shape[1]
-            if self.content is not None and (behind := self.content.behind(row.tokens)) is not None:
-                row.turned = behind
+            row.tokens += tokens
+            row.turned = turned[index]
             row.ids.extend(self._ids[index].tolist())
             row.traffic.steps += 1
             if row.past is not None:
@@ -427,7 +428,6 @@ class State(Contents):
             if known is not None:
                 row.patch_surprisal(known[index])
             row.stepping = False
-        self.content = None
 
     def turned_rows(self) -> list[int]:
         """See `semkv.runtime.content.Contents`."""
