@@ -70,12 +70,14 @@ def decoder_inputs(model: nn.Module, program: Program, inputs: Mapping[str, Any]
 
 @dataclass
 class _Told:
-    """What was seen. embeds, positions: given to the decoder; layers: per run and layer its hidden states [B, T, H] and what else."""
+    """What was seen. embeds, positions: given to the decoder; layers: per run and layer its hidden states [B, T, H], None where they are
+    what the layer before returned, and what else. returned: by the layer that ran last. last: what the decoder returned, per run."""
 
     embeds: Tensor | None = None
     positions: Tensor | None = None
-    layers: dict[int, dict[int, tuple[Tensor, dict[str, Any]]]] = field(default_factory=dict)
+    layers: dict[int, dict[int, tuple[Tensor | None, dict[str, Any]]]] = field(default_factory=dict)
     last: list[Tensor] = field(default_factory=list)
+    returned: Tensor | None = None
     fill: int = 0
 
 
@@ -149,8 +151,9 @@ def _watched_layer(layer: nn.Module, number: int, told: _Told) -> nn.Module:
 
     def forward(*args: Any, **kwargs: Any) -> Tensor:
         hidden = args[0] if args else kwargs["hidden_states"]
-        told.layers.setdefault(told.fill, {})[number] = hidden, kwargs
-        return torch.full_like(hidden, told.fill)
+        told.layers.setdefault(told.fill, {})[number] = None if hidden is told.returned else hidden, kwargs
+        told.returned = torch.full_like(hidden, told.fill)
+        return told.returned
 
     twin.__dict__["forward"] = forward
     return twin
@@ -171,19 +174,24 @@ def _checked(told: _Told, program: Program, layers: str, mask: Tensor | None) ->
         _check_kwargs(number, kwargs)
         if (site := sites.get(number)) is not None:
             _check_mask(kwargs.get("attention_mask"), site, real)
-        if number == min(zeros) or not bool(hidden.any()):
+        other = ones[number][0]
+        if number == min(zeros) or (hidden is None and other is None):
             continue
-        if not torch.allclose(
-            ones[number][0], hidden + 1, atol=1e-5 if hidden.dtype in (torch.float32, torch.float64) else 5e-2
-        ):
+        like = hidden if hidden is not None else other
+        assert like is not None
+        zero = torch.zeros_like(like) if hidden is None else hidden
+        one = torch.ones_like(like) if other is None else other
+        if not torch.allclose(one - 1, zero, rtol=1e-5 if like.dtype.itemsize > 2 else 2**-6, atol=2**-6):
             raise CaptureError(
                 f"what the model does between layers {number - 1} and {number} with this prompt is no sum: {layers}"
             )
+        if not bool(zero.any()):
+            continue
         if site is None or site.index not in open_sites:
             raise CaptureError(
                 f"the model adds features in front of layer {number}, where the program has no place for them"
             )
-        entering[site.index] = hidden
+        entering[site.index] = zero
     last = told.last[0].masked_fill(~real[..., None], 0) - told.last[0][:, -1:].masked_fill(~real[..., None], 0)
     if bool(last.any()):
         raise CaptureError("the model adds features behind its last layer, where the program has no place for them")
