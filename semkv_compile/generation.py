@@ -90,7 +90,9 @@ class Generation(GenerationMixin, EngineSteps):
         for name, value in others.items():
             if value is not None and value is not False and name not in brought:
                 check_arguments("forward", {name: value}, None, None)
-                raise ConfigError(f"forward({name}=...): this model has no such input")
+                raise ConfigError(
+                    f"forward({name}=...): no input of this model, which reads input_ids or inputs_embeds"
+                )
         state = given_state("forward", None, past_key_values, cache)
         if state is not None and state.turn is not None and input_ids is not None:  # `generate` has looked
             with state.in_use():

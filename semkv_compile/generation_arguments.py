@@ -14,7 +14,7 @@ from transformers.generation.utils import GenerationMixin
 from semkv.errors import ConfigError, InputError
 from semkv.runtime.state import State
 
-BROUGHT = frozenset({"inputs_embeds", "position_ids", "layer_inputs"})
+BROUGHT = frozenset({"inputs_embeds", "position_ids", "layer_inputs", "both_ways"})
 """What a compiled model itself reads besides ids and mask."""
 
 TAKES_BACK = "a compressed memory cannot take tokens back; use greedy, sampling or beam search"
@@ -80,7 +80,8 @@ def check_arguments(
         unknown = [name for name, value in kwargs.items() if value is not None and name not in known]
         if unknown:
             raise ConfigError(
-                f"generate({unknown[0]}=...): neither an argument of generate nor an input of this model, compiled or not"
+                f"generate({unknown[0]}=...): neither an argument of generate nor an input of this model, which reads input_ids or "
+                "inputs_embeds, and attention_mask"
             )
     for name in ("num_beams", "num_return_sequences"):
         if state is not None and (asked(name) or 1) > 1:

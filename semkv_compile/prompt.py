@@ -12,6 +12,7 @@ from semkv.input_ids import check_vocabulary, real_tokens
 from semkv.runtime.modes import undisturbed
 from semkv.runtime.prefill import Prefill
 from semkv.runtime.state import State
+from semkv.runtime.steps import chunks_of
 
 if TYPE_CHECKING:
     from semkv.reading import Reader
@@ -65,9 +66,10 @@ class Prompt:
         ids, content = self._checked(ids, contents is None), None if contents is None else contents[0]
         model._check_places(given, ids[None], None, [reading.read])
         self._end("a piece of it did not come to its end: begin it again")
-        pieces, head, chunk = ids.split(model.prompt_chunk), model.program.head, model.prompt_chunk
-        parts = [None if content is None else content.part(n * chunk, (n + 1) * chunk) for n in range(len(pieces))]
-        hidden = [reading.feed(*pair)[:, 0 if all_logits else -1 :] for pair in zip(pieces, parts)]
+        head, hidden = model.program.head, []
+        for start, end in chunks_of(model.program, len(ids), model.prompt_chunk, content):
+            part = None if content is None else content.part(start, end)
+            hidden.append(reading.feed(ids[start:end], part)[:, 0 if all_logits else -1 :])
         logits = torch.cat([head(x)[0] for x in (hidden if all_logits else hidden[-1:])])
         self._reading, self._logits = reading, logits[-1]
         return logits

@@ -7,8 +7,9 @@ The contract, for `generate`, `forward`, `prefill`, `extend` and `Prompt.feed` a
 - `position_ids`: [B, T] must be the tokens' places, which a memory counts; [axes, B, T] are rotary positions of a model that has several
   axes, or [1 + axes, B, T], of which the first is that of text and not read. Left out, they go on from the row's.
 - `layer_inputs`: by attention site, what is added to the hidden states that enter its layer, [B, T, H].
+- `both_ways`: of each row, runs of columns (first, behind the last) whose tokens attend to one another both ways; in prompts, not in turns.
 - what the model's forward takes besides, by its processor's names (`pixel_values`, `image_grid_thw`, ...). The model's own code, up to its
-  layers, makes the three above of it (`semkv.eager_prompt`), for ids of this call alone; so this takes the model that was compiled.
+  layers, makes the four above of it (`semkv.eager_prompt`), for ids of this call alone; so this takes the model that was compiled.
 
 `attention_mask` [B, T] cuts the padding off, and each row is read alone and without it.
 """
@@ -53,7 +54,7 @@ class PromptInputs(Following):
         Returns
         -------
         `inputs_embeds` [B, T, H], `attention_mask` where there is one, `position_ids` [axes, B, T] where positions have several axes, and
-        `layer_inputs` where features enter layers.
+        `layer_inputs` where features enter layers, and `both_ways` where tokens of an image attend to one another.
         """
         model = self._model_of("prompt_inputs", list(inputs)) if model is None else model
         made = decoder_inputs(model, self.program, inputs)
@@ -61,7 +62,7 @@ class PromptInputs(Following):
         if rotary is not None and state is not None:
             rotary = rotary + torch.tensor(state.next_rotary, dtype=torch.int64, device=rotary.device)[:, None]
         found: dict[str, Any] = {"inputs_embeds": made.embeds, "attention_mask": inputs.get("attention_mask")}
-        found |= {"position_ids": rotary, "layer_inputs": made.entering or None}
+        found |= {"position_ids": rotary, "layer_inputs": made.entering or None, "both_ways": made.blocks}
         return {name: value for name, value in found.items() if value is not None}
 
     def _model_of(self, call: str, names: list[str]) -> nn.Module:
@@ -123,7 +124,13 @@ class PromptInputs(Following):
                 f"{call}: inputs_embeds and {other} were given; pass one of them, or two turns one after the other"
             )
         several = isinstance(positions, Tensor) and positions.dim() == 3
-        if not more and embeds is None and not several and not brought.get("layer_inputs"):
+        if (
+            not more
+            and embeds is None
+            and not several
+            and not brought.get("layer_inputs")
+            and not brought.get("both_ways")
+        ):
             assert input_ids is not None
             return input_ids, None
         made = self._made(call, input_ids, mask, brought, more)
@@ -173,7 +180,12 @@ class PromptInputs(Following):
         ]:
             if x is not None and like is not None and x.shape[:2] != like.shape[:2]:
                 raise InputError(f"{name} {tuple(x.shape)} do not match a prompt {tuple(like.shape[:2])} [B, T]")
-        return DecoderInputs(embeds, rotary, entering)
+        blocks = brought.get("both_ways")
+        if blocks is not None and like is not None and not _are_runs(blocks, *like.shape[:2]):
+            raise InputError(
+                f"both_ways: expected for each of {len(like)} rows runs (first, behind the last), got {blocks!r:.80}"
+            )
+        return DecoderInputs(embeds, rotary, entering, blocks)
 
     def _check_embeds(self, call: str, embeds: Any) -> None:
         hidden = token_embedding(self.program.body)[1].shape[1]
@@ -218,6 +230,17 @@ def _all_text(name: str, value: Any) -> bool:
     return name.endswith("token_type_ids") and isinstance(value, Tensor) and not bool(value.any())
 
 
+def _are_runs(blocks: Any, rows: int, columns: int) -> bool:
+    """Whether these are, for each row, runs of columns one behind the other."""
+    try:
+        edges = [[edge for first, end in runs for edge in (first, end - 1)] for runs in blocks]
+    except (TypeError, ValueError):
+        return False
+    return len(edges) == rows and all(
+        own == sorted(own) and (not own or (own[0] >= 0 and own[-1] < columns)) for own in edges
+    )
+
+
 def _contents(ids: Tensor, mask: Tensor | None, made: DecoderInputs, shifts: list[int] | None) -> list[Content]:
     """Of each row's real tokens."""
     places = torch.arange(ids.shape[1], dtype=torch.int64, device=ids.device).expand(ids.shape)
@@ -231,6 +254,7 @@ def _contents(ids: Tensor, mask: Tensor | None, made: DecoderInputs, shifts: lis
                 None if made.embeds is None else made.embeds[row].index_select(0, where.to(made.embeds.device)),
                 rotary,
                 {site: x[row].index_select(0, where.to(x.device)) for site, x in made.entering.items()},
+                [(a - int(where[0]), b - int(where[0])) for a, b in made.blocks[row]] if made.blocks else [],
             )
         )
     return contents

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import semkv.kernels  # noqa: F401 - registers the operators
-from semkv.errors import BatchError, InputError, SemkvError
+from semkv.errors import BatchError, ConfigError, InputError, SemkvError
 from semkv.input_ids import check_vocabulary, real_tokens
 from semkv.ir.program import Program
 from semkv.kernel_builds import as_run
@@ -265,6 +265,10 @@ class Reader(PromptInputs):
         """`_extend_rows` of the tokens of a turn, behind the one that was pending. contents: what those of each row are besides ids."""
         if contents is None:
             return self._extend_rows(state, *state.with_pending(rows), all_logits=all_logits)
+        if any(content.blocks for content in contents):
+            raise ConfigError(
+                "images of this model attend both ways, which a compressed memory cannot: pass them in the prompt that begins the row"
+            )
         if state.pending is not None:
             self._extend_rows(state, list(state.pending.to(self.device)))
         return self._extend_rows(state, rows, all_logits=all_logits, contents=contents)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,12 +11,13 @@ from torch import Tensor, nn
 
 import semkv
 from semkv.compiled import CompiledModel
+from semkv.eager_prompt import decoder_inputs
 from semkv.errors import CaptureError, ConfigError, InputError, StateError
 from semkv.huggingface import CACHE
 from tests.conftest import quick_ones
 from tests.vlms import IMAGE, MROPE, images, own_logits, vlm
 
-SERVED = ("qwen2_5_vl", "qwen3_vl", "llava")
+SERVED = ("qwen2_5_vl", "qwen3_vl", "llava", "gemma3")
 TEXTS = ((17, 9), (15, 14))
 SIZES = (4, 8)
 NEAR = 1e-5
@@ -41,7 +43,7 @@ def apart(a: list[Tensor], b: list[Tensor], mask: Tensor) -> list[float]:
     return [float((x - y)[mask.bool() if n == 0 else ...].abs().max()) for n, (x, y) in enumerate(zip(a, b))]
 
 
-@pytest.mark.parametrize("name", quick_ones(SERVED, ("qwen3_vl",)))
+@pytest.mark.parametrize("name", quick_ones(SERVED, ("qwen3_vl", "gemma3")))
 def test_an_image_and_the_text_behind_it_are_the_models_own(name: str) -> None:
     model, compiled = made(name)
     prompt = images(name, SIZES, TEXTS)
@@ -67,7 +69,7 @@ def test_an_image_and_the_text_behind_it_are_the_models_own(name: str) -> None:
         assert float((wrong - expected[1]).abs().max()) > 1e-2, "rotary positions decide nothing"
 
 
-@pytest.mark.parametrize("name", quick_ones(SERVED, ("qwen3_vl",)))
+@pytest.mark.parametrize("name", quick_ones(SERVED, ("qwen3_vl", "gemma3")))
 def test_generate_takes_what_the_processor_makes(name: str) -> None:
     model, compiled = made(name)
     prompt = images(name, SIZES, TEXTS)
@@ -189,15 +191,46 @@ def test_positions_of_several_axes_are_the_users_to_give() -> None:
         compiled(ids, layer_inputs={7: embeds})
 
 
-def test_images_that_attend_both_ways_are_refused_and_text_is_served() -> None:
-    name = "gemma3"
-    model, compiled = made(name)
-    prompt = images(name, SIZES, TEXTS)
-    with pytest.raises(CaptureError, match="attend both ways, and a compiled decoder is causal"):
-        compiled.generate(**prompt)
+def test_images_whose_tokens_attend_both_ways() -> None:
+    model, compiled = made("gemma3")
+    prompt = images("gemma3", SIZES, TEXTS)
+    causal = {key: value for key, value in prompt.items() if key != "token_type_ids"}
+    with torch.no_grad():
+        assert float((model(**prompt).logits - model(**causal).logits)[:, -1].abs().max()) > 1e-2
+    read = compiled.prompt_inputs(**prompt)
+    assert read["both_ways"] == [[(20, 36)], [(15, 31)]]
+    small = compiled.with_method("full", config=semkv.CompileConfig(prefill_chunk=7))
+    logits = small.prefill(**read).logits
+    assert float((logits - own_logits(model, prompt, [])[0][:, -1]).abs().max()) < NEAR
+    first = images("gemma3", (4,), ((0, 9),))  # a prompt that begins with an image
+    assert float((small.prefill(**first).logits - own_logits(model, first, [])[0][:, -1]).abs().max()) < NEAR
+    tokens = compiled.with_method("quest", 0.5, config=semkv.CompileConfig(floor=0)).prefill(
+        **images("gemma3", SIZES, ((97, 80), (105, 114)))
+    )
+    assert tokens.nbytes["peak"] <= 0.5 * tokens.full_bytes
+
+    state = compiled.prefill(**prompt)
+    with pytest.raises(ConfigError, match="pass them in the prompt that begins the row"):
+        compiled.generate(**images("gemma3", SIZES, ((3, 2), (3, 2)), 4), state=state)
+    with pytest.raises(InputError, match="both_ways: expected for each of 2 rows runs"):
+        compiled.prefill(**read | {"both_ways": [[(20, 60)], []]})
     ids = torch.randint(10, 190, (2, 40), generator=torch.Generator().manual_seed(2))
     text = {"input_ids": ids, "token_type_ids": torch.zeros_like(ids), "max_new_tokens": 5, "do_sample": False}
     assert torch.equal(compiled.generate(**text), model.generate(**text))
+
+
+def test_masks_that_no_program_has_are_refused() -> None:
+    model, compiled = made("gemma3")
+    prompt = images("gemma3", SIZES, TEXTS)
+    ids = prompt["input_ids"]
+    allowed = torch.ones(2, 1, ids.shape[1], ids.shape[1], dtype=torch.bool).tril()
+    allowed[0, 0, 40:, 25] = False
+    masks = {"full_attention": allowed, "sliding_attention": torch.ones_like(allowed).tril().triu(-23)}
+    with pytest.raises(CaptureError, match="in column 40 of row 0 does not read that in column 25"):
+        decoder_inputs(model, compiled.program, prompt | {"attention_mask": masks})
+    narrow = replace(compiled.program, sites=tuple(replace(site, window=9) for site in compiled.program.sites))
+    with pytest.raises(CaptureError, match=r"16 tokens of this prompt .* has a window of 9"):
+        decoder_inputs(model, narrow, prompt)
 
 
 def test_exported_steps_refuse_rows_behind_images(tmp_path: Path) -> None:

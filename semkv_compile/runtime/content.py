@@ -23,12 +23,14 @@ class Content:
     """What some tokens of one row are.
 
     embeds: [n, H], in the place of what the program makes of ids; None: nothing is. rotary: int64 [axes, n]; None: they go on from the
-    row's. entering: by site, what is added to the hidden states that enter its layer, [n, H].
+    row's. entering: by site, what is added to the hidden states that enter its layer, [n, H]. blocks: runs of tokens (first, behind the
+    last) that attend to one another both ways, as those of an image may; a call reads one such run and nothing else, or none.
     """
 
     embeds: Tensor | None
     rotary: Tensor | None = None
     entering: Mapping[int, Tensor] = field(default_factory=dict)
+    blocks: Sequence[tuple[int, int]] = ()
 
     def part(self, start: int, end: int | None = None) -> Content:
         """Of tokens start..end."""
@@ -36,7 +38,12 @@ class Content:
             None if self.embeds is None else self.embeds[start:end],
             None if self.rotary is None else self.rotary[:, start:end],
             {site: x[start:end] for site, x in self.entering.items()},
+            [(a - start, b - start) for a, b in self.blocks if start <= a and (end is None or b <= end)],
         )
+
+    def edges(self) -> set[int]:
+        """Where calls have to end, so that each run is one."""
+        return {edge for run in self.blocks for edge in run}
 
 
 class Contents:

@@ -57,7 +57,8 @@ class Prefill:
         which are negative where nobody knows them."""
         program, start, end = self.program, self.read, self.read + len(ids)
         alone = len(ids) == 1 and content is None
-        graph = program.prefill if start == 0 else program.decode if alone else program.extend
+        together = content is not None and bool(content.blocks)
+        graph = program.prefill if start == 0 and not together else program.decode if alone else program.extend
         positions = torch.arange(start, end, dtype=torch.int64, device=self.device)[None]
         self._recorder.content = content
         hidden = graph(ids.clamp(min=0)[None], positions, self._recorder)

@@ -62,11 +62,10 @@ class Recorder(Contents):
         keys, values = (
             self._so_far(held[place.store], new[0], first, end) for held, new in ((self.keys, k), (self.values, v))
         )
-        return Entries(
-            [keys[None]],
-            [values[None]],
-            [torch.arange(first, end, dtype=torch.int64, device=positions.device)[None, None]],
-        )
+        places = torch.arange(first, end, dtype=torch.int64, device=positions.device)
+        if self.content is not None and self.content.blocks:
+            places = places.clamp(max=self.past)  # tokens that attend both ways are seen by the first of them
+        return Entries([keys[None]], [values[None]], [places[None, None]])
 
     def observe(self, site: int, hidden: Tensor) -> None:
         """Keep the hidden states of row 0; see `semkv.ir.memory.Observer.observe`."""

@@ -35,7 +35,7 @@ def prefill_row(
     chunk = n if chunk is None else chunk
     prefill = Prefill(program, kv_dtype, ids.device, surprisal=surprisal, all_queries=all_queries, tier=tier, tokens=n)
     kept = []
-    for start, end in _chunks(program, n, chunk):
+    for start, end in chunks_of(program, n, chunk, content):
         part = ids[start:end]
         hidden = prefill.feed(part, None if content is None else content.part(start, end))
         if start + len(part) > n - logits:
@@ -46,12 +46,15 @@ def prefill_row(
     return record
 
 
-def _chunks(program: Program, tokens: int, chunk: int) -> list[tuple[int, int]]:
-    """The chunks of a prompt as (first, end). Where modules go on from recurrent states none is of a single token behind others: by a
-    model's own code that may be another computation."""
+def chunks_of(program: Program, tokens: int, chunk: int, content: Content | None = None) -> list[tuple[int, int]]:
+    """The chunks of a prompt as (first, end). Runs of tokens that attend both ways are chunks of their own, however long. Where modules go
+    on from recurrent states none is of a single token behind others: by a model's own code that may be another computation."""
     ends = [*range(chunk, tokens, chunk), tokens]
     if program.recurrences and chunk > 2 and len(ends) > 1 and ends[-1] - ends[-2] == 1:
         ends[-2] -= 1
+    if content is not None and content.blocks:
+        inside = {end for end in ends if any(a < end < b for a, b in content.blocks)}
+        ends = sorted((set(ends) - inside | content.edges()) - {0})
     return list(pairwise((0, *ends)))
 
 
