@@ -15,7 +15,7 @@ from semkv.eager_prompt import decoder_inputs
 from semkv.errors import CaptureError, ConfigError, InputError, StateError
 from semkv.huggingface import CACHE
 from tests.conftest import quick_ones
-from tests.vlms import IMAGE, MROPE, images, own_logits, vlm
+from tests.vlms import IMAGE, MROPE, images, other, own_logits, vlm
 
 SERVED = ("qwen2_5_vl", "qwen3_vl", "llava", "gemma3")
 TEXTS = ((17, 9), (15, 14))
@@ -231,6 +231,28 @@ def test_masks_that_no_program_has_are_refused() -> None:
     narrow = replace(compiled.program, sites=tuple(replace(site, window=9) for site in compiled.program.sites))
     with pytest.raises(CaptureError, match=r"16 tokens of this prompt .* has a window of 9"):
         decoder_inputs(model, narrow, prompt)
+
+
+@pytest.mark.parametrize("name", quick_ones(("qwen2_vl", "glm4v", "smolvlm", "mistral3", "internvl", "llava_next"), ()))
+def test_families_that_nobody_wrote_anything_for(name: str) -> None:
+    model, prompt = other(name)
+    turn = turns()[0][:1]
+    expected = own_logits(model, prompt, [turn])
+    compiled = semkv.compile(model, method="full")
+    out = compiled(**prompt)
+    differ = apart([out.logits, compiled(turn, cache=out[CACHE]).logits], expected, prompt["attention_mask"])
+    largest = max(float(x.abs().max()) for x in expected)
+    assert max(differ) < NEAR * max(1.0, largest)
+    blind = compiled(**{key: prompt[key] for key in ("input_ids", "attention_mask")}).logits
+    assert float((blind - expected[0])[:, -1].abs().max()) > 1e3 * max(differ), "the image decides nothing"
+
+
+@pytest.mark.slow
+def test_cross_attention_to_images_is_refused() -> None:
+    model, prompt = other("mllama")
+    compiled = semkv.compile(model, method="full")
+    with pytest.raises(CaptureError, match="is given cross_attention_states besides hidden states"):
+        compiled.generate(**prompt)
 
 
 def test_exported_steps_refuse_rows_behind_images(tmp_path: Path) -> None:

@@ -69,14 +69,18 @@ def vlm(name: str) -> nn.Module:
     """A model whose logits depend on the content, the order and the positions of what it reads."""
     kind, config = _config(name)
     config.tie_word_embeddings = False
-    model = getattr(transformers, kind)(config).eval()
+    return _sensitive(getattr(transformers, kind)(config))
+
+
+def _sensitive(model: nn.Module) -> nn.Module:
+    """The model with weights that let much of what it reads through."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for path, tensor in model.named_parameters():
             if tensor.dim() > 1:
                 scale = 1.0 if "embed_tokens" in path else 1.2 / tensor[0].numel() ** 0.5
                 tensor.copy_(torch.randn(tensor.shape, generator=generator) * scale)
-    return model
+    return model.eval()
 
 
 def images(name: str, sizes: tuple[int, ...], texts: tuple[tuple[int, int], ...], seed: int = 0) -> dict[str, Tensor]:
@@ -123,3 +127,88 @@ def own_logits(model: nn.Module, prompt: dict[str, Tensor], turns: list[Tensor])
         out = model(input_ids=turn, attention_mask=mask, position_ids=places, use_cache=True, **cache)
         logits.append(out.logits)
     return logits
+
+
+def _patches(kind: str, config: Any) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A model with patches in a grid, as Qwen's, and a prompt."""
+    prompt = _around(16)
+    prompt |= {"pixel_values": _noise(64, 96), "image_grid_thw": torch.tensor([[1, 8, 8]])}
+    prompt["mm_token_type_ids"] = (prompt["input_ids"] == IMAGE).int()
+    return getattr(transformers, kind)(config), prompt
+
+
+def _around(tokens: int) -> dict[str, Tensor]:
+    text = torch.randint(10, 190, (1, 30), generator=torch.Generator().manual_seed(0))
+    ids = torch.cat([text[:, :12], torch.full((1, tokens), IMAGE), text[:, 12:]], 1)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def _noise(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1))
+
+
+def other(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A model of another family, for which nothing was written, and a prompt with an image for it."""
+    llama = transformers.LlamaConfig(**TEXT)
+    small = {"image_size": 32, "patch_size": 8}
+    if name == "qwen2_vl":
+        vision = PATCHES | {"depth": 1, "embed_dim": 32, "hidden_size": 64}
+        made = transformers.Qwen2VLConfig(text_config=TEXT | {"rope_parameters": QWEN}, vision_config=vision, **TOKENS)
+        model, prompt = _patches("Qwen2VLForConditionalGeneration", made)
+    elif name == "glm4v":
+        rope = {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 100.0, "partial_rotary_factor": 0.5}
+        vision = PATCHES | {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "image_size": 32}
+        tokens = {"image_token_id": IMAGE, "image_start_token_id": START, "image_end_token_id": END}
+        made = transformers.Glm4vConfig(
+            text_config=TEXT | {"head_dim": 16, "rope_parameters": rope}, vision_config=vision, **tokens
+        )
+        model, prompt = _patches("Glm4vForConditionalGeneration", made)
+    elif name == "smolvlm":
+        vision = transformers.SmolVLMVisionConfig(**TOWER, **small)
+        made = transformers.SmolVLMConfig(
+            text_config=llama, vision_config=vision, scale_factor=2, image_token_id=IMAGE, pad_token_id=0
+        )
+        model = transformers.SmolVLMForConditionalGeneration(made)
+        prompt = _around(4) | {"pixel_values": _noise(1, 1, 3, 32, 32)}
+    elif name == "mistral3":
+        text = transformers.MistralConfig(**TEXT, head_dim=16, sliding_window=None)
+        vision = transformers.PixtralVisionConfig(**TOWER, **small, head_dim=16)
+        made = transformers.Mistral3Config(
+            text_config=text, vision_config=vision, image_token_index=IMAGE, spatial_merge_size=2
+        )
+        model = transformers.Mistral3ForConditionalGeneration(made)
+        prompt = _around(4) | {"pixel_values": _noise(1, 3, 32, 32), "image_sizes": torch.tensor([[32, 32]])}
+    elif name == "internvl":
+        vision = transformers.InternVLVisionConfig(**TOWER, image_size=[32, 32], patch_size=[8, 8])
+        made = transformers.InternVLConfig(
+            vision_config=vision,
+            text_config=transformers.Qwen2Config(**TEXT),
+            image_token_id=IMAGE,
+            downsample_ratio=0.5,
+        )
+        model = transformers.InternVLForConditionalGeneration(made)
+        prompt = _around(4) | {"pixel_values": _noise(1, 3, 32, 32)}
+    elif name == "llava_next":
+        vision = transformers.CLIPVisionConfig(**TOWER | {"num_hidden_layers": 2}, **small)
+        made = transformers.LlavaNextConfig(
+            vision_config=vision,
+            text_config=llama,
+            image_token_index=IMAGE,
+            image_grid_pinpoints=[[32, 32]],
+            image_token_id=IMAGE,
+        )
+        model = transformers.LlavaNextForConditionalGeneration(made)
+        prompt = _around(36) | {"pixel_values": _noise(1, 2, 3, 32, 32), "image_sizes": torch.tensor([[32, 32]])}
+    else:
+        text = TEXT | {"cross_attention_layers": [1], "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+        vision = {"hidden_size": 32, "intermediate_size": 48, "attention_heads": 2, "num_hidden_layers": 2, **small}
+        vision |= {"num_global_layers": 1, "vision_output_dim": 64, "intermediate_layers_indices": [0]}
+        vision |= {"max_num_tiles": 1, "supported_aspect_ratios": [[1, 1]]}
+        model = transformers.MllamaForConditionalGeneration(
+            transformers.MllamaConfig(vision_config=vision, text_config=text, image_token_index=IMAGE)
+        )
+        prompt = _around(1)
+        ones = torch.ones(1, prompt["input_ids"].shape[1], 1, 1, dtype=torch.int64)
+        prompt |= {"pixel_values": _noise(1, 1, 1, 3, 32, 32), "cross_attention_mask": ones}
+        prompt |= {"aspect_ratio_ids": ones[:, 0, 0], "aspect_ratio_mask": ones[:, :1, 0]}
+    return _sensitive(model), prompt
