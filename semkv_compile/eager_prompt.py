@@ -47,6 +47,14 @@ class DecoderInputs:
     blocks: Sequence[Blocks] | None = None
 
 
+def inputs_of(model: nn.Module) -> frozenset[str]:
+    """The names that the forward of a model has; of one with adapters, those of the model inside."""
+    model = unwrapped(model)
+    inside = getattr(model, "get_base_model", None)
+    named = inspect.signature((inside() if callable(inside) else model).forward).parameters.values()
+    return frozenset(p.name for p in named if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
+
+
 def decoder_inputs(model: nn.Module, program: Program, inputs: Mapping[str, Any]) -> DecoderInputs:
     """Run the model's own code on `inputs`, arguments of its forward, up to its layers.
 
@@ -59,7 +67,7 @@ def decoder_inputs(model: nn.Module, program: Program, inputs: Mapping[str, Any]
         ways, layers that read more than hidden states, features that are not added.
     """
     model = unwrapped(model)
-    parameters = inspect.signature(model.forward).parameters
+    parameters = inputs_of(model)
     unknown = [name for name in inputs if name not in parameters]
     if unknown:
         raise InputError(f"{type(model).__name__} has no input {unknown[0]!r}: pass what its processor made")
@@ -281,4 +289,4 @@ def _rotary(positions: Any, axes: int) -> Tensor | None:
     return positions[-axes:]
 
 
-__all__ = ["DecoderInputs", "decoder_inputs"]
+__all__ = ["DecoderInputs", "decoder_inputs", "inputs_of"]

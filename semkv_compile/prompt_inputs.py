@@ -16,14 +16,13 @@ The contract, for `generate`, `forward`, `prefill`, `extend` and `Prompt.feed` a
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from semkv.eager_prompt import DecoderInputs, decoder_inputs
+from semkv.eager_prompt import DecoderInputs, decoder_inputs, inputs_of
 from semkv.errors import ConfigError, InputError
 from semkv.following import Following
 from semkv.generation_arguments import BROUGHT
@@ -32,7 +31,6 @@ from semkv.passes.insert_retrieval_head import token_embedding
 from semkv.runtime.content import UNKNOWN, Content
 from semkv.runtime.modes import undisturbed
 from semkv.runtime.state import State
-from semkv.wrappers import unwrapped
 
 OF_IMAGES = ("pixel_", "image_", "video_", "audio_", "input_features", "mm_token_type_ids", "token_type_ids")
 """How names of inputs that only a model with other modalities has begin."""
@@ -78,7 +76,7 @@ class PromptInputs(Following):
         """Whether the model that was compiled has an input of this name, or it is one of a model with images."""
         if self._live is None:
             return name.startswith(OF_IMAGES)
-        return name in inspect.signature(unwrapped(self._live.model).forward).parameters
+        return name in inputs_of(self._live.model)
 
     def _brought(self, call: str, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Take out of `kwargs` what a prompt brings besides ids and mask; `ConfigError` for what nobody takes is the caller's."""
@@ -219,10 +217,10 @@ OWN = frozenset(
             "use_cache",
             "logits_to_keep",
         ),
-        *("return_dict", "output_attentions", "output_hidden_states", "kwargs"),
+        *("return_dict", "output_attentions", "output_hidden_states"),
     }
 )
-"""Inputs of a model that a compiled one has of its own, or has not; and what stands for all others."""
+"""Inputs of a model that a compiled one has of its own, or has not."""
 
 
 def _all_text(name: str, value: Any) -> bool:

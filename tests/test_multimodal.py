@@ -139,6 +139,8 @@ def test_an_artifact_reads_what_the_models_code_made(tmp_path: Path) -> None:
     read = loaded.prompt_inputs(model, **prompt)
     assert sorted(read["layer_inputs"]) == [1, 2]
     assert torch.equal(loaded.generate(**read, max_new_tokens=6, do_sample=False), expected)
+    quest = loaded.with_method("quest", 0.5)  # lowered again, of graphs without metadata
+    assert float((quest.prefill(**read).logits - compiled.prefill(**prompt).logits).abs().max()) < NEAR
     text = prompt["input_ids"][:, -9:]
     assert torch.equal(
         loaded.generate(text, mm_token_type_ids=torch.zeros_like(text), max_new_tokens=3),
@@ -245,6 +247,18 @@ def test_families_that_nobody_wrote_anything_for(name: str) -> None:
     assert max(differ) < NEAR * max(1.0, largest)
     blind = compiled(**{key: prompt[key] for key in ("input_ids", "attention_mask")}).logits
     assert float((blind - expected[0])[:, -1].abs().max()) > 1e3 * max(differ), "the image decides nothing"
+
+
+@pytest.mark.slow
+def test_adapters_around_a_vision_language_model() -> None:
+    peft = pytest.importorskip("peft", reason="adapters are those of PEFT")
+    config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    tuned = peft.get_peft_model(vlm("llava"), config).eval()
+    prompt = images("llava", SIZES, TEXTS)
+    asked = {"max_new_tokens": 6, "do_sample": False}
+    assert torch.equal(
+        semkv.compile(tuned, method="full").generate(**prompt, **asked), tuned.generate(**prompt, **asked)
+    )
 
 
 @pytest.mark.slow

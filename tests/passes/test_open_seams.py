@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from semkv.ir import memory
+from semkv.errors import SpecError
+from semkv.ir import memory, spec
 from semkv.ir.plain_memory import PlainMemory
 from semkv.ir.program import Program
 from semkv.ir.seams import Seams
@@ -62,6 +63,8 @@ def test_operator_counts_and_text_as_it_was() -> None:
         assert [n.args[1] for n in module.graph.nodes if n.target == memory.entering] == [1, 2]
         assert count(module, memory.rotary) == 0
     assert after.decode is before.decode, "a step of a model whose positions are places asks for nothing"
+    with pytest.raises(SpecError, match="decode: asks what a token is besides its id"):
+        spec.check(replace(after, decode=after.extend))
     for text in (Decoder(), Axes("expanded")):
         before, after = opened(text)
         assert count(after.prefill, memory.entering) == 0
