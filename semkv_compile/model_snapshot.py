@@ -195,7 +195,9 @@ def model_tensors(model: nn.Module, also: Iterable[str] = ()) -> dict[str, Tenso
 
 
 class _Attributes:
-    """Plain values among the attributes of an object."""
+    """Plain values among the attributes of an object. notes: names of those under which its own code may leave a tensor."""
+
+    notes: frozenset[str] = frozenset()
 
     def __init__(self, path: str, owner: Any, ignored: frozenset[str] | set[str]) -> None:
         self.path, self.ref, self.ignored = path, weakref.ref(owner), ignored
@@ -210,7 +212,8 @@ class _Attributes:
         values = self.was if len(self.names) > 1 else (self.was,)
         for name, was in zip(self.names, values):
             value = state.get(name, _GONE)
-            if not _same(was, value):
+            noted = was is None and isinstance(value, Tensor) and name in self.notes
+            if not noted and not _same(was, value):
                 yield f"{_join(self.path, name)}: {_words(was)} -> {_words(value)}"
 
 
@@ -218,8 +221,8 @@ class _Module(_Attributes):
     """A module with its children, hooks and the names of its tensors."""
 
     def __init__(self, path: str, module: nn.Module) -> None:
-        notes = {name for name in written_by_forward(type(module)) if vars(module).get(name, 0) is None}
-        super().__init__(path, module, NOT_COMPUTED | notes if notes else NOT_COMPUTED)
+        super().__init__(path, module, NOT_COMPUTED)
+        self.notes = written_by_forward(type(module))
         self._children = {name: (_weak(child), type(child).__name__) for name, child in module._modules.items()}
         self._tensor_names = set(_own_tensors("", module))
         self._hooks = _hooks(module)

@@ -102,6 +102,17 @@ def test_images_are_compressed_within_the_budget(method: str) -> None:
     assert float((whole.extend(again, turns()[0], all_logits=True) - expected).abs().max()) < NEAR
 
 
+def test_the_pieces_of_a_prompt_change_nothing() -> None:
+    _, compiled = made("qwen3_vl")
+    prompt = images("qwen3_vl", SIZES, TEXTS)
+    whole = compiled.prefill(**prompt)
+    for chunk in (7, 10):  # that end inside of images, and one token before the end
+        state = compiled.with_method("full", config=semkv.CompileConfig(prefill_chunk=chunk)).prefill(**prompt)
+        assert float((state.logits - whole.logits).abs().max()) < NEAR
+        assert state.next_rotary == whole.next_rotary
+    assert whole.next_rotary == [26 + 2 + 4, 29 + 2 + 4]  # an image takes as many as its longer side
+
+
 def test_a_second_image_comes_with_its_turn() -> None:
     name = "qwen3_vl"
     model, compiled = made(name)
