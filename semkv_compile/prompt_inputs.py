@@ -140,7 +140,8 @@ class PromptInputs(Following):
             known = (input_ids >= 0) & (input_ids < self.program.vocab_size)
             ids = input_ids if not more else torch.where(known, input_ids, UNKNOWN)
         if not self.program.seams.embeddings and made.embeds is not None:
-            raise ConfigError(f"{call}: this program reads {self.program.seams.reason or 'ids alone'}: pass input_ids")
+            why = self.program.seams.reason or "as it was captured before embeddings were known of"
+            raise ConfigError(f"{call}: this program takes ids alone, {why}: pass input_ids")
         if self.placement.plan.before is not None and bool((ids == UNKNOWN).any()):
             raise ConfigError(
                 f"{call}: method {self.method.name!r} looks at token ids before the first layer, which embeddings have not: take "
