@@ -15,7 +15,7 @@ from semkv.eager_prompt import decoder_inputs
 from semkv.errors import CaptureError, ConfigError, InputError, StateError
 from semkv.huggingface import CACHE
 from tests.conftest import quick_ones
-from tests.vlms import IMAGE, MROPE, images, other, own_logits, vlm
+from tests.vlms import IMAGE, MROPE, VIDEO, images, other, own_logits, vlm
 
 SERVED = ("qwen2_5_vl", "qwen3_vl", "llava", "gemma3")
 TEXTS = ((17, 9), (15, 14))
@@ -258,6 +258,21 @@ def test_families_that_nobody_wrote_anything_for(name: str) -> None:
     assert max(differ) < NEAR * max(1.0, largest)
     blind = compiled(**{key: prompt[key] for key in ("input_ids", "attention_mask")}).logits
     assert float((blind - expected[0])[:, -1].abs().max()) > 1e3 * max(differ), "the image decides nothing"
+
+
+@pytest.mark.slow
+def test_a_video() -> None:
+    model, compiled = made("qwen2_5_vl")
+    generator = torch.Generator().manual_seed(0)
+    text = torch.randint(10, 190, (1, 20), generator=generator)
+    ids = torch.cat([text[:, :8], torch.full((1, 16), VIDEO), text[:, 8:]], 1)
+    prompt = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": (ids == VIDEO).int() * 2}
+    prompt |= {"video_grid_thw": torch.tensor([[2, 4, 8]]), "second_per_grid_ts": torch.tensor([1.0])}
+    prompt["pixel_values_videos"] = torch.randn(64, 96, generator=generator)
+    turn = turns()[0][:1]
+    expected = own_logits(model, prompt, [turn])
+    out = compiled(**prompt)
+    assert max(apart([out.logits, compiled(turn, cache=out[CACHE]).logits], expected, ids)) < NEAR
 
 
 @pytest.mark.slow

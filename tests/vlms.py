@@ -8,7 +8,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-IMAGE, START, END, VOCAB = 195, 197, 198, 200
+IMAGE, VIDEO, START, END, VOCAB = 195, 196, 197, 198, 200
 TEXT = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
@@ -22,7 +22,7 @@ TEXT = {
     "eos_token_id": None,
 }
 QWEN = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 100.0}
-TOKENS = {"image_token_id": IMAGE, "vision_start_token_id": START, "vision_end_token_id": END, "video_token_id": 196}
+TOKENS = {"image_token_id": IMAGE, "vision_start_token_id": START, "vision_end_token_id": END, "video_token_id": VIDEO}
 TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_hidden_layers": 1}
 PATCHES = {"patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 64, "num_heads": 2}
 NAMES = ("qwen2_5_vl", "qwen3_vl", "llava", "gemma3")
