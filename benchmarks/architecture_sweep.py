@@ -74,6 +74,9 @@ output for that row alone; teacher-forced logits agree (to 1e-6 in float64, or 1
 float64 path, or has recurrences, which are computed in float32 and compared with the model's own cached steps; relative to the
 largest); and a control that drops half of the KV does not agree.
 
+Vision-language models are compiled with their text decoder, and what their processor makes is read with the model's own tower:
+[multimodal.md](multimodal.md) says which were tried and what is refused.
+
 {passed} of {total} pass; {refused} are refused at capture, for the reason below; {without} have no reference here (the
 class cannot be built tiny, or cannot generate by itself); {failed} fail; {open} have not been run.
 

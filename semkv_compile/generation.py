@@ -13,9 +13,10 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from semkv.engine_steps import EngineSteps
 from semkv.errors import BatchError, ConfigError, InputError, SemkvError
-from semkv.generation_arguments import check_arguments, given_state, new_tokens, room_for
+from semkv.generation_arguments import check_arguments, check_turn, given_state, new_tokens, room_for
 from semkv.huggingface import CACHE
-from semkv.input_ids import check_positions, in_columns, padding_mask, real_tokens
+from semkv.input_ids import in_columns, padding_mask, real_tokens
+from semkv.runtime.content import Content
 from semkv.runtime.modes import undisturbed
 from semkv.runtime.state import State
 from semkv.runtime.turn import Turn
@@ -58,6 +59,7 @@ class Generation(GenerationMixin, EngineSteps):
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         return_dict: bool | None = None,
+        inputs_embeds: Tensor | None = None,
         **others: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Read ids [B, T]: a prompt where there is no state, else more tokens of its rows, in place.
@@ -65,7 +67,10 @@ class Generation(GenerationMixin, EngineSteps):
         Parameters
         ----------
         attention_mask: [B, T], 0 at padding on the left or on the right; with a state also [B, past + T]. Padding is not read.
-        position_ids: [B, T]; a memory counts positions itself, so these must be what it counts, from 0 at a row's first token.
+        position_ids: [B, T]; a memory counts positions itself, so these must be what it counts, from 0 at a row's first token; or rotary
+            positions [axes, B, T] of a model whose positions have several axes.
+        inputs_embeds: [B, T, H], in the place of ids. others: inputs of the model that was compiled, such as `pixel_values`; see
+            `semkv.prompt_inputs`.
         past_key_values, cache: the state, under either of the names that transformers has for it.
         labels: int64 [B, T], -100 where there is none: the output then has the `loss`, the mean cross entropy in nats of each token
             given those before it. There are no gradients.
@@ -81,39 +86,51 @@ class Generation(GenerationMixin, EngineSteps):
         ------
         ConfigError: an argument that a compiled model does not have; it is named. InputError: ids, mask or positions that do not fit.
         """
+        brought = self._brought("forward", others | {"inputs_embeds": inputs_embeds, "position_ids": position_ids})
         for name, value in others.items():
-            if value is not None and value is not False:
+            if value is not None and value is not False and name not in brought:
                 check_arguments("forward", {name: value}, None, None)
-                raise ConfigError(f"forward({name}=...): a compiled model reads input_ids alone and has no such input")
-        if input_ids is None:
-            raise InputError("forward needs input_ids [B, T]: a compiled model reads token ids")
+                raise ConfigError(
+                    f"forward({name}=...): no input of this model, which reads input_ids or inputs_embeds"
+                )
         state = given_state("forward", None, past_key_values, cache)
-        _check_labels(labels, input_ids, logits_to_keep)
-        if state is None or state.turn is None:  # `generate` has looked
+        if state is not None and state.turn is not None and input_ids is not None:  # `generate` has looked
+            with state.in_use():
+                logits = self._read_turn(state, state.turn, input_ids.to(self.device), attention_mask)
+        else:
             self._follow_for(input_ids)
-        mask = None if attention_mask is None else attention_mask[:, -input_ids.shape[1] :]
-        blank = state is None or not state.rows
-        state = self._blank_state() if state is None else state
-        with state.in_use():
-            if state.turn is not None:
-                logits = self._read_turn(state, state.turn, input_ids.to(self.device), mask)
-            else:
-                ids, rows = self._checked_rows(input_ids, mask, None if blank else state)
-                check_positions(position_ids, ids, mask, [0] * len(rows) if blank else _next_positions(state))
-                logits = self._read_kept(state, rows, mask, logits_to_keep)
+            columns = inputs_embeds if input_ids is None else input_ids
+            mask = None
+            if attention_mask is not None and isinstance(columns, Tensor):
+                mask = attention_mask[:, -columns.shape[1] :]
+            blank = state is None or not state.rows
+            state = self._blank_state() if state is None else state
+            with state.in_use():
+                ids, contents = self._given("forward", input_ids, mask, brought, state.next_rotary or None)
+                _check_labels(labels, ids, logits_to_keep)
+                ids, rows = self._checked_rows(ids, mask, None if blank else state, known=contents is None)
+                self._check_places(brought, ids, mask, [0] * len(rows) if blank else state.next_places)
+                logits = self._read_kept(state, rows, contents, mask, logits_to_keep)
         loss = None if labels is None else _loss(logits, labels)
         output = CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE: None if use_cache is False else state})
         return output.to_tuple() if return_dict is False else output
 
-    def _read_kept(self, state: State, rows: list[Tensor], mask: Tensor | None, keep: int | Tensor) -> Tensor:
+    def _read_kept(
+        self,
+        state: State,
+        rows: list[Tensor],
+        contents: list[Content] | None,
+        mask: Tensor | None,
+        keep: int | Tensor,
+    ) -> Tensor:
         """Read `rows`; logits [B, kept, vocab]."""
         last = not isinstance(keep, Tensor) and keep == 1
         if not state.rows:
-            made, where = self._read_prompts(rows, [1 if last else len(row) for row in rows])
+            made, where = self._read_prompts(rows, [1 if last else len(row) for row in rows], contents)
             state.begin(made.for_rows(where))
             parts = [made.last_logits[index] for index in where]
         else:
-            parts = self._extend_rows(state, *state.with_pending(rows), all_logits=not last)
+            parts = self._extend_turn(state, rows, contents, all_logits=not last)
         if last:
             return torch.stack([part[-1:] for part in parts])
         logits = torch.stack(parts) if mask is None else in_columns(parts, mask)
@@ -125,12 +142,18 @@ class Generation(GenerationMixin, EngineSteps):
         self._check_weights(state.placement.weights, "this state")
         turn.seen += ids.shape[1]
         if not state.rows:
-            rows = real_tokens(ids, mask)
-            made, where = self._read_prompts(rows, [1] * len(rows))
+            rows = (
+                real_tokens(ids, None if mask is None else mask[:, -ids.shape[1] :]) if turn.rows is None else turn.rows
+            )
+            made, where = self._read_prompts(rows, [1] * len(rows), turn.contents)
+            where = [place for place in where for _ in range(len(ids) // len(rows))]  # beams and sequences of each
             turn.prompt = (made.state, where) if turn.keeps_prompt else None  # beams take copies of its rows
             state.begin(made.for_rows(where))
         elif turn.unread is not None:
-            self._extend_rows(state, turn.unread)
+            if turn.contents is None:
+                self._extend_rows(state, turn.unread)
+            else:
+                self._extend_turn(state, turn.unread, turn.contents)
             turn.unread = None
         elif turn.finished is None or not bool(turn.finished.any()):
             self._extend_rows(state, list(ids))
@@ -156,9 +179,10 @@ class Generation(GenerationMixin, EngineSteps):
         past_key_values: State | None = None,
         attention_mask: Tensor | None = None,
         cache: State | None = None,
+        inputs_embeds: Tensor | None = None,
         **ignored: Any,
     ) -> dict[str, Any]:
-        """The columns that the state has not read yet."""
+        """The columns that the state has not read yet; embeddings are in its turn."""
         state = past_key_values if cache is None else cache
         seen = 0 if state is None or state.turn is None else state.turn.seen
         mask = None if attention_mask is None else attention_mask[:, seen:]
@@ -179,6 +203,8 @@ class Generation(GenerationMixin, EngineSteps):
         neighbours' padding; its last token is read by the next turn. `cache` and `past_key_values` are other names for it. With
         `return_dict_in_generate` the state comes back under the name that transformers has for the cache, a row for each sequence.
 
+        Embeddings, images and other inputs of the model: see `semkv.prompt_inputs`. With a state they are those of the new turn.
+
         Raises
         ------
         ConfigError: a way of decoding, or an output, that a compressed memory does not have; it is named.
@@ -190,32 +216,45 @@ class Generation(GenerationMixin, EngineSteps):
         names = list(inspect.signature(GenerationMixin.generate).parameters)[2:]
         kwargs |= dict(zip(names, args))
         state = given_state("generate", state, *(kwargs.pop(name, None) for name in ("past_key_values", "cache")))
+        brought = self._brought("generate", kwargs)
         asked = check_arguments("generate", kwargs, self.generation_config, state)
         ids = inputs if inputs is not None else kwargs.pop("input_ids", None)
-        if ids is None:
-            raise InputError("generate needs input_ids: the prompt, or with state=... the new tokens")
+        embeds = brought.get("inputs_embeds")
         goes_on = state is not None
         state = self._blank_state() if state is None else state
         with state.in_use():
             mask = kwargs.get("attention_mask")
             if mask is None and isinstance(ids, Tensor) and ids.dim() == 2:
                 mask = padding_mask(ids, asked("pad_token_id"), asked("eos_token_id"), right=not goes_on)
-            elif mask is not None and goes_on:
-                mask = mask[:, -ids.shape[1] :]
-            ids, rows = self._checked_rows(ids, mask, None)
+            elif mask is not None and goes_on and isinstance(columns := embeds if ids is None else ids, Tensor):
+                mask = mask[:, -columns.shape[1] :]
+            shown = ids
+            ids, contents = self._given("generate", ids, mask, brought, state.next_rotary or None)
+            ids, rows = self._checked_rows(ids, mask, None, known=contents is None)
             kwargs["attention_mask"] = mask
+            pending = 0
             if goes_on:
                 self._check_state(state, len(rows))
-                rows = new_tokens(rows, state)
-            lengths = [past + len(row) for past, row in zip(state.lengths or [0] * len(rows), rows)]
+                if contents is None:
+                    rows = new_tokens(rows, state)
+                else:
+                    check_turn(rows, state)
+                    pending = int(state.pending is not None)
+            lengths = [past + pending + len(row) for past, row in zip(state.lengths or [0] * len(rows), rows)]
             kwargs |= room_for(lengths, ids.shape[1], asked, self.program.max_positions)
-            check_positions(kwargs.pop("position_ids", None), ids, mask, _next_positions(state) or [0] * len(rows))
+            self._check_places(brought, ids, mask, state.next_places or [0] * len(rows))
             beams = asked("num_beams") or 1
-            state.turn = turn = Turn(rows if goes_on else None, keeps_prompt=beams > 1)
+            read = None if contents is None or goes_on else rows
+            state.turn = turn = Turn(read, contents, rows if goes_on else None, keeps_prompt=beams > 1)
+            if embeds is not None:  # new tokens alone come back
+                kwargs |= {"inputs_embeds": embeds, "attention_mask": torch.ones_like(ids) if mask is None else mask}
+                ids = ids[:, :0]
+            elif contents is not None:
+                ids = shown.to(ids)
             try:
                 return self._generate(ids, state, turn, kwargs, beams)
             except BatchError as error:
-                if any(kwargs.get(name) is not None for name in PER_ROW):
+                if contents is not None or any(kwargs.get(name) is not None for name in PER_ROW):
                     raise
                 several = beams > 1 or (asked("num_return_sequences") or 1) > 1
                 try:
@@ -304,11 +343,6 @@ def _check_labels(labels: Tensor | None, ids: Tensor, keep: int | Tensor) -> Non
     kept = keep.numel() if isinstance(keep, Tensor) else min(keep, columns) or columns
     if labels.shape != (rows, kept):
         raise InputError(f"labels {tuple(labels.shape)} do not match logits {(rows, kept)} [B, T]")
-
-
-def _next_positions(state: State) -> list[int]:
-    """The position of each row's next token."""
-    return [length + (state.pending is not None) for length in state.lengths]
 
 
 __all__ = ["Generation"]

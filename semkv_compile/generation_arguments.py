@@ -14,6 +14,9 @@ from transformers.generation.utils import GenerationMixin
 from semkv.errors import ConfigError, InputError
 from semkv.runtime.state import State
 
+BROUGHT = frozenset({"inputs_embeds", "position_ids", "layer_inputs", "both_ways"})
+"""What a compiled model itself reads besides ids and mask."""
+
 TAKES_BACK = "a compressed memory cannot take tokens back; use greedy, sampling or beam search"
 
 REFUSED = {
@@ -27,7 +30,6 @@ REFUSED = {
     "cache_config": "a compiled model has its own memory; semkv.compile's method, budget and config say what it holds and where",
     "output_attentions": "attention runs in one operator that keeps no weights; ask the model that was compiled",
     "output_hidden_states": "a program returns logits alone; ask the model that was compiled",
-    "inputs_embeds": "a compiled model reads token ids; pass input_ids",
     "compile_config": "a program is compiled already; CompileConfig(kernels=..., cuda_graphs=...) says how it runs",
 }
 """Arguments that ask for something else than a compiled model has, and what to do."""
@@ -74,11 +76,12 @@ def check_arguments(
         raise ConfigError(f"{call}(use_cache=False): a compiled model always runs on its state")
     if call == "generate":
         known = INPUTS | set(GenerationConfig().to_dict()) | set(inspect.signature(GenerationMixin.generate).parameters)
+        known |= BROUGHT
         unknown = [name for name, value in kwargs.items() if value is not None and name not in known]
         if unknown:
             raise ConfigError(
-                f"generate({unknown[0]}=...): neither an argument of generate nor an input of a compiled model, which reads input_ids "
-                "and attention_mask"
+                f"generate({unknown[0]}=...): neither an argument of generate nor an input of this model, which reads input_ids or "
+                "inputs_embeds, and attention_mask"
             )
     for name in ("num_beams", "num_return_sequences"):
         if state is not None and (asked(name) or 1) > 1:
@@ -127,6 +130,16 @@ def new_tokens(rows: list[Tensor], state: State) -> list[Tensor]:
     return state.with_pending(rows)[0]
 
 
+def check_turn(rows: list[Tensor], state: State) -> None:
+    """Raise `InputError` where the ids int64 [n] of a turn with images are everything again: images that were read may have changed."""
+    for index, (row, text) in enumerate(zip(rows, state.ids)):
+        if _common(row, text.to(row.device)) == len(text):
+            raise InputError(
+                f"row {index}: with a state and images, the ids begin with all {len(text)} tokens that the state has read; nobody can "
+                "tell whether its images are the same ones: pass the new turn alone, with its own images, or leave the state out"
+            )
+
+
 def _common(row: Tensor, other: Tensor) -> int:
     """Tokens with which both begin."""
     count = min(len(row), len(other))
@@ -156,4 +169,4 @@ def room_for(lengths: list[int], columns: int, asked: Callable[[str], Any], limi
 DEFAULT_NEW = 20
 """New tokens that Hugging Face's `generate` makes where nobody says how many."""
 
-__all__ = ["check_arguments", "given_state", "new_tokens", "own_configuration", "room_for"]
+__all__ = ["BROUGHT", "check_arguments", "check_turn", "given_state", "new_tokens", "own_configuration", "room_for"]

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from semkv.capture.identity import IGNORED
+from semkv.scratch import written_by_forward
 
 SAMPLES = 16
 """Values of a tensor that are compared: an edit through `.data` leaves no other trace."""
@@ -194,7 +195,9 @@ def model_tensors(model: nn.Module, also: Iterable[str] = ()) -> dict[str, Tenso
 
 
 class _Attributes:
-    """Plain values among the attributes of an object."""
+    """Plain values among the attributes of an object. notes: names of those under which its own code may leave a tensor."""
+
+    notes: frozenset[str] = frozenset()
 
     def __init__(self, path: str, owner: Any, ignored: frozenset[str] | set[str]) -> None:
         self.path, self.ref, self.ignored = path, weakref.ref(owner), ignored
@@ -209,7 +212,8 @@ class _Attributes:
         values = self.was if len(self.names) > 1 else (self.was,)
         for name, was in zip(self.names, values):
             value = state.get(name, _GONE)
-            if not _same(was, value):
+            noted = was is None and isinstance(value, Tensor) and name in self.notes
+            if not noted and not _same(was, value):
                 yield f"{_join(self.path, name)}: {_words(was)} -> {_words(value)}"
 
 
@@ -218,6 +222,7 @@ class _Module(_Attributes):
 
     def __init__(self, path: str, module: nn.Module) -> None:
         super().__init__(path, module, NOT_COMPUTED)
+        self.notes = written_by_forward(type(module))
         self._children = {name: (_weak(child), type(child).__name__) for name, child in module._modules.items()}
         self._tensor_names = set(_own_tensors("", module))
         self._hooks = _hooks(module)

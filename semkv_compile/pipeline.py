@@ -21,10 +21,12 @@ from semkv.passes.base import Pass, PassOptions
 from semkv.passes.bind_kernels import BindKernels
 from semkv.passes.canonicalise import Canonicalise
 from semkv.passes.find_attention import FindAttention
+from semkv.passes.find_seams import FindSeams
 from semkv.passes.group_heads import GroupHeads
 from semkv.passes.insert_retrieval_head import InsertRetrievalHead
 from semkv.passes.lift_positions import LiftPositions
 from semkv.passes.lower_kernels import LowerKernels
+from semkv.passes.open_seams import OpenSeams
 from semkv.passes.pin_defaults import PinDefaults
 from semkv.passes.place_memory import PlaceMemory
 from semkv.passes.rewrite_attention import RewriteAttention
@@ -41,6 +43,7 @@ UNDERSTAND: tuple[Pass, ...] = (
     CheckDependence(),  # found: proof that tokens mix at sites only, and whether rows may be batched
     FindReach(),  # found: the context ends where a table of positions does
     SurprisalHead(),  # found: the body returns hidden states, the head makes logits
+    FindSeams(),  # found: where embeddings, rotary positions of several axes and features of images enter
 )
 """What depends on the model alone; its result can be kept and lowered many times."""
 
@@ -54,6 +57,7 @@ LOWER: tuple[Pass, ...] = (
     GroupHeads(),  # annotated: KV heads of one role made contiguous
     RewriteAttention(),  # annotated -> lowered: prefill, extend and decode on a memory
     InsertRetrievalHead(),  # lowered: the speculative selector in front of the graph, where the method has one
+    OpenSeams(),  # lowered: the memory says what a prompt brings besides ids
     LowerKernels(),  # lowered: constants folded, decode fixed at one token
     StreamWeights(),  # lowered: projections of a step read their weights fast
 )

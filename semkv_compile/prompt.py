@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from semkv.input_ids import check_vocabulary, real_tokens
 from semkv.runtime.modes import undisturbed
 from semkv.runtime.prefill import Prefill
 from semkv.runtime.state import State
+from semkv.runtime.steps import chunks_of
 
 if TYPE_CHECKING:
     from semkv.reading import Reader
@@ -47,8 +48,10 @@ class Prompt:
         return 0 if self._reading is None else self._reading.read
 
     @undisturbed
-    def feed(self, input_ids: Tensor, *, all_logits: bool = False) -> Tensor:
+    def feed(self, input_ids: Tensor | None = None, *, all_logits: bool = False, **brought: Any) -> Tensor:
         """Read the next tokens, int64 [t] or [1, t]. Returns logits [1, vocab] after the last of them, or [t, vocab] where `all_logits`.
+
+        brought: embeddings in the place of ids, and what else `semkv.prompt_inputs` tells of; each [1, t, ...].
 
         Raises
         ------
@@ -58,10 +61,15 @@ class Prompt:
         reading, model = self._open(), self._model
         model._follow_for(input_ids)
         model._check_weights(self._weights, "this prompt")
-        ids = self._checked(input_ids)
+        given = model._only_brought("feed", brought)
+        ids, contents = model._given("feed", self._row(input_ids), None, given, [reading.next_rotary])
+        ids, content = self._checked(ids, contents is None), None if contents is None else contents[0]
+        model._check_places(given, ids[None], None, [reading.read])
         self._end("a piece of it did not come to its end: begin it again")
-        pieces, head = ids.split(model.prompt_chunk), model.program.head
-        hidden = [reading.feed(piece)[:, 0 if all_logits else -1 :] for piece in pieces]
+        head, hidden = model.program.head, []
+        for start, end in chunks_of(model.program, len(ids), model.prompt_chunk, content):
+            part = None if content is None else content.part(start, end)
+            hidden.append(reading.feed(ids[start:end], part)[:, 0 if all_logits else -1 :])
         logits = torch.cat([head(x)[0] for x in (hidden if all_logits else hidden[-1:])])
         self._reading, self._logits = reading, logits[-1]
         return logits
@@ -98,15 +106,19 @@ class Prompt:
         if self._reading is not None:
             self._reading, self._why = None, why
 
-    def _checked(self, input_ids: Tensor) -> Tensor:
-        """int64 [t] on the device."""
-        if isinstance(input_ids, Tensor) and input_ids.dim() == 1:
-            input_ids = input_ids[None]
+    @staticmethod
+    def _row(input_ids: Tensor | None) -> Tensor | None:
+        """Ids [t] as [1, t]."""
+        return input_ids[None] if isinstance(input_ids, Tensor) and input_ids.dim() == 1 else input_ids
+
+    def _checked(self, input_ids: Tensor, known: bool) -> Tensor:
+        """int64 [t] on the device. known: whether all of them are ids."""
         if isinstance(input_ids, Tensor) and input_ids.dim() == 2 and len(input_ids) != 1:
             raise InputError(f"input ids {tuple(input_ids.shape)}: a prompt is one row, begin one for each")
         model = self._model
         (row,) = real_tokens(input_ids, None)
-        check_vocabulary([row], model.program.vocab_size)
+        if known:
+            check_vocabulary([row], model.program.vocab_size)
         ids = row.to(model.device, torch.int64)
         after = self.read + len(ids)
         if self._tokens is not None and after > self._tokens:

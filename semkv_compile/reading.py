@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import semkv.kernels  # noqa: F401 - registers the operators
-from semkv.errors import BatchError, InputError, SemkvError
-from semkv.following import Following
+from semkv.errors import BatchError, ConfigError, InputError, SemkvError
 from semkv.input_ids import check_vocabulary, real_tokens
 from semkv.ir.program import Program
 from semkv.kernel_builds import as_run
+from semkv.prompt_inputs import PromptInputs
+from semkv.runtime.content import Content
 from semkv.runtime.costs import waiting_cost_bytes
 from semkv.runtime.heap import return_freed
 from semkv.runtime.modes import undisturbed
@@ -44,7 +46,7 @@ class Prompts:
         return self.state if len(self.state.rows) == len(where) else self.state.select(where)
 
 
-class Reader(Following):
+class Reader(PromptInputs):
     """What reads text into states: a program, how its memory is laid out, and the settings of both."""
 
     @cached_property
@@ -55,11 +57,13 @@ class Reader(Following):
     # -- checks --------------------------------------------------------------------------------------------------------
 
     def _checked_rows(
-        self, ids: Tensor, attention_mask: Tensor | None, state: State | None
+        self, ids: Tensor, attention_mask: Tensor | None, state: State | None, *, known: bool = True
     ) -> tuple[Tensor, list[Tensor]]:
-        """Ids [B, T] on the device, and each row's real tokens int64 [n]; refused where `state`, or the context, has no room for them."""
+        """Ids [B, T] on the device, and each row's real tokens int64 [n]; refused where `state`, or the context, has no room for them.
+        known: whether all of them are ids."""
         rows = real_tokens(ids, attention_mask)
-        check_vocabulary(rows, self.program.vocab_size)
+        if known:
+            check_vocabulary(rows, self.program.vocab_size)
         ids, rows = ids.to(self.device, torch.int64), [row.to(self.device, torch.int64) for row in rows]
         past = [0] * len(rows)
         if state is not None:
@@ -98,8 +102,17 @@ class Reader(Following):
             all_queries=plan.reads_queries if all_queries is None else all_queries,
         )
 
-    def _read(self, ids: Tensor, *, surprisal: bool, all_queries: bool = False, logits: int = 1) -> RowRecord:
-        """Run a prompt ids int64 [n] on the model's device, in chunks, with logits after its last `logits` tokens."""
+    def _read(
+        self,
+        ids: Tensor,
+        *,
+        surprisal: bool,
+        all_queries: bool = False,
+        logits: int = 1,
+        content: Content | None = None,
+    ) -> RowRecord:
+        """Run a prompt ids int64 [n] on the model's device, in chunks, with logits after its last `logits` tokens. content: what its tokens
+        are besides."""
         self.placement.tier.check(self._host_nbytes(len(ids)), f"a prompt of {len(ids)} tokens")
         record = prefill_row(
             self.program,
@@ -110,6 +123,7 @@ class Reader(Following):
             chunk=self.prompt_chunk,
             tier=self.placement.tier,
             logits=logits,
+            content=content,
         )
         record.model, record.weights = self.fingerprint, self.placement.weights
         return record
@@ -166,29 +180,40 @@ class Reader(Following):
         return State(self.placement, rows, torch.stack([one.logits for one in records]))
 
     @undisturbed
-    def prefill(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> State:
+    def prefill(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, **brought: Any) -> State:
         """Read prompts [B, T] (padded on either side where `attention_mask` says so) and return their state.
+
+        brought: `inputs_embeds` in the place of ids, `position_ids`, `layer_inputs`, and inputs of the model such as `pixel_values`; see
+        `semkv.prompt_inputs`.
 
         Each row runs alone and without its padding, so that its tokens cannot depend on its neighbours; rows that are the same are
         read once. Raises `BatchError`, with the state of the others, where some of several rows cannot be read.
         """
         self._follow()
-        _, rows = self._checked_rows(input_ids, attention_mask, None)
-        made, where = self._read_prompts(rows, [1] * len(rows))
+        ids, contents = self._given("prefill", input_ids, attention_mask, self._only_brought("prefill", brought))
+        ids, rows = self._checked_rows(ids, attention_mask, None, known=contents is None)
+        self._check_places(brought, ids, attention_mask, [0] * len(rows))
+        made, where = self._read_prompts(rows, [1] * len(rows), contents)
         return made.for_rows(where)
 
-    def _read_prompts(self, rows: list[Tensor], logits: list[int]) -> tuple[Prompts, list[int]]:
+    def _read_prompts(
+        self, rows: list[Tensor], logits: list[int], contents: list[Content] | None = None
+    ) -> tuple[Prompts, list[int]]:
         """Read prompts [n], each of those that differ once, with logits after the last so many tokens of each, and the place of each row
-        among them."""
+        among them. contents: what the tokens of each are besides ids; then each is read."""
         plan, errors = self.placement.plan, {}
         made: dict[bytes, tuple[int, State, Tensor]] = {}
         where: list[int] = []
         for index, (row, count) in enumerate(zip(rows, logits)):
-            key = row.cpu().numpy().tobytes()
+            key = row.cpu().numpy().tobytes() if contents is None else str(index).encode()
             try:
                 if key not in made:  # a record at a time
                     record = self._read(
-                        row, surprisal=plan.reads_surprisal, all_queries=plan.reads_queries, logits=count
+                        row,
+                        surprisal=plan.reads_surprisal,
+                        all_queries=plan.reads_queries,
+                        logits=count,
+                        content=None if contents is None else contents[index],
                     )
                     made[key] = len(made), self._state([record], release=True), record.last_logits
                 where.append(made[key][0])
@@ -211,24 +236,54 @@ class Reader(Following):
 
     @undisturbed
     def extend(
-        self, state: State, input_ids: Tensor, attention_mask: Tensor | None = None, *, all_logits: bool = False
+        self,
+        state: State,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        *,
+        all_logits: bool = False,
+        **brought: Any,
     ) -> Tensor:
-        """Add tokens [B, T] to the rows of `state`, in place: a next turn, or a question after compression.
+        """Add tokens [B, T] to the rows of `state`, in place: a next turn, or a question after compression. brought: as in `prefill`.
 
         Returns logits [B, 1, vocab] after each row's last token, or [B, T, vocab] with `all_logits` (unpadded rows only).
         """
         self._follow_for(input_ids)
         self._check_state(state)
         with state.in_use():
-            _, rows = self._checked_rows(input_ids, attention_mask, state)
+            brought = self._only_brought("extend", brought)
+            ids, contents = self._given("extend", input_ids, attention_mask, brought, state.next_rotary)
+            ids, rows = self._checked_rows(ids, attention_mask, state, known=contents is None)
+            self._check_places(brought, ids, attention_mask, state.next_places)
             if all_logits and len({len(row) for row in rows}) > 1:
                 raise InputError("all_logits needs rows of one length")
-            return torch.stack(self._extend_rows(state, *state.with_pending(rows), all_logits=all_logits))
+            return torch.stack(self._extend_turn(state, rows, contents, all_logits=all_logits))
+
+    def _extend_turn(
+        self, state: State, rows: list[Tensor], contents: list[Content] | None, *, all_logits: bool = False
+    ) -> list[Tensor]:
+        """`_extend_rows` of the tokens of a turn, behind the one that was pending. contents: what those of each row are besides ids."""
+        if contents is None:
+            return self._extend_rows(state, *state.with_pending(rows), all_logits=all_logits)
+        if any(content.blocks for content in contents):
+            raise ConfigError(
+                "images of this model attend both ways, which a compressed memory cannot: pass them in the prompt that begins the row"
+            )
+        if state.pending is not None:
+            self._extend_rows(state, list(state.pending.to(self.device)))
+        return self._extend_rows(state, rows, all_logits=all_logits, contents=contents)
 
     def _extend_rows(
-        self, state: State, rows: list[Tensor], unread: int = 0, *, all_logits: bool = False
+        self,
+        state: State,
+        rows: list[Tensor],
+        unread: int = 0,
+        *,
+        all_logits: bool = False,
+        contents: list[Content] | None = None,
     ) -> list[Tensor]:
-        """Add tokens int64 [n] to each row, the first `unread` of them from before; a row without any stays as it is.
+        """Add tokens int64 [n] to each row, the first `unread` of them from before; a row without any stays as it is. contents: what they
+        are besides ids.
 
         Returns the logits [n - unread, vocab] of each row where `all_logits`, else [1, vocab] after its last token.
         """
@@ -237,7 +292,7 @@ class Reader(Following):
         state.check_room(counts)
         try:
             exact = self.settings.extend_chunk or UNCAPPED_CHUNK
-            if len(set(counts)) == 1 and counts[0] and state.alike(counts[0]):
+            if contents is None and len(set(counts)) == 1 and counts[0] and state.alike(counts[0]):
                 logits = extend(
                     self._running,
                     state,
@@ -252,7 +307,10 @@ class Reader(Following):
                 one = State(self.placement, [state.rows[index]], state.logits[index : index + 1])
                 if len(row):
                     chunk = self.tokens_at_once(len(row) - unread)
-                    made = extend(self._running, one, row[None], chunk, exact_chunk=exact, all_logits=all_logits)[0]
+                    own = None if contents is None else contents[index]
+                    made = extend(
+                        self._running, one, row[None], chunk, exact_chunk=exact, all_logits=all_logits, content=own
+                    )[0]
                     parts.append(made[unread:] if all_logits else made)
                 else:
                     parts.append(one.logits[:0] if all_logits else one.logits)

@@ -79,10 +79,12 @@ def test_the_list_is_in_order():
         "dependence",
         "reach",
         "surprisal_head",
+        "find_seams",
         "assign_budgets",
         "group_heads",
         "rewrite_attention",
         "insert_retrieval_head",
+        "open_seams",
         "lower_kernels",
         "stream_weights",
     ]

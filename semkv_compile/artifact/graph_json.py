@@ -12,7 +12,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.graph import _PyTreeCodeGen
 
 from semkv.artifact.arguments import DTYPE_NAME, check_call, decode, encode
-from semkv.artifact.operators import ARITY, RECURRENT, resolve, target_name
+from semkv.artifact.operators import ARITY, KINDS, resolve, target_name
 from semkv.artifact.schema import GRAPH_SCHEMA, GraphJson, NodeJson, attribute_path, identifier
 from semkv.errors import ArtifactError
 from semkv.files import validate
@@ -233,8 +233,8 @@ def _add_call(graph: Graph, item: NodeJson, nodes: Mapping[str, Node], device: t
 def _check_function(name: str, function: Callable, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
     if kwargs or len(args) != ARITY[name]:
         return f"{len(args)} positional and {len(kwargs)} named arguments, expected {ARITY[name]} and none"
-    if name in RECURRENT:
-        return _check_recurrent(args, RECURRENT[name])
+    if name in KINDS:
+        return _check_kinds(args, KINDS[name])
     if name in GRAPH_FUNCTIONS:
         if type(args[1]) is not int or not all(isinstance(x, Node) for place, x in enumerate(args) if place != 1):
             return "expected the memory and its tensors as nodes and the site as a number"
@@ -250,7 +250,7 @@ def _check_function(name: str, function: Callable, args: tuple[Any, ...], kwargs
     return None
 
 
-def _check_recurrent(args: tuple[Any, ...], kinds: str) -> str | None:
+def _check_kinds(args: tuple[Any, ...], kinds: str) -> str | None:
     """kinds: of each argument, `n` a node, `s` the number of a site, `l` a list of nodes."""
     for kind, value in zip(kinds, args, strict=True):
         nodes = isinstance(value, list) and all(isinstance(x, Node) for x in value)

@@ -84,6 +84,7 @@ def build_program(facts: ProgramFacts, graphs: Mapping[str, GraphModule], source
         batched=facts.batched,
         recurrences=sites_from(facts.recurrences),
         evaluated=tuple(facts.evaluated),
+        seams=facts.seams,
         notes=tuple(facts.notes),
         **{name: graphs.get(name) for name in GRAPHS},
     )

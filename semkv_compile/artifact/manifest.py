@@ -27,6 +27,7 @@ from semkv.artifact.weights import TensorView
 from semkv.config import CompileConfig, check_budget
 from semkv.errors import ArtifactError
 from semkv.files import check_sha256, describe, dump_json, file_size, member, parse_json, read_bytes, validate
+from semkv.ir.seams import Seams
 from semkv.ir.site import AttentionSite
 
 FORMAT = "semkv-artifact"
@@ -79,6 +80,7 @@ class ProgramFacts(_Part):
     recurrences: list[SiteFacts] = Field(default_factory=list, max_length=10_000)
     bodies: list[BodyFacts] = Field(default_factory=list, max_length=10_000)
     evaluated: list[str] = Field(default_factory=list, max_length=10_000)
+    seams: Seams = Seams()
     notes: list[str] = Field(max_length=10_000)
 
     @field_validator("sites")

@@ -70,13 +70,17 @@ BINARY: dict[str, Callable] = {
 }
 TERNARY: dict[str, Callable] = {"torch.sym_ite": torch.sym_ite}
 
-RECURRENT = {
+KINDS = {
     "semkv.recurrence": "nsll",
     "semkv.memory.advance": "nsnll",
     "semkv.memory.read_states": "ns",
     "semkv.memory.write_states": "nsl",
+    "semkv.memory.embedded": "nn",
+    "semkv.memory.entering": "nsn",
+    "semkv.memory.rotary": "nns",
 }
-"""Functions of recurrent sites, with the kinds of their arguments: `n` a node, `s` the number of a site, `l` a list of nodes."""
+"""Functions of recurrent sites and of what a prompt brings, with the kinds of their arguments: `n` a node, `s` a number, of a site or
+of axes, `l` a list of nodes."""
 
 FUNCTIONS: dict[str, Callable] = {**UNARY, **BINARY, **TERNARY, **GRAPH_FUNCTIONS, "semkv.recurrence": recur}
 """Python functions a graph may call, by the name under which a file stores them."""
@@ -87,7 +91,7 @@ ARITY: dict[str, int] = {
     **dict.fromkeys(TERNARY, 3),
     **dict.fromkeys(GRAPH_FUNCTIONS, 6),
     "semkv.memory.observe": 3,
-    **{name: len(kinds) for name, kinds in RECURRENT.items()},
+    **{name: len(kinds) for name, kinds in KINDS.items()},
 }
 
 NAMESPACES = {"aten": None, "semkv": None, "prims": "torch._prims", "transformers": "transformers.integrations.moe"}

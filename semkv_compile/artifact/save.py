@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -170,6 +171,7 @@ def program_facts(program: Program, graphs: list[str]) -> dict[str, Any]:
         "recurrences": site_facts(program.recurrences),
         "bodies": body_values(bodies_of(program)),
         "evaluated": list(program.evaluated),
+        "seams": asdict(program.seams),
         "notes": list(program.notes),
     }
 

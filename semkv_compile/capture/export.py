@@ -19,6 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from semkv.capture.agreement import Agreement
 from semkv.capture.checks import accepts, check_model, declared_context, text_config
+from semkv.capture.embeddings import mark_embeddings, takes_more
 from semkv.capture.guards import Guards, lengths_up_to
 from semkv.capture.inner_weights import InnerWeights
 from semkv.capture.inputs import check_inputs, check_runs
@@ -27,6 +28,7 @@ from semkv.capture.recurrence import Recurrences, find_recurrences
 from semkv.capture.same_graph import same_operations
 from semkv.errors import CaptureError
 from semkv.ir.program import Program
+from semkv.ir.seams import Seams
 
 EXAMPLE_LENGTH = 37
 """Tokens of the example input: a prime that is no size of a usual model, so that no branch on divisibility is taken."""
@@ -119,6 +121,7 @@ def capture(model: nn.Module, *, example_length: int = EXAMPLE_LENGTH, within_dy
         attempt, context, limits = _export(model, wrapper, example_length, (False,) if within_dynamo else (False, True))
     batched = attempt.rows > 1
     module = _unlift(attempt.exported, wrapper)
+    mark_embeddings(model, module)
     vocab_size, dtype = _describe_model(model, module)
     with preserved(model), torch.no_grad(), _quiet():
         recurrent = bool(wrapper.recurrences.sites)
@@ -145,6 +148,7 @@ def capture(model: nn.Module, *, example_length: int = EXAMPLE_LENGTH, within_dy
         dtype=dtype,
         batched=batched,
         recurrences=wrapper.recurrences.described,
+        seams=Seams(reads_more=takes_more(model)),
         notes=(note,),
     )
 

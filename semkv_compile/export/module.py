@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from semkv.export.layout import RANKING, Layout, SiteTurn
 from semkv.export.plain import InPlainOperators
+from semkv.ir.memory import TextInputs
 from semkv.methods.speculation import KEYS
 from semkv.profiles.schema.retrieval_head import matched_heads
 from semkv.runtime.attending import attending
@@ -68,7 +69,7 @@ class StepModule(nn.Module):
         return logs.exp().mean(1, keepdim=True).log() if selection.batch else logs
 
 
-class _Step:
+class _Step(TextInputs):
     """The memory of one step, as a program asks it."""
 
     def __init__(self, module: StepModule, numbers: Tensor, held: dict[str, Tensor], ranking: Tensor | None) -> None:

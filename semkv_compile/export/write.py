@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
-from semkv.errors import BudgetError, ConfigError, InputError
+from semkv.errors import BudgetError, ConfigError, InputError, StateError
 from semkv.export.layout import Layout, check_plan
 from semkv.export.manifest import NEXT, describe, read_layout, write_manifest
 from semkv.export.module import StepModule, dynamic_shapes, example_inputs
@@ -172,6 +172,11 @@ def export_state(
     """See `CompiledModel.export_state`."""
     from safetensors.torch import save_file
 
+    if any(row.turned for row in state.rows):
+        raise StateError(
+            "an exported step counts rotary positions by tokens, and this state has read images, behind which they are "
+            "others: go on with compiled.generate"
+        )
     file = Path(path)
     layout = read_layout(compiled, file.parent if step is None else Path(step))
     if state.placement is not compiled.placement:

@@ -75,6 +75,35 @@ class Observer(Protocol):
         """Take the hidden states [B, T, H] with which the tokens enter a site's layer."""
 
 
+class Inputs(Protocol):
+    """What a program asks besides where a prompt may bring more than ids (`semkv.ir.seams.Seams`)."""
+
+    def embedded(self, x: Tensor) -> Tensor:
+        """The embeddings [B, T, H] of the tokens of this call, where `x` are those of their ids."""
+
+    def entering(self, site: int, x: Tensor) -> Tensor:
+        """The hidden states that enter a site's layer, where `x` [B, T, H] are those that left the layer before."""
+
+    def rotary(self, positions: Tensor, axes: int) -> Tensor:
+        """The rotary positions int64 [axes, B, T] of tokens whose places in their rows are `positions` [B, T]."""
+
+
+class TextInputs:
+    """`Inputs` of text alone: a token is its id, and its rotary position its place."""
+
+    def embedded(self, x: Tensor) -> Tensor:
+        """See `Inputs.embedded`."""
+        return x
+
+    def entering(self, site: int, x: Tensor) -> Tensor:
+        """See `Inputs.entering`."""
+        return x
+
+    def rotary(self, positions: Tensor, axes: int) -> Tensor:
+        """See `Inputs.rotary`."""
+        return positions.expand(axes, *positions.shape)
+
+
 @has_side_effect
 def record(memory: Memory, site: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> None:
     """Graph function of the prefill program; see `Memory.record`."""
@@ -115,10 +144,28 @@ def observe(memory: Observer, site: int, hidden: Tensor) -> None:
     memory.observe(site, hidden)
 
 
+def embedded(memory: Inputs, x: Tensor) -> Tensor:
+    """Graph function of the prefill and extend programs; see `Inputs.embedded`."""
+    return memory.embedded(x)
+
+
+def entering(memory: Inputs, site: int, x: Tensor) -> Tensor:
+    """Graph function of the prefill and extend programs; see `Inputs.entering`."""
+    return memory.entering(site, x)
+
+
+def rotary(memory: Inputs, positions: Tensor, axes: int) -> Tensor:
+    """Graph function of all lowered programs; see `Inputs.rotary`."""
+    return memory.rotary(positions, axes)
+
+
 GRAPH_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "semkv.memory.record": record,
     "semkv.memory.entries": entries,
     "semkv.memory.observe": observe,
+    "semkv.memory.embedded": embedded,
+    "semkv.memory.entering": entering,
+    "semkv.memory.rotary": rotary,
     "semkv.memory.read_states": read_states,
     "semkv.memory.write_states": write_states,
     "semkv.memory.advance": advance,
@@ -128,13 +175,18 @@ GRAPH_FUNCTIONS: dict[str, Callable[..., Any]] = {
 __all__ = [
     "GRAPH_FUNCTIONS",
     "Entries",
+    "Inputs",
     "Memory",
     "Observer",
     "States",
+    "TextInputs",
     "advance",
+    "embedded",
+    "entering",
     "entries",
     "observe",
     "read_states",
     "record",
+    "rotary",
     "write_states",
 ]

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from semkv.ir.memory import Entries
+from semkv.ir.memory import Entries, TextInputs
 from semkv.ir.site import AttentionSite
 
 
-class PlainMemory:
+class PlainMemory(TextInputs):
     """Keeps every key and value; a sliding window is left to the operator, which masks by position.
 
     Parameters

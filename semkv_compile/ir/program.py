@@ -9,6 +9,7 @@ import torch
 from torch.fx import GraphModule
 
 from semkv.ir.recurrence import RecurrentSite
+from semkv.ir.seams import Seams
 from semkv.ir.site import AttentionSite
 
 Stage = Literal["captured", "found", "annotated", "lowered"]
@@ -37,6 +38,7 @@ class Program:
     batched: whether one call may hold rows with different positions; where not, rows run one at a time.
     evaluated: names of the tensors whose numbers passes read to write others into the program (biases, scales, windows): a model in
         which they changed has another program.
+    seams: where what a prompt brings besides its ids enters.
     notes: per pass, what it did, in order; shown by `semkv.explain(verbose=True)` and kept in artifacts.
     """
 
@@ -54,6 +56,7 @@ class Program:
     selector: GraphModule | None = None
     recurrences: tuple[RecurrentSite, ...] = ()
     evaluated: tuple[str, ...] = ()
+    seams: Seams = field(default_factory=Seams)
     notes: tuple[str, ...] = field(default=())
 
     def evolve(self, note: str | None = None, **changes) -> Program:

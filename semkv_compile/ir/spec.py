@@ -166,6 +166,8 @@ def _lowered(program: Program) -> list[str]:
         other = memory.entries if label == "prefill" else memory.record
         if any(node.target is other for node in module.graph.nodes):
             problems.append(f"{label}: calls {other.__name__}, expected only {writer.__name__}")
+        if label == "decode" and any(node.target in (memory.embedded, memory.entering) for node in module.graph.nodes):
+            problems.append("decode: asks what a token is besides its id; a token that was generated is nothing else")
         reads = sum(node.target == mixed_attention for node in module.graph.nodes)
         if reads != len(expected):
             problems.append(f"{label}: {reads} semkv::mixed_attention nodes for {len(expected)} sites")

@@ -18,6 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 from semkv.ir.graph import placeholders
 from semkv.ir.program import Program
 from semkv.runtime.attending import attending
+from semkv.runtime.content import Contents
 from semkv.runtime.recurrent import keep_states, stacked_states
 from semkv.runtime.row_memory import RowMemory
 from semkv.runtime.step_graph import TRACING, StepGraphs, Turn
@@ -108,7 +109,7 @@ class ManyRows:
         return known[1]
 
 
-class _Step:
+class _Step(Contents):
     """What the graph between turns asks in one step. told: of each row, what its turns that read units told. queries: of each site;
     observed: hidden states that enter a site's layer."""
 
@@ -145,6 +146,10 @@ class _Step:
             out.append(made[0] if len(made) == 1 else torch.cat(made, 1))
             self._at[r] += len(made)
         return torch.cat(out)
+
+    def turned_rows(self) -> list[int]:
+        """See `semkv.runtime.content.Contents`."""
+        return [row.turned for row in self.memories]
 
     def read_states(self, site: int) -> list[Tensor]:
         """See `semkv.ir.memory.States.read_states`."""

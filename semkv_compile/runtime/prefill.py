@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from semkv.ir.program import Program
+from semkv.runtime.content import Content
 from semkv.runtime.host_tier import HostTier
 from semkv.runtime.record import RowRecord, head_orders, next_surprisal
 from semkv.runtime.recorder import Recorder
@@ -46,12 +47,21 @@ class Prefill:
         """Tokens so far."""
         return self._recorder.past
 
-    def feed(self, ids: Tensor) -> Tensor:
-        """Read the next tokens int64 [t], of the device, at least one -> hidden states [1, t, H]."""
+    @property
+    def next_rotary(self) -> int:
+        """The rotary position of the next token, in all axes."""
+        return self.read + self.record.turned
+
+    def feed(self, ids: Tensor, content: Content | None = None) -> Tensor:
+        """Read the next tokens int64 [t], of the device, at least one -> hidden states [1, t, H]. content: what they are besides ids,
+        which are negative where nobody knows them."""
         program, start, end = self.program, self.read, self.read + len(ids)
-        graph = program.prefill if start == 0 else program.decode if len(ids) == 1 else program.extend
+        alone = len(ids) == 1 and content is None
+        together = content is not None and bool(content.blocks)
+        graph = program.prefill if start == 0 and not together else program.decode if alone else program.extend
         positions = torch.arange(start, end, dtype=torch.int64, device=self.device)[None]
-        hidden = graph(ids[None], positions, self._recorder)
+        self._recorder.content = content
+        hidden = graph(ids.clamp(min=0)[None], positions, self._recorder)
         if self.record.surprisal is not None:
             self._surprisal.append(self._surprisal_of(ids, hidden[0]))
         self._ids.append(ids.cpu())
@@ -59,7 +69,8 @@ class Prefill:
         return hidden
 
     def _surprisal_of(self, ids: Tensor, hidden: Tensor) -> Tensor:
-        """float32 [t] of ids [t] with hidden states [t, H]: of each token given those before it, 0 for the first of all."""
+        """float32 [t] of ids [t] with hidden states [t, H]: of each token given those before it, 0 for the first of all and for those
+        whose id nobody knows."""
         before, self._last = self._last, hidden[-1:].clone()
         if before is None:
             return torch.nn.functional.pad(next_surprisal(self.program.head, hidden[:-1], ids[1:]), (1, 0))

@@ -31,7 +31,7 @@ class RowRecord:
     head_orders: per KV store the user's model's KV head at each place, where the program that made it moved heads.
     known: what components have computed of the record, by name, so that other budgets find it there.
     model: fingerprint of the model that read the prompt; None where nobody says. weights: those it had, where it may change.
-    model: fingerprint of the model that read the prompt; None where nobody says.
+    turned: by how much the rotary positions of what follows lie above its places; see `semkv.runtime.content`.
     going_on: it is no prompt but a row in the middle of its text, which its method takes over: what is newest counts as much as the
         rest of it.
     """
@@ -50,6 +50,7 @@ class RowRecord:
     known: dict[str, Tensor] = field(default_factory=dict)
     model: str | None = None
     weights: Weights | None = None
+    turned: int = 0
     going_on: bool = False
 
     @property
@@ -129,10 +130,12 @@ def chunked_surprisal(head: torch.nn.Module, hidden: Tensor, ids: Tensor, chunk:
 
 @torch.no_grad()
 def next_surprisal(head: torch.nn.Module, hidden: Tensor, targets: Tensor, chunk: int = SURPRISAL_CHUNK) -> Tensor:
-    """-log p of each of the tokens `targets` int64 [n] given the hidden state before it, hidden [n, H] -> float32 [n]."""
+    """-log p of each of the tokens `targets` int64 [n] given the hidden state before it, hidden [n, H] -> float32 [n];
+    0 where a target is negative, which is no id."""
     out = torch.zeros(len(targets), dtype=torch.float32, device="cpu")
     for start in range(0, len(targets), chunk):
         logits = head(hidden[None, start : start + chunk])[0].float()
         target = targets[start : start + chunk]
-        out[start : start + chunk] = (torch.logsumexp(logits, -1) - logits.gather(-1, target[:, None])[:, 0]).cpu()
+        nats = torch.logsumexp(logits, -1) - logits.gather(-1, target.clamp(min=0)[:, None])[:, 0]
+        out[start : start + chunk] = torch.where(target < 0, 0, nats).cpu()
     return out

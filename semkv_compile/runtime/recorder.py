@@ -9,12 +9,13 @@ from torch import Tensor
 
 from semkv.ir.memory import Entries
 from semkv.ir.program import Program
+from semkv.runtime.content import Contents
 from semkv.runtime.device_copies import DeviceCopies
 from semkv.runtime.host_tier import HostTier
 from semkv.runtime.record import OBSERVED_QUERIES, RowRecord
 
 
-class Recorder:
+class Recorder(Contents):
     """Keeps what a prompt's chunks leave in the host tier, and gives later chunks the exact keys and values of earlier ones.
 
     The first chunk runs through the prefill program, which attends to its own tokens, later ones through the extend program.
@@ -61,11 +62,10 @@ class Recorder:
         keys, values = (
             self._so_far(held[place.store], new[0], first, end) for held, new in ((self.keys, k), (self.values, v))
         )
-        return Entries(
-            [keys[None]],
-            [values[None]],
-            [torch.arange(first, end, dtype=torch.int64, device=positions.device)[None, None]],
-        )
+        places = torch.arange(first, end, dtype=torch.int64, device=positions.device)
+        if self.content is not None and self.content.blocks:
+            places = places.clamp(max=self.past)  # tokens that attend both ways are seen by the first of them
+        return Entries([keys[None]], [values[None]], [places[None, None]])
 
     def observe(self, site: int, hidden: Tensor) -> None:
         """Keep the hidden states of row 0; see `semkv.ir.memory.Observer.observe`."""
@@ -82,9 +82,14 @@ class Recorder:
         """Take its states after this chunk; see `semkv.ir.memory.States.write_states`."""
         self.made.recurrent[site] = list(states)
 
+    def turned_rows(self) -> list[int]:
+        """See `semkv.runtime.content.Contents`."""
+        return [self.made.turned]
+
     def advance(self, tokens: int) -> None:
         """The next chunk follows one of `tokens` tokens."""
         self.past += tokens
+        (self.made.turned,) = self.turned_behind([self.past], tokens)
 
     def finish(self) -> None:
         """The record is complete: what waits in another dtype than the record's, or with room behind it, is copied, a store at a time."""

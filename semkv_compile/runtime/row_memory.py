@@ -45,10 +45,9 @@ class RowMemory:
 
     ids: the tokens that it has read; prompt: how many it was built from. stores: per KV store the memories of its parts, in the order of
     their heads. shares: per budgeted store, its part of the row's budget in bytes. notes: what components remember between steps.
-    recurrent: of each recurrent site its states [1, ...], which steps write in place.
-    stepping: a step has begun and not ended, so that layers may
-    differ in what they hold. exact: the row holds every token, whatever the method; past: what the method will need when the row
-    outgrows the budget's floor, None where it cannot.
+    recurrent: of each recurrent site its states [1, ...], which steps write in place. turned: see `semkv.runtime.content`.
+    stepping: a step has begun and not ended, so that layers may differ in what they hold. exact: the row holds every token, whatever the
+    method; past: what the method will need when the row outgrows the budget's floor, None where it cannot.
     """
 
     stepping = exact = False
@@ -70,6 +69,7 @@ class RowMemory:
         self.tokens = self.prompt = record.tokens
         self.ids = array("i", record.ids.tolist())
         self.check_length(self.tokens)
+        self.turned = record.turned
         self.traffic = Traffic()
         self.notes: dict[str, Tensor] = {}
         self.recurrent = copied(record.recurrent)
@@ -100,7 +100,7 @@ class RowMemory:
         others = {number: own for number, own in self.stores.items() if own[0].site.treatment != "method"}
         grown = object.__new__(RowMemory)
         grown._make(self.past.placement, self.past.record(self.text, self.stores), others, release=True)
-        grown.traffic, grown.recurrent = self.traffic, self.recurrent
+        grown.traffic, grown.recurrent, grown.turned = self.traffic, self.recurrent, self.turned
         self.__dict__ = grown.__dict__
 
     @property
@@ -580,7 +580,7 @@ class RowMemory:
         copy.placement, copy.tokens, copy.prompt, copy.shares = self.placement, self.tokens, self.prompt, self.shares
         copy.ids = self.ids[:]
         copy.part_shares = self.part_shares
-        copy.exact = self.exact
+        copy.exact, copy.turned = self.exact, self.turned
         copy.past = None if self.past is None else self.past.clone()
         copy.traffic, copy.notes, copy.passing, copy._staying = self.traffic.clone(), dict(self.notes), {}, {}
         copy.recurrent = copied(self.recurrent)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from semkv.ir.site import AttentionSite
 from semkv.runtime.components import Cutting, Part
+from semkv.runtime.content import UNKNOWN
 from semkv.runtime.part_shares import sharing_parts
 from semkv.runtime.past import Past
 from semkv.runtime.placement import Placement
@@ -22,6 +23,9 @@ from semkv.runtime.spans import FACTORS, FoldedSpans
 from semkv.runtime.token_store import TokenStore
 from semkv.runtime.traffic import Traffic
 
+LARGEST_TURN = 1 << 31
+"""How far rotary positions may lie above places: users may give any."""
+
 TABLES = ("segment_unit", "segment_kind", "segment_length", "segment_position", "segment_start")
 
 
@@ -31,6 +35,8 @@ def row_to_tensors(row: RowMemory) -> tuple[dict[str, Any], dict[str, Tensor]]:
     facts["shares"] = [[store, share] for store, share in sorted(row.shares.items())]
     facts["part_shares"] = [[store, first, share] for (store, first), share in sorted(row.part_shares.items())]
     facts["exact"] = row.exact
+    if row.turned:
+        facts["turned"] = row.turned
     tensors = {f"notes.{name}": x.contiguous() for name, x in row.notes.items()}
     for site, states in row.recurrent.items():
         tensors |= {f"recurrent.{site}.{number}": x[0].contiguous() for number, x in enumerate(states)}
@@ -90,6 +96,9 @@ def row_from_tensors(placement: Placement, facts: dict[str, Any], tensors: dict[
     if not isinstance(row.tokens, int) or row.tokens < 1 or facts["stores"] != sorted(stores):
         raise ValueError(f"{row.tokens!r} tokens in stores {facts['stores']!r}, expected stores {sorted(stores)}")
     row.ids = _ids(tensors["ids"], row.tokens, placement.program.vocab_size)
+    row.turned = facts.get("turned", 0)
+    if type(row.turned) is not int or not -row.tokens <= row.turned <= LARGEST_TURN:
+        raise ValueError(f"rotary positions that lie {row.turned!r} above places")
     row.prompt = facts.get("prompt", row.tokens)
     if not isinstance(row.prompt, int) or not 1 <= row.prompt <= row.tokens:
         raise ValueError(f"a prompt of {row.prompt!r} tokens in a row of {row.tokens}")
@@ -136,7 +145,11 @@ def _recurrent(placement: Placement, tensors: dict[str, Tensor]) -> dict[int, li
 
 
 def _ids(ids: Tensor, tokens: int, vocab_size: int) -> array[int]:
-    if ids.dtype != torch.int32 or ids.shape != (tokens,) or not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+    if (
+        ids.dtype != torch.int32
+        or ids.shape != (tokens,)
+        or not UNKNOWN <= int(ids.min()) <= int(ids.max()) < vocab_size
+    ):
         raise ValueError(f"ids {ids.dtype} {tuple(ids.shape)}, expected {tokens} of a vocabulary of {vocab_size}")
     return array("i", ids.tolist())
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from semkv.errors import ConfigError, StateError
 from semkv.ir.memory import Entries
 from semkv.ir.site import AttentionSite
+from semkv.runtime.content import UNKNOWN, Content, Contents
 from semkv.runtime.join import stack_rows
 from semkv.runtime.modes import undisturbed
 from semkv.runtime.placement import Placement
@@ -66,7 +67,7 @@ class Watch(Protocol):
         [Hkv, T, D] in its memory, `parts` in the order of its heads."""
 
 
-class State:
+class State(Contents):
     """Rows of one compiled model, each with its own memory and length; independent of every other state.
 
     `logits` [B, vocab] are those after the last token of each row. `pending` int64 [B, 1] is the last token that `generate`
@@ -107,6 +108,16 @@ class State:
         """The text of each row, int64 [n]: the tokens that it has read, and the pending one."""
         read = [row.text for row in self.rows]
         return read if self.pending is None else [torch.cat(pair) for pair in zip(read, self.pending.cpu())]
+
+    @property
+    def next_places(self) -> list[int]:
+        """The place of the next token of each row: how many it has, the pending one among them."""
+        return [length + (self.pending is not None) for length in self.lengths]
+
+    @property
+    def next_rotary(self) -> list[int]:
+        """The rotary position of that token, in all axes."""
+        return [place + row.turned for place, row in zip(self.next_places, self.rows)]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens of the longest row, under the name that Hugging Face caches give it."""
@@ -338,10 +349,12 @@ class State:
         """Take the rows of `other`, which is used up: this one has read nothing yet."""
         self.rows, self.logits = other.rows, other.logits
 
-    def begin_step(self, ids: Tensor) -> None:
-        """Note the tokens `ids` [B, T] about to run and their surprisal: the first follows from `logits`, the rest come later."""
+    def begin_step(self, ids: Tensor, content: Content | None = None) -> None:
+        """Note the tokens `ids` [B, T] about to run and their surprisal: the first follows from `logits`, the rest come later. content:
+        what those of a single row are besides ids."""
         self.check_room([ids.shape[1]] * len(self.rows))
         self.outgrow(ids.shape[1])
+        self.content = content
         self._ids = ids.cpu()  # once: each layer notes them
         for index, row in enumerate(self.rows):
             with self.apart(index):
@@ -349,7 +362,9 @@ class State:
         if not self.placement.plan.reads_surprisal:
             self._surprisal = torch.zeros(ids.shape, dtype=torch.float32, device="cpu")
             return
-        first = torch.nn.functional.cross_entropy(self.logits.float(), ids[:, 0], reduction="none")
+        first = torch.nn.functional.cross_entropy(
+            self.logits.float(), ids[:, 0], reduction="none", ignore_index=UNKNOWN
+        )
         self._surprisal = torch.cat(
             [first[:, None], torch.zeros(ids.shape[0], ids.shape[1] - 1, dtype=torch.float32, device=first.device)], 1
         ).cpu()
@@ -397,12 +412,15 @@ class State:
         known = None
         if ids.shape[1] > 1 and self.placement.plan.reads_surprisal:
             known = torch.nn.functional.cross_entropy(
-                logits[:, :-1].float().transpose(1, 2), ids[:, 1:], reduction="none"
+                logits[:, :-1].float().transpose(1, 2), ids[:, 1:], reduction="none", ignore_index=UNKNOWN
             ).cpu()
+        tokens = ids.shape[1]
+        turned = self.turned_behind([row.tokens + tokens for row in self.rows], tokens)
         for index, row in enumerate(self.rows):
             if self.failures and index in self.failures:
                 continue
-            row.tokens += ids.shape[1]
+            row.tokens += tokens
+            row.turned = turned[index]
             row.ids.extend(self._ids[index].tolist())
             row.traffic.steps += 1
             if row.past is not None:
@@ -410,6 +428,10 @@ class State:
             if known is not None:
                 row.patch_surprisal(known[index])
             row.stepping = False
+
+    def turned_rows(self) -> list[int]:
+        """See `semkv.runtime.content.Contents`."""
+        return [row.turned for row in self.rows]
 
     def record(
         self, site: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor

@@ -44,7 +44,7 @@ class Turn:
 @dataclass(frozen=True)
 class StepGraph:
     """run: (ids int64 [1, 1], positions int64 [1, 1], numbers int64 [turns, len(NUMBERS), 1], *state of all turns, *states
-    [1, ...] of all recurrent sites) -> (hidden [1, 1, H],
+    [1, ...] of all recurrent sites, turned int64 [1, 1] where rotary positions have several axes) -> (hidden [1, 1, H],
     told int64 [reading turns, 1, 2], units read [1, H] of each of them, queries [1, Hq, 1, D] of each site of `asked`, hidden states
     [1, 1, H] that enter each site of `observed`)."""
 
@@ -115,6 +115,7 @@ class StepGraphs:
                 graph.erase_node(item)
             graph.erase_node(node)
         self._place_states(graph, state)
+        self._place_rotary(graph, inputs["positions"], state)
         observed: dict[int, Node] = {}
         for node in [x for x in graph.nodes if x.target == memory.observe]:
             observed[node.args[1]] = node.args[2]
@@ -144,6 +145,18 @@ class StepGraphs:
                 for old, new in zip(held, kept.args[2]):
                     graph.call_function(aten.copy_.default, (old, new))
             graph.erase_node(kept)
+            graph.erase_node(node)
+
+    def _place_rotary(self, graph: Graph, positions: Node, state: _Inputs) -> None:
+        """Rotary positions of several axes are the token's place and what the last input says, int64 [1, 1]: by how much they are more."""
+        asked = [x for x in graph.nodes if x.target == memory.rotary]
+        turned = state.turned() if asked else None
+        for node in asked:
+            with graph.inserting_before(node):
+                moved = graph.call_function(aten.add.Tensor, (positions, turned))
+                moved = graph.call_function(aten.unsqueeze.default, (moved, 0))
+                made = graph.call_function(aten.expand.default, (moved, [node.args[2], -1, -1]))
+            node.replace_all_uses_with(made)
             graph.erase_node(node)
 
     def _inlined(
@@ -280,6 +293,12 @@ class _Inputs:
                 self.last = self.graph.placeholder(f"r{site.index}_{number}")
             made.append(self.last)
         return made
+
+    def turned(self) -> Node:
+        """What rotary positions lie above places."""
+        with self.graph.inserting_after(self.last):
+            self.last = self.graph.placeholder("turned")
+        return self.last
 
 
 def attribute_of(module: GraphModule, node: Node) -> Tensor:

@@ -33,6 +33,7 @@ COMPILE = (
     "bundled",
     "compiled",
     "describe",
+    "eager_prompt",
     "engine_steps",
     "export",
     "export.layout",
@@ -52,8 +53,10 @@ COMPILE = (
     "offload",
     "program_cache",
     "prompt",
+    "prompt_inputs",
     "reading",
     "saving",
+    "scratch",
     "shared_weights",
     "stopping",
 )

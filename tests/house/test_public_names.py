@@ -61,6 +61,7 @@ MEMBERS = {
         "load_state",
         "prefill",
         "prefill_record",
+        "prompt_inputs",
         "refresh",
         "release",
         "request_bytes",

@@ -125,7 +125,6 @@ def test_use_cache_and_tuples(full, ids):
     [
         ("output_attentions", True, "keeps no weights; ask the model that was compiled"),
         ("output_hidden_states", True, "a program returns logits alone"),
-        ("inputs_embeds", torch.zeros(1, 3, 32), "reads token ids; pass input_ids"),
         ("cache_implementation", "static", "a compiled model has its own memory"),
         ("token_type_ids", torch.zeros(1, 9, dtype=torch.int64), "input_ids"),
         ("pixel_values", torch.zeros(1, 3, 8, 8), "input_ids"),
