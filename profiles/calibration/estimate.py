@@ -90,7 +90,7 @@ def estimate(
             seconds[step] = 0.01 * samples
         elif step == "sketch":
             learned, room = _codebooks(job, program, clock)
-            seconds[step] = (samples + held) * one + learned + 5 * held * passes.look
+            seconds[step] = (samples + len(data.records) + held) * one + learned + 5 * held * passes.look
             extra.append(room)
         elif step == "retrieval-head":
             reads = samples * settings.head_rounds

@@ -35,7 +35,8 @@ class MeasureSettings(Settings):
     sketch_stages, sketch_value_stages: codebooks per KV head for keys and for values, and bytes of their codes. sketch_vectors: keys
         that a head's codebooks are learned from, over all samples. sketch_rounds: of k-means per codebook. sketch_rank: directions of
         the queries in which keys are compared; 0: half of the head's dimensions. sketch_share: tokens that
-        a code has to find, over the context's.
+        a code has to find, over the context's. sketch_records: contexts of identifiers, numbers and addresses (`records`) that codebooks
+        are learned from beside the text.
     device_memory: bytes of the device that thresholds are for; None: of the CUDA device that the model is on, else 24 GB.
     memory_rows, memory_budget: R sequences and B selected tokens per KV head and layer that they are for (SpeContext: 2048).
     head_input: what SpeContext's retrieval head reads: embeddings and the `features` of the token before, as EAGLE-3 does, or the
@@ -72,6 +73,7 @@ class MeasureSettings(Settings):
     sketch_rounds: int = Field(default=12, ge=1)
     sketch_rank: int = Field(default=0, ge=0)
     sketch_share: float = Field(default=0.05, gt=0, le=1)
+    sketch_records: int = Field(default=3, ge=0)
     head_input: Literal["features", "embedding"] = "features"
     head_sites: tuple[int, ...] = ()
     head_dim: int = Field(default=0, ge=0, le=1024)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +17,13 @@ from semkv.errors import ConfigError
 from .data import read_documents
 from .measure_settings import MeasureSettings
 from .needles import NeedleTest, bundled_needles, text_needles
+from .records import Records
 
 SEEDS = 7_500_000
 """First seed of the bundled samples: apart from the model's training, SeKV's calibration and evaluation."""
+
+MOST_WORDS = 20_000
+"""Words of a text that its records are made of."""
 
 
 @dataclass(frozen=True)
@@ -32,12 +37,14 @@ class SampleSet:
 
 @dataclass(frozen=True)
 class MeasureData:
-    """All that the measured steps read. description: of the text, for the profile. tokenizer: that made the ids."""
+    """All that the measured steps read. description: of the text, for the profile. tokenizer: that made the ids. records: contexts of
+    records, which the sketch is learned from beside the text."""
 
     sets: tuple[SampleSet, ...]
     needles: tuple[NeedleTest, ...]
     description: str
     tokenizer: Any = None
+    records: tuple[Tensor, ...] = ()
 
     @property
     def set_names(self) -> list[str]:
@@ -57,7 +64,7 @@ class MeasureData:
     def digest(self) -> str:
         """sha256 over all token ids and needle tests in order."""
         state = hashlib.sha256()
-        for _, ids in self.measured + self.held_out:
+        for ids in (*(ids for _, ids in self.measured + self.held_out), *self.records):
             _feed(state, ids)
         for test in self.needles:
             _feed(state, test.context)
@@ -73,7 +80,7 @@ class MeasureData:
                 f"length {length} with {steps} decode steps needs {length + steps} positions, the model has "
                 f"{max_positions}: pass a smaller --length"
             )
-        largest = max(int(ids.max()) for _, ids in self.measured + self.held_out)
+        largest = max(int(ids.max()) for ids in (*(ids for _, ids in self.measured + self.held_out), *self.records))
         if largest >= vocab_size:
             raise ConfigError(
                 f"the data holds token id {largest}, the model's vocabulary has {vocab_size} entries: "
@@ -140,10 +147,13 @@ def text_measure_data(paths: Sequence[str | Path], tokenizer: Any, settings: Mea
     full = settings.length + settings.steps - len(bos)
     streams: dict[str, list[int]] = {}
     short: list[int] = []
+    words: dict[str, None] = {}  # a set in order
     for number, path in enumerate(map(Path, paths)):
         stream: list[int] = []
         for document in read_documents(path):
             stream.extend(tokenizer(document + "\n", add_special_tokens=False)["input_ids"])
+            if len(words) < MOST_WORDS:
+                words |= dict.fromkeys(word for word in document.split() if word.isalpha())
         name = path.name if path.name not in streams else f"{number}: {path.name}"
         if len(stream) >= 2 * full:
             streams[name] = stream
@@ -171,4 +181,19 @@ def text_measure_data(paths: Sequence[str | Path], tokenizer: Any, settings: Mea
     whole = torch.tensor([token for stream in streams.values() for token in stream], dtype=torch.int64, device="cpu")
     needles = text_needles(whole, tokenizer, settings)
     label = f"plain text: {', '.join(Path(path).name for path in paths)}"
-    return MeasureData(tuple(sets), needles, label, tokenizer)
+    records = _records(list(words) or ["word"], tokenizer, settings, prefix, full)
+    return MeasureData(tuple(sets), needles, label, tokenizer, records)
+
+
+def _records(
+    words: Sequence[str], tokenizer: Any, settings: MeasureSettings, prefix: Tensor, tokens: int
+) -> tuple[Tensor, ...]:
+    """`settings.sketch_records` contexts of `tokens` tokens behind `prefix`."""
+    made = []
+    for number in range(settings.sketch_records):
+        lines, ids = iter(Records(words, SEEDS + settings.seed + number)), list[int]()
+        while len(ids) < tokens:
+            text = "".join(line + "\n" for line in itertools.islice(lines, 64))
+            ids += tokenizer(text, add_special_tokens=False)["input_ids"]
+        made.append(torch.cat([prefix, torch.tensor(ids[:tokens], dtype=torch.int64, device="cpu")]))
+    return tuple(made)

@@ -53,14 +53,19 @@ class Sketch(Measure):
         return self.settings.sketch_rank or -(-max(site.key_dim for site in self.sites.values()) // 2)
 
     @property
+    def samples(self) -> list[Tensor]:
+        """What codebooks are learned from: records as well as the text, of which prose has few numbers and names."""
+        return [*(ids for _, ids in self.subject.data.measured), *self.subject.data.records]
+
+    @property
     def units(self) -> int:
-        return len(self.subject.data.measured) + len(self.sites) + len(self.subject.data.held_out)
+        return len(self.samples) + len(self.sites) + len(self.subject.data.held_out)
 
     def measure(self, unit: int, sums: Sums) -> None:
-        samples = self.subject.data.measured
+        samples = self.samples
         learned = len(samples) + len(self.sites)
         if unit < len(samples):
-            self._pass(samples[unit][1], sums, self._collect)
+            self._pass(samples[unit], sums, self._collect)
         elif unit < learned:
             self._learn(list(self.sites)[unit - len(samples)], sums)
         else:
@@ -83,7 +88,7 @@ class Sketch(Measure):
         q = call.q[:, min(SINKS + WINDOW, context) :].double().unflatten(0, (kv_heads, -1)).flatten(1, 2)
         sums.add(f"queries.{site}", q.transpose(1, 2) @ q / q.shape[1])
         first = min(SINKS, context - 1)
-        count = min(-(-self.settings.sketch_vectors // len(self.subject.data.measured)), context - first)
+        count = min(-(-self.settings.sketch_vectors // len(self.samples)), context - first)
         places = torch.linspace(first, context - 1, count, dtype=torch.float64, device="cpu").long()
         sums.append(f"keys.{site}", call.k[:, places.to(call.k.device)].half())
         sums.append(f"values.{site}", call.v[:, places.to(call.v.device)].half())
