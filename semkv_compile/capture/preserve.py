@@ -56,7 +56,8 @@ def _config(module: nn.Module) -> Any:
 
 
 def _snapshot(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    containers = {name: module.__dict__[name].copy() for name in CONTAINERS if name in module.__dict__}
+    held = {name: module.__dict__[name] for name in CONTAINERS if name in module.__dict__}
+    containers = {name: x.copy() for name, x in held.items() if isinstance(x, (dict, set))}
     return dict(module.__dict__), containers
 
 

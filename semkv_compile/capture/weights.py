@@ -20,7 +20,7 @@ def check_weights(model: nn.Module) -> None:
     Tensors that wrap plain ones (`semkv.plain_tensors`) are none of these.
     """
     for path, module in model.named_modules():
-        for check in (_script, _packed, _sharded, _hooked):
+        for check in (_script, _packed, _moving, _sharded, _hooked):
             if problem := check(module):
                 raise CaptureError(f"{_name(path, module)} {problem}")
         for name, tensor in _held(module):
@@ -54,6 +54,18 @@ def _packed(module: nn.Module) -> str | None:
             "read them; quantise with torchao instead: torchao.quantization.quantize_(model, Int8WeightOnlyConfig())"
         )
     return None
+
+
+def _moving(module: nn.Module) -> str | None:
+    """Mappings in place of a module's parameters, that bring them from somewhere each time that they are asked for."""
+    held = vars(module)["_parameters"]
+    if isinstance(held, dict):
+        return None
+    package = type(held).__module__.partition(".")[0]
+    return (
+        f"keeps its parameters in a {type(held).__name__} of {package}, which moves them when they are asked for; load the model in "
+        "another format, torchao's for one"
+    )
 
 
 def _sharded(module: nn.Module) -> str | None:

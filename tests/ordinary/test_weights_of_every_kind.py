@@ -6,7 +6,7 @@ import copy
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -419,6 +419,38 @@ def test_packed_weights_are_refused_with_what_to_use_instead():
     )
     with pytest.raises(CaptureError, match=expected):
         semkv.compile(dynamic(plain()))
+
+
+class Moving(MutableMapping):
+    """Parameters that are elsewhere until they are asked for, as compressed-tensors keeps them."""
+
+    def __init__(self, held):
+        self.held = held
+
+    def __getitem__(self, name):
+        return self.held[name]
+
+    def __setitem__(self, name, value):
+        self.held[name] = value
+
+    def __delitem__(self, name):
+        del self.held[name]
+
+    def __iter__(self):
+        return iter(self.held)
+
+    def __len__(self):
+        return len(self.held)
+
+
+def test_parameters_that_move_are_refused_by_the_name_of_their_module():
+    model = plain()
+    module = model.model.layers[1].mlp.up_proj
+    module.__dict__["_parameters"] = Moving(module._parameters)
+    assert model(ids()).logits.isfinite().all()
+    expected = r"module 'model\.layers\.1\.mlp\.up_proj' \(Linear\) keeps its parameters in a Moving of tests, .*another format"
+    with pytest.raises(CaptureError, match=expected):
+        semkv.compile(model)
 
 
 def split_over_disk(folder: Path) -> nn.Module:
