@@ -9,9 +9,9 @@ the library, and asks for `generate`'s tokens. Where that fails, the library its
 Then semkv compiles the model. The row is
 
 - `equal`: at `full` the tokens are the model's own, and the logits nearer to them by a factor of ten than those of the weights before they
-  were rounded or adapted, or as near as the model's own in two calls (activations that are rounded turn small differences into large ones); a
-  method that drops tokens runs; both answer the same after `save` and `load`; and the
-  program holds no more bytes of weights than the model, so that nothing was unpacked;
+  were rounded or adapted, or as near as the model's own in two calls (rounded activations turn small differences into large ones); a
+  method that drops tokens runs; both answer the same after `save` and `load`; and the program holds no more bytes of weights than the
+  model, so that nothing was unpacked;
 - `refused`: `CaptureError` or `ArtifactError`, with its words;
 - `differs` or `error`: a defect, and the command exits with 1.
 """

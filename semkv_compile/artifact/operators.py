@@ -136,6 +136,11 @@ def target_name(target: object) -> str:
     """The name under which a graph file stores a call target; `ArtifactError` where it has none."""
     if isinstance(target, OpOverload):
         name = f"{target._schema.name}.{target._overloadname}"
+        if target.namespace not in NAMESPACES:
+            raise ArtifactError(
+                f"the graph calls {name}, an operator of the library {target.namespace!r}, which an artifact cannot bring along; run the "
+                "compiled model without saving it, or quantise with torchao: torchao.quantization.quantize_(model, Int8WeightOnlyConfig())"
+            )
         resolve(name)
         return name
     try:

@@ -67,6 +67,16 @@ def test_python_outside_the_list_is_refused(name):
         resolve(name)
 
 
+def test_an_operator_of_another_library_is_named_with_what_to_do():
+    with torch.library._scoped_library("elsewhere", "DEF") as library:
+        library.define("packed_product(Tensor x) -> Tensor")
+        with pytest.raises(
+            ArtifactError,
+            match=r"elsewhere::packed_product\..*an operator of the library 'elsewhere'.*quantise with torchao",
+        ):
+            target_name(torch.ops.elsewhere.packed_product.default)
+
+
 def test_operators_registered_elsewhere_resolve_in_a_fresh_process():
     """Graphs of mixtures of experts call an operator that transformers registers outside its modelling code."""
     code = (
