@@ -38,7 +38,7 @@ class FindSeams(Pass):
             embeddings="" if embeddings is None else embeddings.name,
             reason=reason,
             rotary="" if rotary is None else rotary.name,
-            axes=1 if rotary is None else int(shape_of(rotary)[0]),  # type: ignore[index]
+            axes=1 if rotary is None else int(shape_of(rotary)[0]),
             streams=streams,
         )
         note = f"{self.name}: embeddings at {seams.embeddings}" if embeddings else f"{self.name}: ids alone, {reason}"

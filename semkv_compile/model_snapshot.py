@@ -222,7 +222,7 @@ class _Module(_Attributes):
 
     def __init__(self, path: str, module: nn.Module) -> None:
         super().__init__(path, module, NOT_COMPUTED)
-        self.notes = written_by_forward(type(module))
+        self.notes = written_by_forward(type(module))  # type: ignore[arg-type]
         self._children = {name: (_weak(child), type(child).__name__) for name, child in module._modules.items()}
         self._tensor_names = set(_own_tensors("", module))
         self._hooks = _hooks(module)
