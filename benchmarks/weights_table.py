@@ -64,9 +64,7 @@ def nbytes(*modules: Any) -> int:
     held = [x for module in modules for _, x in named_plain_tensors(module)]
     for module in modules:  # HQQ keeps scales in a dict
         kept = [value for each in module.modules() for value in vars(each).values() if type(value) is dict]
-        held += [
-            x for values in kept for x in values.values() if isinstance(x, torch.Tensor) and type(x) is torch.Tensor
-        ]
+        held += [x for values in kept for x in values.values() if type(x) is torch.Tensor]
     return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in held}.values())
 
 

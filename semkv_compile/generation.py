@@ -86,7 +86,7 @@ class Generation(GenerationMixin, EngineSteps):
         ------
         ConfigError: an argument that a compiled model does not have; it is named. InputError: ids, mask or positions that do not fit.
         """
-        brought = self._brought("forward", others | {"inputs_embeds": inputs_embeds, "position_ids": position_ids})
+        brought = self._brought(others | {"inputs_embeds": inputs_embeds, "position_ids": position_ids})
         for name, value in others.items():
             if value is not None and value is not False and name not in brought:
                 check_arguments("forward", {name: value}, None, None)
@@ -216,7 +216,7 @@ class Generation(GenerationMixin, EngineSteps):
         names = list(inspect.signature(GenerationMixin.generate).parameters)[2:]
         kwargs |= dict(zip(names, args))
         state = given_state("generate", state, *(kwargs.pop(name, None) for name in ("past_key_values", "cache")))
-        brought = self._brought("generate", kwargs)
+        brought = self._brought(kwargs)
         asked = check_arguments("generate", kwargs, self.generation_config, state)
         ids = inputs if inputs is not None else kwargs.pop("input_ids", None)
         embeds = brought.get("inputs_embeds")

@@ -78,15 +78,15 @@ class PromptInputs(Following):
             return name.startswith(OF_IMAGES)
         return name in inputs_of(self._live.model)
 
-    def _brought(self, call: str, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Take out of `kwargs` what a prompt brings besides ids and mask; `ConfigError` for what nobody takes is the caller's."""
+    def _brought(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Take out of `kwargs` what a prompt brings besides ids and mask; the caller refuses what is left."""
         found = {name: kwargs.pop(name) for name in list(kwargs) if name in BROUGHT or self._takes_more(name)}
         return {name: value for name, value in found.items() if value is not None and not _all_text(name, value)}
 
     def _only_brought(self, call: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """`_brought` where nothing else may be given; `ConfigError` by its name."""
         rest = dict(kwargs)
-        brought = self._brought(call, rest)
+        brought = self._brought(rest)
         for name, value in rest.items():
             if value is not None:
                 raise ConfigError(f"{call}({name}=...): neither an argument of {call} nor an input of this model")
@@ -122,13 +122,7 @@ class PromptInputs(Following):
                 f"{call}: inputs_embeds and {other} were given; pass one of them, or two turns one after the other"
             )
         several = isinstance(positions, Tensor) and positions.dim() == 3
-        if (
-            not more
-            and embeds is None
-            and not several
-            and not brought.get("layer_inputs")
-            and not brought.get("both_ways")
-        ):
+        if not (more or several or embeds is not None or brought.get("layer_inputs") or brought.get("both_ways")):
             assert input_ids is not None
             return input_ids, None
         made = self._made(call, input_ids, mask, brought, more)
@@ -207,19 +201,19 @@ class PromptInputs(Following):
 
 
 OWN = frozenset(
-    {
-        *(
-            "input_ids",
-            "attention_mask",
-            "past_key_values",
-            "cache",
-            "cache_position",
-            "labels",
-            "use_cache",
-            "logits_to_keep",
-        ),
-        *("return_dict", "output_attentions", "output_hidden_states"),
-    }
+    [
+        "input_ids",
+        "attention_mask",
+        "past_key_values",
+        "cache",
+        "cache_position",
+        "labels",
+        "use_cache",
+        "logits_to_keep",
+        "return_dict",
+        "output_attentions",
+        "output_hidden_states",
+    ]
 )
 """Inputs of a model that a compiled one has of its own, or has not."""
 

@@ -61,10 +61,15 @@ class MeasureData:
         """(data set, sequence) of every held-out sample."""
         return [(one.name, ids) for one in self.sets for ids in one.held_out]
 
+    @property
+    def sequences(self) -> list[Tensor]:
+        """All that is read but the needle tests."""
+        return [*(ids for _, ids in self.measured + self.held_out), *self.records]
+
     def digest(self) -> str:
         """sha256 over all token ids and needle tests in order."""
         state = hashlib.sha256()
-        for ids in (*(ids for _, ids in self.measured + self.held_out), *self.records):
+        for ids in self.sequences:
             _feed(state, ids)
         for test in self.needles:
             _feed(state, test.context)
@@ -80,7 +85,7 @@ class MeasureData:
                 f"length {length} with {steps} decode steps needs {length + steps} positions, the model has "
                 f"{max_positions}: pass a smaller --length"
             )
-        largest = max(int(ids.max()) for ids in (*(ids for _, ids in self.measured + self.held_out), *self.records))
+        largest = max(int(ids.max()) for ids in self.sequences)
         if largest >= vocab_size:
             raise ConfigError(
                 f"the data holds token id {largest}, the model's vocabulary has {vocab_size} entries: "
@@ -191,7 +196,7 @@ def _records(
     """`settings.sketch_records` contexts of `tokens` tokens behind `prefix`."""
     made = []
     for number in range(settings.sketch_records):
-        lines, ids = iter(Records(words, SEEDS + settings.seed + number)), list[int]()
+        lines, ids = iter(Records(words, SEEDS + 1000 * settings.seed + number)), list[int]()
         while len(ids) < tokens:
             text = "".join(line + "\n" for line in itertools.islice(lines, 64))
             ids += tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -8,6 +8,7 @@ than tokens. A row remembers by how much they differ behind all that it has read
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -46,15 +47,15 @@ class Content:
         return {edge for run in self.blocks for edge in run}
 
 
-class Contents:
+class Contents(ABC):
     """`semkv.ir.memory.Inputs` of rows whose tokens may be more than ids: what a memory that is read with inherits."""
 
     content: Content | None = None
     """Of the tokens of this call, in a call of one row."""
 
+    @abstractmethod
     def turned_rows(self) -> Sequence[int]:
         """By how much the rotary positions of each row lie above its places."""
-        raise NotImplementedError
 
     def turned_behind(self, places: Sequence[int], tokens: int) -> list[int]:
         """`turned_rows` behind the `tokens` tokens of a call, which has ended, where `places` are those of the next ones: text goes on
