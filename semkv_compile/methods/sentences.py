@@ -157,7 +157,7 @@ def _ends(text: str, bare: str) -> int:
         return breaks or OTHER
     last = body[-1]
     if last in WIDE:
-        return FULL
+        return ENDED if trailing else FULL  # a quote behind white space opens the next sentence
     if last in BANGS or body.endswith(".."):
         return ENDED if trailing else HARD
     if last in STOPS:

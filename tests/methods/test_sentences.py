@@ -35,6 +35,7 @@ TEXTS = {
     "marks": "Stop!! What?! Well... Go on. Is a!=b or x.y? Yes.",
     "lines": "A title\n\nThe first paragraph. It ends here.\nA line without a stop\nAnother one",
     "cjk": "今天天气很好。我们去公园吧！「好的。」他说？是的。",
+    "a mark with its line break": '今天。\n"quoted." 你好！ "again."',
     "mixed": "He said 你好。Then he left. 价格是3.14元。好！",
     "wrapped": "It was the best of times, it was the worst of times, it was the\nage of wisdom, it was the age of foolishness, "
     "as Dr.\nManette said to all of those who were there that night. It\nwas the epoch of belief.\n\nA second paragraph that goes "
