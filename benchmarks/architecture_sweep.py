@@ -230,7 +230,7 @@ def compare(reference: Reference) -> dict[str, Any]:
         result["tokens_equal"] = bool(torch.equal(tokens, reference.tokens))
         result["rows_equal"] = rows_equal(reference, compiled)
         tolerance = TOLERANCE[reference.dtype]
-        if compiled.program.recurrences:
+        if compiled.program.stateful:
             reference.logits, tolerance = reference.predict_cached(reference.tokens), TOLERANCE[torch.float32]
         result["difference"] = difference(teacher_forced(compiled, reference), reference.logits)
         result |= control(reference, compiled)

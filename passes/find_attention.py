@@ -48,9 +48,9 @@ class FindAttention(Pass):
                 matches = find_matches(module.graph, evaluator)
             except Rejected as reason:
                 raise CaptureError(str(reason)) from reason
-            if not matches and program.recurrences:
+            if not matches and program.stateful:
                 raise CaptureError(
-                    f"no attention found beside {len(program.recurrences)} modules with recurrent states: what the model remembers does "
+                    f"no attention found beside {len(program.stateful)} modules with recurrent states: what the model remembers does "
                     "not grow with the text, so there is nothing to compress; run it as it is"
                 )
             if not matches:

@@ -12,10 +12,10 @@ from semkv.ir.recurrence import Pieces, recurrent_nodes
 
 
 def keep_states(module: GraphModule) -> None:
-    """In place: each body runs from the memory's states on, over any number of tokens."""
+    """In place: each body runs from the memory's states on, over any number of tokens. One without states stays as it is."""
     graph = module.graph
     held = placeholders(graph)["memory"]
-    for node in recurrent_nodes(graph):
+    for node in _stateful(module):
         pieces, site, tensors, weights = node.args
         with graph.inserting_before(node):
             new = graph.call_function(memory.advance, (held, site, pieces, tensors, weights))
@@ -24,13 +24,13 @@ def keep_states(module: GraphModule) -> None:
 
 
 def inline_steps(module: GraphModule) -> None:
-    """In place: the graph of each body over one token stands where it was called, between reading its states and keeping them."""
+    """In place: the graph of each body over one token stands where it was called, between reading its states and keeping them; one without
+    states stays a call."""
     graph = module.graph
     held = placeholders(graph)["memory"]
-    for node in recurrent_nodes(graph):
+    for node in _stateful(module):
         path, site, tensors, weights = node.args
-        pieces = attribute(module, str(path.target))
-        assert isinstance(pieces, Pieces)
+        pieces = _body(module, node)
         step = pieces.graphs[1]
         with graph.inserting_before(node):
             before = graph.call_function(memory.read_states, (held, site))
@@ -43,6 +43,17 @@ def inline_steps(module: GraphModule) -> None:
             graph.erase_node(user)
         graph.erase_node(node)
     finish(module)
+
+
+def _stateful(module: GraphModule) -> list[Node]:
+    """The calls of bodies that have states."""
+    return [node for node in recurrent_nodes(module.graph) if _body(module, node).states]
+
+
+def _body(module: GraphModule, node: Node) -> Pieces:
+    pieces = attribute(module, str(node.args[0].target))
+    assert isinstance(pieces, Pieces)
+    return pieces
 
 
 def _copied(module: GraphModule, step: GraphModule, given: list[Node], at: Node, path: str) -> list[Node]:

@@ -60,7 +60,7 @@ def describe(compiled: CompiledModel, state: State | None = None, *, verbose: bo
 
 def _recurrent(compiled: CompiledModel) -> list[str]:
     """What goes on from recurrent states, and how large those are."""
-    sites = [site for site in compiled.program.recurrences if site.states]
+    sites = compiled.program.stateful
     if not sites:
         return []
     names = ", ".join(site.name for site in sites[:3]) + (f" and {len(sites) - 3} more" if len(sites) > 3 else "")

@@ -14,7 +14,7 @@ from semkv.artifact.schema import DtypeName, Strict
 from semkv.errors import ArtifactError
 from semkv.ir.graph import placeholders
 from semkv.ir.program import Program
-from semkv.ir.recurrence import Form, Pieces, RecurrentSite, distinct_pieces
+from semkv.ir.recurrence import Form, Live, Pieces, RecurrentSite, distinct_pieces
 
 NAME = r"recurrence_(\d{1,4})_(\d{1,5}|first)"
 """Of a graph: the number of the body, and the tokens that it is for."""
@@ -59,7 +59,18 @@ def body_graphs(bodies: Sequence[Pieces]) -> dict[str, GraphModule]:
 
 
 def body_values(bodies: Sequence[Pieces]) -> list[dict[str, Any]]:
-    """`BodyFacts` as JSON values."""
+    """`BodyFacts` as JSON values.
+
+    Raises
+    ------
+    ArtifactError: a body is the model's own code.
+    """
+    for body in bodies:
+        if isinstance(body, Live):
+            raise ArtifactError(
+                f"module {body.name} runs as the model's own code, which no file of data holds: {body.reason}. The compiled model works in "
+                "this process; to save it, write that module with tensor operations in place of branches on values"
+            )
     return [{"states": _values(body.states), "outputs": _values(body.outputs)} for body in bodies]
 
 

@@ -21,9 +21,10 @@ from torch.fx import GraphModule, Node
 
 from semkv.errors import CaptureError
 from semkv.ir.graph import ancestors, attention_nodes, describe, reads_sizes_only
-from semkv.ir.local import RUN_ERRORS, close, run_locally
+from semkv.ir.local import RUN_ERRORS, TOLERANCE, close, run_locally
 from semkv.ir.program import Program
 from semkv.passes.base import Pass, PassOptions
+from semkv.passes.graph_utils import value_dependents
 
 LENGTHS = (11, 13, 17, 19, 23)
 """Primes tried as sequence lengths: the first that is no size of a weight, so that the token axis is recognised by its
@@ -200,6 +201,14 @@ def _check_ids(program: Program, probe: Probe, baseline: Tensor) -> None:
         _refuse(_first_difference(program, probe, (ids, probe.positions)), probe)
 
 
+def _computed_in(body: GraphModule) -> torch.dtype:
+    """The coarsest dtype in which anything of a token is computed: calls of other sizes round alike only up to that."""
+    (ids, *_) = (node for node in body.graph.nodes if node.op == "placeholder")
+    values = [node.meta.get("val") for node in value_dependents([ids])]
+    dtypes = {x.dtype for x in values if isinstance(x, Tensor) and x.is_floating_point()}
+    return max(dtypes & TOLERANCE.keys(), key=TOLERANCE.__getitem__, default=torch.float32)
+
+
 def _first_difference(program: Program, probe: Probe, disturbed: tuple[Tensor, Tensor]) -> Node | None:
     """The first node with a token axis whose value at another token changes with the disturbed inputs."""
     clean: dict[str, Tensor] = {}
@@ -238,7 +247,7 @@ def _check_tokens_alone(program: Program, probe: Probe, baseline: Tensor) -> Non
             raise CaptureError(
                 f"the program does not run on {stop - start} tokens at {start}; its graph fixes the length: {error}"
             ) from error
-        if not close(alone, baseline[:, start:stop]):
+        if not close(alone, baseline[:, start:stop], _computed_in(program.body)):
             raise CaptureError(
                 f"tokens {start} to {stop - 1} run alone differ from the same tokens inside a sequence: a value "
                 "in the graph depends on the sequence's length or on other tokens, outside an attention site"
@@ -272,7 +281,7 @@ def _rows_are_independent(program: Program, probe: Probe) -> bool:
         alone = [run_locally(program.body, probe.ids[i : i + 1], positions[i : i + 1]) for i in range(2)]
     except (*RUN_ERRORS, CaptureError):
         return False
-    return close(together, torch.cat(alone))
+    return close(together, torch.cat(alone), _computed_in(program.body))
 
 
 def _positions_are_independent(program: Program, probe: Probe, baseline: Tensor) -> bool:

@@ -23,11 +23,13 @@ from semkv.capture.embeddings import mark_embeddings, takes_more
 from semkv.capture.guards import Guards, lengths_up_to
 from semkv.capture.inner_weights import InnerWeights
 from semkv.capture.inputs import check_inputs, check_runs
+from semkv.capture.local_modules import candidates
 from semkv.capture.preserve import preserved
-from semkv.capture.recurrence import Recurrences, find_recurrences
+from semkv.capture.recurrence import Recurrences, find_recurrences, with_local
 from semkv.capture.same_graph import same_operations
 from semkv.errors import CaptureError
 from semkv.ir.program import Program
+from semkv.ir.recurrence import RecurrentSite
 from semkv.ir.seams import Seams
 
 EXAMPLE_LENGTH = 37
@@ -120,11 +122,11 @@ def capture(model: nn.Module, *, example_length: int = EXAMPLE_LENGTH, within_dy
     with preserved(model), torch.no_grad(), _quiet():
         attempt, context, limits = _export(model, wrapper, example_length, (False,) if within_dynamo else (False, True))
     batched = attempt.rows > 1
-    module = _unlift(attempt.exported, wrapper)
+    module, recurrences = _unlift(attempt.exported, wrapper)
     mark_embeddings(model, module)
     vocab_size, dtype = _describe_model(model, module)
     with preserved(model), torch.no_grad(), _quiet():
-        recurrent = bool(wrapper.recurrences.sites)
+        recurrent = any(site.states for site in recurrences)
         agreement = Agreement(type(model).__name__, wrapper, module, vocab_size, recurrent=recurrent)
         if wrapper.takes_positions:
             context, reason = agreement.reach(context)
@@ -134,8 +136,8 @@ def capture(model: nn.Module, *, example_length: int = EXAMPLE_LENGTH, within_dy
     note += f"length dynamic, batch {'dynamic' if batched else 'fixed at 1'}"
     note += ", positions given" if wrapper.takes_positions else ", positions made inside"
     note += f"; {agreed}"
-    for site in wrapper.recurrences.described:
-        note += f"; recurrent {site.name}: {site.reason}"
+    for site in recurrences:
+        note += f"; {'recurrent' if site.states else 'opaque'} {site.name}: {site.reason}"
     if limits:
         note += f"; context {context}, {declared_context(model) or 'none'} declared: {'; '.join(limits)}"
     return Program(
@@ -147,7 +149,7 @@ def capture(model: nn.Module, *, example_length: int = EXAMPLE_LENGTH, within_dy
         max_positions=context,
         dtype=dtype,
         batched=batched,
-        recurrences=wrapper.recurrences.described,
+        recurrences=recurrences,
         seams=Seams(reads_more=takes_more(model)),
         notes=(note,),
     )
@@ -194,13 +196,13 @@ def _export(
     for rows in (2, 1):
         for strict in modes:
             try:
-                exported = _trace(wrapper, rows, length, strict)
+                exported = _trace_past_branches(model, wrapper, rows, length, strict)
             except CaptureError:
                 raise
             except Exception as error:  # export raises whatever the model's Python raises
                 failures.append(
                     f"batch {rows}, {'strict' if strict else 'lenient'}: {type(error).__name__}{_place_of(error, model)}: "
-                    f"{_first_line(error)}"
+                    f"{_first_line(error)}{_noted(error)}"
                 )
                 continue
             batch_free, length_free = _free_axes(exported)
@@ -231,9 +233,64 @@ def _trace(wrapper: _Stateless, rows: int, length: int, strict: bool) -> Exporte
     ids = torch.zeros(rows, length, dtype=torch.int64, device=device)
     positions = torch.arange(length, dtype=torch.int64, device=device).expand(rows, length).contiguous()
     axes = {0: Dim.AUTO, 1: Dim.AUTO} if rows > 1 else {1: Dim.AUTO}
-    with wrapper.recurrences.opaque():
+    with wrapper.recurrences.opaque(), _as_it_is_raised(wrapper, strict):
         exported = torch.export.export(wrapper, (ids, positions), dynamic_shapes=(axes, axes), strict=strict)
     return _functional(exported)
+
+
+class _RaisedError(Exception):
+    """What the model's own code raised while it was traced: export prints the whole graph beside errors of some texts."""
+
+    def __init__(self, raised: Exception) -> None:
+        self.raised = raised
+
+
+@contextmanager
+def _as_it_is_raised(wrapper: _Stateless, strict: bool) -> Iterator[None]:
+    """While entered, what the model raises passes through export as it is; not where the forward's bytecode is traced."""
+
+    def forward(input_ids: Tensor, positions: Tensor) -> Tensor:
+        try:
+            return _Stateless.forward(wrapper, input_ids, positions)
+        except Exception as error:  # the model's own code, which may raise anything
+            raise _RaisedError(error) from error
+
+    if strict:
+        yield
+        return
+    vars(wrapper)["forward"] = forward
+    try:
+        yield
+    except _RaisedError as error:
+        raise error.raised from None
+    finally:
+        del vars(wrapper)["forward"]
+
+
+def _trace_past_branches(
+    model: nn.Module, wrapper: _Stateless, rows: int, length: int, strict: bool
+) -> ExportedProgram:
+    """`_trace`; where it fails in a module that treats each token by itself, that module becomes one node, and it is traced again.
+
+    Raises what tracing raises, with what is known of the modules that it fails in.
+    """
+    while True:
+        try:
+            return _trace(wrapper, rows, length, strict)
+        except CaptureError:
+            raise
+        except Exception as error:  # export raises whatever the model's Python raises
+            reasons = []
+            for module in candidates(error, model):
+                try:
+                    wrapper.recurrences = with_local(wrapper.recurrences, model, wrapper, module)
+                    break
+                except CaptureError as reason:
+                    reasons.append(str(reason))
+            else:
+                if reasons:
+                    error.add_note(reasons[0])
+                raise
 
 
 def _place_of(error: Exception, model: nn.Module) -> str:
@@ -246,6 +303,10 @@ def _place_of(error: Exception, model: nn.Module) -> str:
             found = f" in {paths[id(running)]} ({type(running).__name__})"
         trace = trace.tb_next
     return found
+
+
+def _noted(error: Exception) -> str:
+    return "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
 
 
 def _first_line(error: Exception) -> str:
@@ -339,8 +400,9 @@ def _same_at(wrapper: _Stateless, attempt: _Attempt, length: int) -> ExportedPro
     return other if same_operations(attempt.exported, other, attempt.rows, length) else None
 
 
-def _unlift(exported: ExportedProgram, wrapper: _Stateless) -> GraphModule:
-    """A GraphModule that reads parameters, buffers and constants as attributes: the user's tensors and names."""
+def _unlift(exported: ExportedProgram, wrapper: _Stateless) -> tuple[GraphModule, tuple[RecurrentSite, ...]]:
+    """A GraphModule that reads parameters, buffers and constants as attributes: the user's tensors and names. And its modules that are one
+    node each."""
     root = nn.Module()
     graph = Graph()
     copied: dict[Node, Node] = {}
@@ -369,10 +431,10 @@ def _unlift(exported: ExportedProgram, wrapper: _Stateless) -> GraphModule:
             copied[node] = graph.node_copy(node, copied.__getitem__)
             _strip_wrapper(copied[node])
     module = GraphModule(root, graph, class_name="Body")
-    wrapper.recurrences.put_into(module, lambda name, tensor: _hold(module, name, tensor))
+    recurrences = wrapper.recurrences.put_into(module, lambda name, tensor: _hold(module, name, tensor))
     graph.lint()
     module.recompile()
-    return module
+    return module, recurrences
 
 
 def _attach(root: nn.Module, exported: ExportedProgram, wrapper: _Stateless, spec: Any) -> str:

@@ -1,10 +1,10 @@
-"""Modules with recurrent states as opaque nodes of a captured program."""
+"""Modules with recurrent states, and those whose code branches on values, as opaque nodes of a captured program."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,12 +14,14 @@ from torch.utils import _pytree as pytree
 
 from semkv.capture import recurrent_proof
 from semkv.capture.checks import declared_context
+from semkv.capture.local_modules import LocalSite, check_local, find_local, prove_local, trace_local
 from semkv.capture.preserve import preserved
 from semkv.capture.recurrent_bodies import same_pieces, trace_pieces
 from semkv.capture.recurrent_sites import Site, find_sites, recorded_inputs
 from semkv.capture.state_cache import keeps_states
 from semkv.errors import CaptureError
-from semkv.ir.recurrence import Form, Pieces, RecurrentSite, recur
+from semkv.ir.local import RUN_ERRORS
+from semkv.ir.recurrence import Form, Live, Pieces, RecurrentSite, recur
 
 library = torch.library.Library("semkv", "FRAGMENT")
 library.define(
@@ -57,7 +59,11 @@ class Recurrences:
         held = [vars(site.module) for site in self.sites]
         before = [attributes.get("forward") for attributes in held]
         for index, (site, attributes) in enumerate(zip(self.sites, held)):
-            attributes["forward"] = _stand_in(index, site)
+            attributes["forward"] = (
+                site.forward(torch.ops.semkv.recurrence, index, _written(site.outputs))
+                if isinstance(site, LocalSite)
+                else _stand_in(index, site)
+            )
         try:
             yield
         finally:
@@ -66,12 +72,16 @@ class Recurrences:
                 if forward is not None:
                     attributes["forward"] = forward
 
-    def put_into(self, module: GraphModule, holds: Any) -> None:
-        """Replace the operators of a captured graph by calls of the sites' bodies. holds: registers a tensor of the user's model under a
-        path of the graph's root."""
-        for node in [x for x in module.graph.nodes if x.target == torch.ops.semkv.recurrence.default]:
+    def put_into(self, module: GraphModule, holds: Any) -> tuple[RecurrentSite, ...]:
+        """Replace the operators of a captured graph by calls of the sites' bodies; what is known of these, in execution order. holds:
+        registers a tensor of the user's model under a path of the graph's root."""
+        described = []
+        for number, node in enumerate(
+            [x for x in module.graph.nodes if x.target == torch.ops.semkv.recurrence.default]
+        ):
             tensors, index = node.args[0], node.args[1]
             site, body = self.sites[index], self.bodies[index]
+            described.append(replace(self.described[index], index=number))
             with module.graph.inserting_before(node):
                 weights = []
                 for name, x in site.weights.items():
@@ -79,10 +89,11 @@ class Recurrences:
                     weights.append(module.graph.get_attr(f"{site.name}.{name}"))
                 path = f"recurrence_{self._first_of(body)}"
                 setattr(module, path, body)
-                new = module.graph.call_function(recur, (module.graph.get_attr(path), index, tensors, weights))
+                new = module.graph.call_function(recur, (module.graph.get_attr(path), number, tensors, weights))
             new.meta = dict(node.meta)
             node.replace_all_uses_with(new)
             module.graph.erase_node(node)
+        return tuple(described)
 
     def _first_of(self, body: Pieces) -> int:
         return next(index for index, other in enumerate(self.bodies) if other is body)
@@ -117,6 +128,39 @@ def find_recurrences(model: nn.Module) -> Recurrences:
             bodies.append(pieces)
             described.append(RecurrentSite(index, site.name, site.states, proof.reason))
     return Recurrences(tuple(sites), tuple(bodies), tuple(described))
+
+
+def with_local(known: Recurrences, model: nn.Module, forward: Any, module: nn.Module) -> Recurrences:
+    """`known` and `module`, with all modules of its class, as nodes that treat each token by itself.
+
+    Raises
+    ------
+    CaptureError: one of them mixes tokens; the message names it and what shows it.
+    """
+    sites, bodies, described = list(known.sites), list(known.bodies), list(known.described)
+    for site, tokens in find_local(model, forward, module, known.sites):
+        prove_local(site, tokens)
+        body = _same_local(site, tokens, zip(sites, bodies)) or trace_local(site, tokens)
+        reason = "each token is by itself there, whatever its code branches on"
+        if isinstance(body, Live):
+            reason += f"; it runs as the model's own code ({body.reason})"
+        described.append(RecurrentSite(len(sites), site.name, (), reason))
+        sites.append(site)
+        bodies.append(body)
+    return Recurrences(tuple(sites), tuple(bodies), tuple(described))
+
+
+def _same_local(site: LocalSite, tokens: Sequence[Tensor], earlier: Iterable[tuple[Site, Pieces]]) -> Pieces | None:
+    """The body of an earlier site of the same class with weights of the same shapes, where it computes the same as this one's code."""
+    for other, body in earlier:
+        alike = isinstance(other, LocalSite) and not isinstance(body, Live) and type(other.module) is type(site.module)
+        if alike and [x.shape for x in other.weights.values()] == [x.shape for x in site.weights.values()]:
+            try:
+                check_local(site, body, tokens)
+            except (CaptureError, *RUN_ERRORS):
+                continue
+            return body
+    return None
 
 
 def _known(site: Site, proof: recurrent_proof.Proof, bodies: Sequence[Pieces]) -> Pieces | None:
@@ -155,4 +199,4 @@ def _stand_in(index: int, site: Site) -> Any:
     return forward
 
 
-__all__ = ["Recurrences", "find_recurrences"]
+__all__ = ["Recurrences", "find_recurrences", "with_local"]

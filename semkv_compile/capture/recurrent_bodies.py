@@ -17,7 +17,7 @@ from semkv.capture.recurrent_sites import Site
 from semkv.errors import CaptureError
 from semkv.ir.graph import finish
 from semkv.ir.recurrence import Pieces
-from semkv.ir.spec import PLAIN_FUNCTIONS
+from semkv.ir.spec import FORBIDDEN_NAMES, PLAIN_FUNCTIONS
 from semkv.passes.pin_defaults import pin
 
 aten = torch.ops.aten
@@ -86,6 +86,8 @@ def _plain(module: GraphModule, site: Site, count: int) -> GraphModule:
         if node.op == "call_function" and node.target in (aten.detach.default, aten.alias.default):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
+        elif _asserts(node):
+            graph.erase_node(node)  # of what the model's code makes itself, on which the model would fail
     for node in [x for x in graph.nodes if x.target in (aten.mm.default, aten.addmm.default)]:
         _as_linear(node)
     for node in graph.nodes:
@@ -107,6 +109,10 @@ def _plain(module: GraphModule, site: Site, count: int) -> GraphModule:
     if count == 1:
         _check_rows(graph, site)
     return finish(GraphModule(module, graph, class_name="Body"))
+
+
+def _asserts(node: Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.name().startswith(FORBIDDEN_NAMES)
 
 
 def _as_linear(node: Node) -> None:

@@ -86,7 +86,7 @@ def find_sites(model: nn.Module) -> list[Site]:
         if key not in keys:
             keys.append(key)
 
-    with _watched(model, running) as calls:
+    with watched(model, running) as calls:
         cache = kind(text_config(model), None, touched)
         try:
             run_cached(model, example_ids(ROWS, LENGTH), cache)
@@ -139,7 +139,7 @@ class Call:
 
 
 @contextmanager
-def _watched(model: nn.Module, running: list[nn.Module]) -> Iterator[dict[nn.Module, list[Call]]]:
+def watched(model: nn.Module, running: list[nn.Module]) -> Iterator[dict[nn.Module, list[Call]]]:
     """While entered, `running` is the stack of modules that run, and what is yielded fills with their calls."""
     calls: dict[nn.Module, list[Call]] = {}
 
@@ -164,7 +164,7 @@ def _watched(model: nn.Module, running: list[nn.Module]) -> Iterator[dict[nn.Mod
 
 def recorded_inputs(model: nn.Module, sites: Sequence[Site], rows: int, length: int) -> list[list[Tensor]]:
     """The tensors [rows, length, ...] that each site is given when the model reads random ids."""
-    with _watched(model, []) as calls:
+    with watched(model, []) as calls:
         run_cached(model, example_ids(rows, length), sites[0].kind(text_config(model), None))
     found = []
     for site in sites:
@@ -232,4 +232,4 @@ def _site(name: str, module: nn.Module, keys: list[Key], cache: StateCache, call
     )
 
 
-__all__ = ["Site", "example_ids", "find_sites", "recorded_inputs", "run_cached"]
+__all__ = ["Call", "Site", "example_ids", "find_sites", "recorded_inputs", "run_cached", "watched"]

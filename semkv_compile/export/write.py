@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
+from semkv.artifact.recurrences import bodies_of, body_values
 from semkv.errors import BudgetError, ConfigError, InputError, StateError
 from semkv.export.layout import Layout, check_plan
 from semkv.export.manifest import NEXT, describe, read_layout, write_manifest
@@ -52,8 +53,10 @@ def check_path(folder: Path) -> None:
 
 
 def check_recurrences(compiled: CompiledModel) -> None:
-    """Raise `ConfigError` for a model with recurrent states, which exported steps have no inputs for."""
-    names = [site.name for site in compiled.program.recurrences]
+    """Raise `ConfigError` for a model with recurrent states, which exported steps have no inputs for; `ArtifactError` for one of which a
+    module runs as its own code."""
+    body_values(bodies_of(compiled.program))
+    names = [site.name for site in compiled.program.stateful]
     if names:
         more = f", as {len(names) - 1} more modules do" if len(names) > 1 else ""
         raise ConfigError(

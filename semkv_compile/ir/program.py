@@ -31,7 +31,8 @@ class Program:
     selector: of a method that chooses tokens before the first layer: `input_ids`, `positions` and maybe `features` [B, T, F]
         -> (queries [B, Hq, T, D], keys [B, Hkv, T, D]); None for all others.
     sites: the attention sites in execution order.
-    recurrences: modules that go on from states which are no keys and values, in execution order.
+    recurrences: modules that are one node each, in execution order: they go on from states which are no keys and values, or treat
+        each token by itself in code that branches on values.
     vocab_size: ids must lie in [0, vocab_size).
     max_positions: the model's declared context in tokens, None where it declares none.
     dtype: of the parameters that attention computes in.
@@ -63,6 +64,11 @@ class Program:
         """A copy with `changes`, and `note` appended to the notes."""
         notes = self.notes if note is None else (*self.notes, note)
         return replace(self, notes=notes, **changes)
+
+    @property
+    def stateful(self) -> tuple[RecurrentSite, ...]:
+        """Of `recurrences` those that have states; the others treat each token by itself."""
+        return tuple(site for site in self.recurrences if site.states)
 
     @property
     def stores(self) -> tuple[AttentionSite, ...]:

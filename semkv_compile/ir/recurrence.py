@@ -2,6 +2,7 @@
 
 A recurrent layer, or a short convolution, is one node of a program: a call of `recur`, with the graphs of its body (`Pieces`), the
 tensors that it reads and its weights. A body is a graph for each of a few numbers of tokens; any other number is made of these.
+Modules that treat each token by itself in code that branches on values, as experts do, are such nodes without a state.
 """
 
 from __future__ import annotations
@@ -95,6 +96,9 @@ class Pieces(nn.Module):
     ) -> tuple[list[Tensor], list[Tensor]]:
         """tensors [B, T, ...] after `states` (None: after nothing) -> outputs [B, T, ...] and the states after them."""
         rows, length = tensors[0].shape[:2]
+        if not self.states:
+            flat = [x.reshape(rows * length, 1, *x.shape[2:]) for x in tensors]
+            return [x.reshape(rows, length, *x.shape[2:]) for x in self._alone(tokens, weights)], []
         single = self.graphs[1]
         if states is None:
             single = single if self.first is None else self.first
@@ -110,6 +114,10 @@ class Pieces(nn.Module):
             states, start, single = results[len(self.outputs) :], start + tokens, self.graphs[1]
         whole = made[0] if len(made) == 1 else [torch.cat(parts, 1) for parts in zip(*made)]
         return list(whole), list(states)
+
+    def _alone(self, tensors: Sequence[Tensor], weights: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Tokens [N, 1, ...] that each stand alone: without states, the rows of a call are any tokens."""
+        return self.graphs[1](*tensors, *weights)
 
     def _each_row(
         self, tensors: Sequence[Tensor], states: Sequence[Tensor], weights: Sequence[Tensor]
@@ -136,8 +144,33 @@ class Pieces(nn.Module):
         return Pieces(graphs, first, self.states, self.outputs)
 
 
+class Live(Pieces):
+    """The body of a site without states whose code no graph can hold: the model's own Python, which no artifact can.
+
+    name: of the module in the user's model. reason: why there is no graph. run: of (tensors [N, 1, ...], weights), outputs [N, 1, ...].
+    """
+
+    def __init__(
+        self,
+        name: str,
+        reason: str,
+        run: Callable[[Sequence[Tensor], Sequence[Tensor]], Sequence[Tensor]],
+        outputs: tuple[Form, ...],
+    ) -> None:
+        super().__init__({}, None, (), outputs)
+        self.name, self.reason, self._run = name, reason, run
+
+    def _alone(self, tensors: Sequence[Tensor], weights: Sequence[Tensor]) -> Sequence[Tensor]:
+        return self._run(tensors, weights)
+
+    def mapped(self, function: Callable[[GraphModule], GraphModule]) -> Pieces:
+        """Itself: it has no graph."""
+        return self
+
+
 def recur(pieces: Pieces, site: int, tensors: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
-    """Graph function of programs that hold no memory: the outputs [B, T, ...] of a site over all tokens from the first one on."""
+    """Graph function of programs that hold no memory, and of sites without states: the outputs [B, T, ...] over all tokens from the first
+    one on."""
     return pieces(tensors, None, weights)[0]
 
 
@@ -187,6 +220,7 @@ def local_recurrence(pieces: Pieces, tensors: Sequence[Tensor]) -> list[Tensor]:
 __all__ = [
     "TOKENS",
     "Form",
+    "Live",
     "Pieces",
     "RecurrentSite",
     "distinct_pieces",

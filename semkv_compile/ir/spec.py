@@ -152,12 +152,13 @@ def _lowered(program: Program) -> list[str]:
             problems.append(f"{label}: missing at stage lowered")
             continue
         problems += _graph_problems(
-            module, label, (*BODY_INPUTS, "memory"), MEMORY_FUNCTIONS | {mixed_attention, linear}
+            module, label, (*BODY_INPUTS, "memory"), MEMORY_FUNCTIONS | {mixed_attention, linear, recur}
         )
         problems += _no_guards(module, label) + _no_defaults(module, label)
         whole: dict[Callable, int] = {memory.advance: 1}
         steps: dict[Callable, int] = {memory.read_states: 1, memory.write_states: 1}
-        problems += _recurrences(program, module, label, steps if label == "decode" else whole)
+        problems += _recurrences(program, module, label, steps if label == "decode" else whole, states=True)
+        problems += _recurrences(program, module, label, {recur: 1}, states=False)
         writer = memory.record if label == "prefill" else memory.entries
         written = [node.args[1] for node in module.graph.nodes if node.target is writer]
         expected = [site.index for site in program.sites]
@@ -177,12 +178,16 @@ def _lowered(program: Program) -> list[str]:
     return problems
 
 
-def _recurrences(program: Program, module: GraphModule, label: str, functions: dict[Callable, int]) -> list[str]:
-    """Each recurrent site is there once, in order: by calls of `functions`, which have its number as that argument."""
-    expected = [site.index for site in program.recurrences]
+def _recurrences(
+    program: Program, module: GraphModule, label: str, functions: dict[Callable, int], states: bool | None = None
+) -> list[str]:
+    """Each recurrent site is there once, in order: by calls of `functions`, which have its number as that argument. states: of those with
+    states, or without; None: of all."""
+    numbers = [site.index for site in program.recurrences]
+    expected = [site.index for site in program.recurrences if states is None or bool(site.states) == states]
     problems = []
-    if expected != list(range(len(expected))):
-        problems.append(f"indices of recurrent sites are {expected}, expected 0 to {len(expected) - 1} in order")
+    if numbers != list(range(len(numbers))):
+        problems.append(f"indices of recurrent sites are {numbers}, expected 0 to {len(numbers) - 1} in order")
     for function, place in functions.items():
         found = [node.args[place] for node in module.graph.nodes if node.target is function]
         if found != expected:

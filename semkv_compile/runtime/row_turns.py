@@ -222,7 +222,7 @@ class GraphedSteps:
         flat = [turn for parts in turns for turn in parts]
         numbers = torch.tensor([turn.numbers for turn in flat], dtype=torch.int64, device="cpu")[..., None]
         state = [x for turn in flat for x in turn.tensors.values()]
-        state += [x for site in row.placement.program.recurrences for x in row.recurrent[site.index]]
+        state += [x for site in row.placement.program.stateful for x in row.recurrent[site.index]]
         if row.placement.program.seams.rotary:
             state.append(torch.tensor([[row.turned]], dtype=torch.int64, device=ids.device))
         hidden, *more = graph.run(ids, positions, numbers.to(ids.device), *state)

@@ -135,7 +135,7 @@ def row_from_tensors(placement: Placement, facts: dict[str, Any], tensors: dict[
 def _recurrent(placement: Placement, tensors: dict[str, Tensor]) -> dict[int, list[Tensor]]:
     """The states of each recurrent site, with a dimension of rows."""
     found: dict[int, list[Tensor]] = {}
-    for site in placement.program.recurrences:
+    for site in placement.program.stateful:
         found[site.index] = []
         for number, form in enumerate(site.states):
             name = f"recurrent.{site.index}.{number}"

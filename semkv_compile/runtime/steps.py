@@ -50,7 +50,7 @@ def chunks_of(program: Program, tokens: int, chunk: int, content: Content | None
     """The chunks of a prompt as (first, end). Runs of tokens that attend both ways are chunks of their own, however long. Where modules go
     on from recurrent states none is of a single token behind others: by a model's own code that may be another computation."""
     ends = [*range(chunk, tokens, chunk), tokens]
-    if program.recurrences and chunk > 2 and len(ends) > 1 and ends[-1] - ends[-2] == 1:
+    if program.stateful and chunk > 2 and len(ends) > 1 and ends[-1] - ends[-2] == 1:
         ends[-2] -= 1
     if content is not None and content.blocks:
         inside = {end for end in ends if any(a < end < b for a, b in content.blocks)}

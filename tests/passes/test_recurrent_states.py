@@ -79,8 +79,14 @@ def test_a_model_without_states_has_none(decoder_program):
 
 @pytest.mark.parametrize("label", ["prefill", "decode"])
 def test_the_spec_wants_each_site_once(lowered, label):
-    site = RecurrentSite(2, "model.layers.9.conv", ())
+    site = RecurrentSite(2, "model.layers.9.conv", lowered.recurrences[0].states)
     with pytest.raises(SpecError, match=rf"{label}: \w+ is called for recurrent sites \[0, 1\], expected \[0, 1, 2\]"):
+        spec.check(lowered.evolve(recurrences=(*lowered.recurrences, site)))
+
+
+def test_the_spec_wants_sites_without_states_called_as_they_are(lowered):
+    site = RecurrentSite(2, "model.layers.9.experts", ())
+    with pytest.raises(SpecError, match=r"decode: recur is called for recurrent sites \[\], expected \[2\]"):
         spec.check(lowered.evolve(recurrences=(*lowered.recurrences, site)))
 
 
