@@ -98,7 +98,7 @@ class Pieces(nn.Module):
         rows, length = tensors[0].shape[:2]
         if not self.states:
             flat = [x.reshape(rows * length, 1, *x.shape[2:]) for x in tensors]
-            return [x.reshape(rows, length, *x.shape[2:]) for x in self._alone(tokens, weights)], []
+            return [x.reshape(rows, length, *x.shape[2:]) for x in self._alone(flat, weights)], []
         single = self.graphs[1]
         if states is None:
             single = single if self.first is None else self.first
