@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from semkv.ir.graph import attribute, describe, placeholders
+from semkv.ir.recurrence import Choice, recur
 from semkv.passes.graph_utils import SHAPE_ONLY, argument, value_dependents
 
 aten = torch.ops.aten
@@ -59,6 +61,8 @@ CREATIONS = frozenset(
         aten.scalar_tensor.default,
     }
 )
+
+SCATTERS = frozenset({aten.scatter.value, aten.scatter.src})
 
 UNTAGGED = frozenset(
     getattr(getattr(aten, name), overload)
@@ -140,6 +144,8 @@ class Evaluator:
     ----------
     tainted: nodes whose values depend on token ids; reading one that `known` does not give is a rejection.
     read: names of the constants that were read.
+    choices: nodes that give the places of the tokens that attention reads. chosen: what they give, whole numbers [rows, tokens, n];
+        None: all tokens.
     """
 
     def __init__(self, module: GraphModule) -> None:
@@ -150,6 +156,8 @@ class Evaluator:
         self.tainted = value_dependents([self.ids])
         self.read: set[str] = set()
         self.rows = self.sizes.fixed_rows or 2
+        self.choices = frozenset(n for n in module.graph.nodes if _is_choice(module, n))
+        self.chosen: Tensor | None = None
         self.order = {node: place for place, node in enumerate(module.graph.nodes)}
 
     def run(
@@ -187,7 +195,7 @@ class Evaluator:
             if node in found or node in known:
                 continue
             found.add(node)
-            if _is_size(node):
+            if _is_size(node) or node in self.choices:
                 continue
             inputs = node.all_input_nodes
             if node.target in SHAPE_ONLY:
@@ -213,6 +221,9 @@ class Evaluator:
     ) -> Any:
         if _is_size(node):
             return self.sizes.value(node.meta["val"], self.rows, length)
+        if node in self.choices:
+            every = torch.arange(length, dtype=torch.int64, device="cpu").expand(self.rows, length, length)
+            return (every if self.chosen is None else self.chosen).to(node.meta["val"].dtype)
         if node.op == "placeholder":
             return self._position_rows(length, points)
         if node.op == "get_attr":
@@ -257,12 +268,20 @@ class Evaluator:
             return self._slice(node, read, points)
         if target in (aten.index.Tensor, aten.index_select.default):
             return self._index(node, read, points)
+        if target in SCATTERS and self._chosen_index(node.args[2]):
+            return None  # places of tokens among those that there are
         allowed = target in SAMPLED or (
             isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
         )
         if not allowed and self._grows(node):
             raise Rejected(f"{describe(node)} cannot be sampled at chosen positions")
         return None
+
+    def _chosen_index(self, node: Node) -> bool:
+        """Whether the node is a choice's, converted or moved."""
+        while node not in self.choices and node.target in (*MOVES, aten.to.dtype, aten._to_copy.default):
+            node = node.args[0]
+        return node in self.choices
 
     def _grows(self, node: Node) -> bool:
         value = node.meta.get("val")
@@ -342,6 +361,14 @@ class Evaluator:
                 index = rank
             translated.append(index)
         return aten.index.Tensor(read[0], translated)
+
+
+def _is_choice(module: GraphModule, node: Node) -> bool:
+    """Whether the node is what a `Choice` returns."""
+    call = node.args[0] if node.target is operator.getitem else None
+    if not isinstance(call, Node) or call.target is not recur:
+        return False
+    return isinstance(attribute(module, str(call.args[0].target)), Choice)
 
 
 def _is_size(node: Node) -> bool:

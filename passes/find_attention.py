@@ -16,7 +16,7 @@ from semkv.ir.ops import attention
 from semkv.ir.program import Program
 from semkv.ir.site import AttentionSite
 from semkv.passes.attention_constants import AttentionConstants, whole_numbers
-from semkv.passes.attention_masks import Masking, ScoreFunction, classify
+from semkv.passes.attention_masks import HIDDEN, Masking, ScoreFunction, classify
 from semkv.passes.attention_operands import PROBE_LENGTH, Layout, Operand
 from semkv.passes.attention_patterns import Match, find_matches
 from semkv.passes.attention_probe import Evaluator, Rejected
@@ -105,6 +105,9 @@ class _Rewriter:
     def rewrite(self, match: Match) -> None:
         heads = self._heads(match)
         masking, swapped = self._meaning(match, heads)
+        choice = self._choice(match)
+        if choice is not None:
+            self._check_choice(match, heads, masking)
         if match.score is not None:
             self._check_weights(match, heads)
         operands = self._operands(match, heads, swapped)
@@ -115,6 +118,7 @@ class _Rewriter:
             "sinks": self._sinks(match, heads),
             "bias_slopes": self.constants.tensor(masking.slopes),
             "bias_table": self.constants.tensor(masking.table),
+            "chosen": choice,
         }
         store = self.stores.setdefault((k, v), len(self.stores))
         site = AttentionSite(
@@ -130,6 +134,7 @@ class _Rewriter:
             window=masking.window,
             has_sinks=extra["sinks"] is not None,
             has_bias=masking.slopes is not None or masking.table is not None,
+            chooser=-1 if choice is None else choice.args[0].args[1],
         )
         self.sites.append(site)
         self._replace(match, (q, k, v), extra, site)
@@ -156,6 +161,52 @@ class _Rewriter:
                 new = emit(graph, aten.to.dtype, (new, old.meta["val"].dtype), like=old, by=FindAttention.name)
         old.replace_all_uses_with(new)
         graph.erase_node(old)
+
+    def _choice(self, match: Match) -> Node | None:
+        """What says which tokens are read; None: all are."""
+        source = argument(match.anchor, "attn_mask") if match.score is None else match.logits
+        if not self.evaluator.choices or source is None:
+            return None
+        waiting, seen, found = [source], set(), set()
+        while waiting:
+            node = waiting.pop()
+            if node in self.evaluator.choices:
+                found.add(node)
+            elif node not in seen and node is not match.score:
+                seen.add(node)
+                waiting.extend(node.all_input_nodes)
+        if len(found) > 1:
+            raise Rejected(f"{len(found)} modules choose the tokens that it reads; expected one")
+        return next(iter(found), None)
+
+    def _check_choice(self, match: Match, heads: _Heads, masking: Masking) -> None:
+        """Raise where a choice of some tokens does not hide all others, and nothing else."""
+        length = PROBE_LENGTH
+        generator = torch.Generator(device="cpu").manual_seed(0)
+        chosen = torch.stack(
+            [
+                torch.randperm(length, generator=generator, dtype=torch.int64, device="cpu")[: length // 2]
+                for _ in range(heads.rows * length)
+            ]
+        ).reshape(heads.rows, length, -1)
+        function = (
+            self._fused_function(argument(match.anchor, "attn_mask"), bool(argument(match.anchor, "is_causal")), 1.0, heads)
+            if match.score is None
+            else self._score_function(match, heads)
+        )
+        whole = function(length, None, 0.0)
+        self.evaluator.chosen = chosen
+        try:
+            restricted = function(length, None, 0.0)
+        finally:
+            self.evaluator.chosen = None
+        among = torch.zeros(heads.rows, 1, length, length, dtype=torch.bool, device="cpu")
+        among.scatter_(3, chosen[:, None], True)
+        if not torch.equal(restricted > HIDDEN, (whole > HIDDEN) & among):
+            raise Rejected("what its indexer chooses does not hide all other tokens, and those alone")
+        seen = restricted > HIDDEN
+        if not torch.equal(restricted[seen], whole[seen]):
+            raise Rejected("what its indexer chooses changes scores")
 
     def _sinks(self, match: Match, heads: _Heads) -> Node | None:
         if match.sinks is None:

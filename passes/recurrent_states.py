@@ -8,7 +8,7 @@ from torch.fx import GraphModule, Node
 
 from semkv.ir import memory
 from semkv.ir.graph import attribute, finish, placeholders
-from semkv.ir.recurrence import Pieces, recurrent_nodes
+from semkv.ir.recurrence import Choice, Pieces, recurrent_nodes
 
 
 def keep_states(module: GraphModule) -> None:
@@ -25,12 +25,17 @@ def keep_states(module: GraphModule) -> None:
 
 def inline_steps(module: GraphModule) -> None:
     """In place: the graph of each body over one token stands where it was called, between reading its states and keeping them; one without
-    states stays a call."""
+    states stays a call, and one that chooses is run from the memory's states on."""
     graph = module.graph
     held = placeholders(graph)["memory"]
     for node in _stateful(module):
         path, site, tensors, weights = node.args
         pieces = _body(module, node)
+        if isinstance(pieces, Choice):
+            with graph.inserting_before(node):
+                new = graph.call_function(memory.advance, (held, site, path, tensors, weights))
+            _replace(node, new)
+            continue
         step = pieces.graphs[1]
         with graph.inserting_before(node):
             before = graph.call_function(memory.read_states, (held, site))

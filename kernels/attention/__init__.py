@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from semkv.ir import ops
+from semkv.ir.choices import chosen_bias
 from semkv.kernels.mixed_attention.blocked import mixed_attention_blocked
 from semkv.kernels.registration import register
 
@@ -17,6 +19,7 @@ def attention(
     sinks: Tensor | None = None,
     bias_slopes: Tensor | None = None,
     bias_table: Tensor | None = None,
+    chosen: Tensor | None = None,
     *,
     site: int,
     scale: float,
@@ -25,14 +28,20 @@ def attention(
 ) -> Tensor:
     """Attention of one forward over its own tokens.
 
-    q [B, Hq, T, D], k [B, Hkv, T, D], v [B, Hkv, T, Dv], positions [B, T] ascending in each row -> [B, Hq, T, Dv].
+    q [B, Hq, T, D], k [B, Hkv, T, D], v [B, Hkv, T, Dv], positions [B, T] ascending in each row, chosen [B, T, n] the places among
+    them that each token reads, below 0: none -> [B, Hq, T, Dv].
     """
+    bias = None
+    if chosen is not None:
+        places = torch.arange(k.shape[2], dtype=torch.int64, device=k.device)
+        bias = [chosen_bias(chosen, places.expand(k.shape[0], 1, -1))]
     return mixed_attention_blocked(
         q,
         positions,
         [k],
         [v],
         [positions[:, None, :]],
+        block_bias=bias,
         sinks=sinks,
         bias_slopes=bias_slopes,
         bias_table=bias_table,

@@ -76,11 +76,19 @@ def _trace(site: Site, count: int, *, fresh: bool) -> GraphModule:
             f"{site.name} ({type(site.module).__name__}) cannot be captured over {count} tokens: {type(error).__name__}: "
             f"{str(error).strip().splitlines()[0][:300]}"
         ) from error
-    return _plain(module, site, count)
+    plain = in_plain_operators(module, f"{site.name}: its graph over {count} tokens")
+    if count == 1:
+        _check_rows(plain.graph, site)
+    return plain
 
 
-def _plain(module: GraphModule, site: Site, count: int) -> GraphModule:
-    """The graph in plain operators, checked to take any number of rows."""
+def in_plain_operators(module: GraphModule, name: str) -> GraphModule:
+    """A traced graph in plain operators, its inputs by number. name: of it, for people.
+
+    Raises
+    ------
+    CaptureError: it calls what is no operator of tensors.
+    """
     graph = module.graph
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target in (aten.detach.default, aten.alias.default):
@@ -102,12 +110,8 @@ def _plain(module: GraphModule, site: Site, count: int) -> GraphModule:
         if node.op == "call_function" and not (
             isinstance(node.target, torch._ops.OpOverload) or node.target in PLAIN_FUNCTIONS
         ):
-            raise CaptureError(
-                f"{site.name}: its graph over {count} tokens calls {node.target}, which is no operator of tensors"
-            )
+            raise CaptureError(f"{name} calls {node.target}, which is no operator of tensors")
     pin(module)
-    if count == 1:
-        _check_rows(graph, site)
     return finish(GraphModule(module, graph, class_name="Body"))
 
 
@@ -187,4 +191,4 @@ def same_pieces(left: Pieces, right: Pieces) -> bool:
     return forms and mine.keys() == theirs.keys() and all(same_graphs(mine[name], theirs[name]) for name in mine)
 
 
-__all__ = ["same_pieces", "trace_pieces"]
+__all__ = ["in_plain_operators", "same_pieces", "trace_pieces"]

@@ -30,31 +30,44 @@ def cache_argument(model: nn.Module) -> str | None:
 
 def keeps_states(model: nn.Module) -> bool:
     """Whether the cache that transformers makes for the model has layers that are no keys and values."""
+    return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in _layers(model))
+
+
+def keeps_index_keys(model: nn.Module) -> bool:
+    """Whether that cache has layers that hold keys of an index besides."""
+    return any(hasattr(layer, "update_indexer") for layer in _layers(model))
+
+
+def _layers(model: nn.Module) -> list[Any]:
     config = text_config(model)
     if config is None or cache_argument(model) is None:
-        return False
+        return []
     try:
-        layers = DynamicCache(config=config).layers
+        return DynamicCache(config=config).layers
     except Exception:  # a configuration that transformers has no cache for, whatever it raises there
-        return False
-    return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
+        return []
 
 
 class StateCache(DynamicCache):
     """What a model sees as its cache while it is watched and traced.
 
     given: the states before; none where nothing came before. `current`: those after, by key, in the order of their first use.
-    `attended`: whether attention stored keys and values. touched: is called with each key that is read or written.
+    `attended`: whether attention stored keys and values. touched: is called with each key that is read or written. indexing: is given the
+    new keys of an index and returns those of all tokens; None: there are no others.
     """
 
     def __init__(
-        self, config: Any, given: Mapping[Key, Tensor] | None, touched: Callable[[Key], None] | None = None
+        self,
+        config: Any,
+        given: Mapping[Key, Tensor] | None,
+        touched: Callable[[Key], None] | None = None,
+        indexing: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         DynamicCache.__init__(self, config=config)  # not that of a model's own class
         self.model_config, self.given = config, given
         self.current: dict[Key, Tensor] = {}
         self.attended = False
-        self._touched = touched
+        self._touched, self._indexing = touched, indexing
 
     # -- attention: no past, and nothing is kept -----------------------------------------------------------------------
 
@@ -65,7 +78,7 @@ class StateCache(DynamicCache):
         return key_states, value_states
 
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
-        return indexer_key_states
+        return indexer_key_states if self._indexing is None else self._indexing(indexer_key_states)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
@@ -155,4 +168,4 @@ def _setter(name: str) -> Callable[[StateCache, int, Tensor], None]:
     return replace
 
 
-__all__ = ["Key", "StateCache", "cache_argument", "cache_kind", "keeps_states"]
+__all__ = ["Key", "StateCache", "cache_argument", "cache_kind", "keeps_index_keys", "keeps_states"]

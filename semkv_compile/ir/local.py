@@ -47,7 +47,9 @@ class LocalInterpreter(Interpreter):
 
     def call_function(self, target, args, kwargs):
         if target == attention:
-            return local_attention(*args[:3])
+            out = local_attention(*args[:3])
+            chosen = kwargs.get("chosen")  # of its own token only, by the stand-in of what chose
+            return out if chosen is None else out + 0.1 * chosen[:, None, :, :1].to(out.dtype)
         if target is recur:
             return local_recurrence(args[0], args[2])
         return super().call_function(target, args, kwargs)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 from torch.fx.node import has_side_effect
 
+from semkv.ir.choices import chosen_bias
 from semkv.ir.recurrence import Pieces
 
 
@@ -62,10 +63,10 @@ class States(Protocol):
     """What a program asks besides where modules go on from recurrent states."""
 
     def read_states(self, site: int) -> Sequence[Tensor] | None:
-        """The states [B, ...] of a recurrent site; None before the first token."""
+        """The states [B, ...] of a recurrent site, or the index keys of each row where it chooses tokens; None before the first token."""
 
     def write_states(self, site: int, states: Sequence[Tensor]) -> None:
-        """Take the states [B, ...] of a recurrent site after the tokens of this call."""
+        """Take them after the tokens of this call."""
 
 
 class Observer(Protocol):
@@ -159,6 +160,31 @@ def rotary(memory: Inputs, positions: Tensor, axes: int) -> Tensor:
     return memory.rotary(positions, axes)
 
 
+def read_chosen(entries: Entries, chosen: Tensor, kv_heads: int, group: int) -> Entries:
+    """Graph function of the extend and decode programs: the entries, of which each query reads those alone that are among `chosen`
+    [B, T, n]; all are tokens at their places in their rows.
+
+    kv_heads, group: of the site: KV heads of a row, and query heads of one.
+    """
+    if entries.factored_positions is not None:
+        raise RuntimeError("factored spans are no tokens that a site's own choice could name")
+    given = entries.block_bias or [None] * len(entries.block_k)
+    made: list[Tensor | None] = []
+    for number, (bias, places) in enumerate(zip(given, entries.block_positions)):
+        rows, heads = entries.block_k[number].shape[:2]
+        first = 0 if entries.block_heads is None else entries.block_heads[number] // kv_heads
+        own = chosen_bias(chosen[first : first + rows], places.expand(rows, -1, -1))
+        if own.shape[1] > 1:  # each KV head holds other tokens
+            own = own.expand(-1, heads, -1, -1).repeat_interleave(group, 1)
+        made.append(own if bias is None else own + bias)
+    return entries._replace(block_bias=made)
+
+
+def chosen_among(chosen: Tensor, positions: Tensor) -> list[Tensor]:
+    """Graph function of the prefill program: the bias of the one block of the tokens of this call; see `semkv.ir.choices.chosen_bias`."""
+    return [chosen_bias(chosen, positions[:, None])]
+
+
 GRAPH_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "semkv.memory.record": record,
     "semkv.memory.entries": entries,
@@ -169,6 +195,8 @@ GRAPH_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "semkv.memory.read_states": read_states,
     "semkv.memory.write_states": write_states,
     "semkv.memory.advance": advance,
+    "semkv.memory.read_chosen": read_chosen,
+    "semkv.memory.chosen_among": chosen_among,
 }
 """Names under which artifacts store the functions of this module."""
 
@@ -181,10 +209,12 @@ __all__ = [
     "States",
     "TextInputs",
     "advance",
+    "chosen_among",
     "embedded",
     "entering",
     "entries",
     "observe",
+    "read_chosen",
     "read_states",
     "record",
     "rotary",

@@ -31,8 +31,8 @@ class Program:
     selector: of a method that chooses tokens before the first layer: `input_ids`, `positions` and maybe `features` [B, T, F]
         -> (queries [B, Hq, T, D], keys [B, Hkv, T, D]); None for all others.
     sites: the attention sites in execution order.
-    recurrences: modules that are one node each, in execution order: they go on from states which are no keys and values, or treat
-        each token by itself in code that branches on values.
+    recurrences: modules that are one node each, in execution order: they go on from states which are no keys and values, treat each
+        token by itself in code that branches on values, or choose which tokens attention reads.
     vocab_size: ids must lie in [0, vocab_size).
     max_positions: the model's declared context in tokens, None where it declares none.
     dtype: of the parameters that attention computes in.
@@ -67,8 +67,13 @@ class Program:
 
     @property
     def stateful(self) -> tuple[RecurrentSite, ...]:
-        """Of `recurrences` those that have states; the others treat each token by itself."""
-        return tuple(site for site in self.recurrences if site.states)
+        """Of `recurrences` those whose states are of one size; the others treat each token by itself, or choose tokens."""
+        return tuple(site for site in self.recurrences if site.states and not site.chooses)
+
+    @property
+    def choosers(self) -> tuple[RecurrentSite, ...]:
+        """Of `recurrences` those that choose which tokens attention reads."""
+        return tuple(site for site in self.recurrences if site.chooses)
 
     @property
     def stores(self) -> tuple[AttentionSite, ...]:

@@ -2,7 +2,8 @@
 
 A recurrent layer, or a short convolution, is one node of a program: a call of `recur`, with the graphs of its body (`Pieces`), the
 tensors that it reads and its weights. A body is a graph for each of a few numbers of tokens; any other number is made of these.
-Modules that treat each token by itself in code that branches on values, as experts do, are such nodes without a state.
+Modules that treat each token by itself in code that branches on values, as experts do, are such nodes without a state. Modules that choose
+which tokens attention reads are such nodes whose state grows: an index key of each token (`Choice`).
 """
 
 from __future__ import annotations
@@ -46,16 +47,19 @@ class RecurrentSite:
     name: its path in the user's model.
     states: of one row; none where it treats each token by itself.
     reason: how it was found to run, for people.
+    chooses: how many tokens it chooses for each token that attends, at most; its state is then that of one token, and there is one of each.
+        0: it is none that chooses.
     """
 
     index: int
     name: str
     states: tuple[Form, ...]
     reason: str = ""
+    chooses: int = 0
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the states of one row."""
+        """Bytes of the states of one row, of a site that chooses for each token."""
         return sum(form.nbytes for form in self.states)
 
 
@@ -168,6 +172,68 @@ class Live(Pieces):
         return self
 
 
+class Choice(Pieces):
+    """The body of a site that chooses, by keys of its own, which tokens attention reads: for each token the places of others in its row.
+
+    keys: a graph of (tensors [1, T, ...], weights), one behind the other: index keys [1, T, *form]. choose: a graph of (tensors, index keys
+    [1, N, *form] of all tokens up to the last of the T, mask [1, T, N], weights): places, whole numbers [1, T, most], for N above `most`.
+    mask: its dtype; a token that may be chosen is True, or 0 and another the least number. kind: dtype of the places.
+    """
+
+    def __init__(
+        self, keys: GraphModule, choose: GraphModule, form: Form, most: int, mask: torch.dtype, kind: torch.dtype
+    ) -> None:
+        super().__init__({}, None, (form,), (Form((most,), kind),))
+        self._held = (keys, choose)  # see `Pieces`
+        self.most, self.mask = most, mask
+
+    def modules_by_name(self) -> dict[str, GraphModule]:
+        """See `Pieces`."""
+        return dict(zip(CHOICE_GRAPHS, self._held))
+
+    def mapped(self, function: Callable[[GraphModule], GraphModule]) -> Pieces:
+        """See `Pieces`."""
+        keys, choose = (function(graph) for graph in self._held)
+        return Choice(keys, choose, self.states[0], self.most, self.mask, self.outputs[0].dtype)
+
+    def forward(
+        self, tensors: Sequence[Tensor], states: Sequence[Tensor] | None, weights: Sequence[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """tensors [B, T, ...] behind the tokens of each row whose index keys `states` [1, P, *form] are, one of each row -> places
+        [B, T, n], -1 where a row has fewer, and the index keys of each row after them."""
+        rows = range(tensors[0].shape[0])
+        given = [None] * len(rows) if states is None else states
+        made = [self._of_row([x[r : r + 1] for x in tensors], past, weights) for r, past in zip(rows, given)]
+        most = max(places.shape[2] for places, _ in made)
+        padded = [torch.nn.functional.pad(places, (0, most - places.shape[2]), value=-1) for places, _ in made]
+        return [torch.cat(padded)], [keys for _, keys in made]
+
+    def _of_row(
+        self, tensors: Sequence[Tensor], past: Tensor | None, weights: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        graph, choose = self._held
+        (keys,) = graph(*tensors, *weights)
+        keys = keys if past is None else torch.cat([past, keys], 1)
+        length, whole, device = tensors[0].shape[1], keys.shape[1], keys.device
+        if whole <= self.most:
+            places = torch.arange(whole, dtype=self.outputs[0].dtype, device=device)
+            return places.expand(1, length, whole), keys
+        (places,) = choose(*tensors, keys, causal(length, whole, self.mask, device), *weights)
+        return places, keys
+
+
+CHOICE_GRAPHS = ("keys", "choose")
+"""Names of the graphs of a `Choice`."""
+
+
+def causal(length: int, whole: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The mask [1, length, whole] of the last tokens of `whole`: True or 0 for a token and those before it, False or the least number."""
+    seen = torch.ones(1, length, whole, dtype=torch.bool, device=device).tril(whole - length)
+    if dtype == torch.bool:
+        return seen
+    return torch.zeros(1, length, whole, dtype=dtype, device=device).masked_fill(~seen, torch.finfo(dtype).min)
+
+
 def recur(pieces: Pieces, site: int, tensors: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
     """Graph function of programs that hold no memory, and of sites without states: the outputs [B, T, ...] over all tokens from the first
     one on."""
@@ -208,6 +274,8 @@ def local_recurrence(pieces: Pieces, tensors: Sequence[Tensor]) -> list[Tensor]:
         flat = x.reshape(rows, length, -1).to(dtype)
         weights = torch.linspace(0.5, 1.5, flat.shape[-1], dtype=dtype, device=flat.device)
         own = own + (flat * weights).mean(-1)
+    if isinstance(pieces, Choice):
+        return [torch.sin(3 * own)[..., None]]
     made = []
     for number, form in enumerate(pieces.outputs):
         shape = torch.Size(form.shape)
@@ -218,11 +286,14 @@ def local_recurrence(pieces: Pieces, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 __all__ = [
+    "CHOICE_GRAPHS",
     "TOKENS",
+    "Choice",
     "Form",
     "Live",
     "Pieces",
     "RecurrentSite",
+    "causal",
     "distinct_pieces",
     "held_pieces",
     "local_recurrence",

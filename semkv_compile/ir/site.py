@@ -32,6 +32,7 @@ class AttentionSite:
     head_order: the user's model's KV head that stands at each place, where `group_heads` moved heads; empty where none
         moved. Tensors of a profile that have one row per KV head must be read in this order.
     first_head: KV head of the model's site that is the first one here, where this describes a part of a site's heads.
+    chooser: the number of the recurrent site that chooses which tokens attention reads here; -1: it reads all.
     """
 
     index: int
@@ -53,6 +54,7 @@ class AttentionSite:
     roles: tuple[str, ...] = ()
     head_order: tuple[int, ...] = ()
     first_head: int = 0
+    chooser: int = -1
 
     @property
     def group_size(self) -> int:

@@ -95,7 +95,7 @@ def _legal_function(node: Node, allowed: frozenset[Callable]) -> bool:
 
 def _captured(program: Program) -> list[str]:
     problems = _graph_problems(program.body, "body", BODY_INPUTS, frozenset({recur}))
-    problems += _recurrences(program, program.body, "body", {recur: 1})
+    problems += _recurrences(program, program.body, "body")
     if program.sites:
         problems.append(f"{len(program.sites)} sites before find_attention has run; expected none")
     return problems
@@ -103,7 +103,7 @@ def _captured(program: Program) -> list[str]:
 
 def _found(program: Program) -> list[str]:
     problems = _graph_problems(program.body, "body", BODY_INPUTS, frozenset({attention, recur}))
-    problems += _recurrences(program, program.body, "body", {recur: 1})
+    problems += _recurrences(program, program.body, "body")
     problems += _no_guards(program.body, "body") + _no_defaults(program.body, "body")
     problems += _sites_are_numbered(program.sites)
     nodes = attention_nodes(program.body.graph)
@@ -155,10 +155,7 @@ def _lowered(program: Program) -> list[str]:
             module, label, (*BODY_INPUTS, "memory"), MEMORY_FUNCTIONS | {mixed_attention, linear, recur}
         )
         problems += _no_guards(module, label) + _no_defaults(module, label)
-        whole: dict[Callable, int] = {memory.advance: 1}
-        steps: dict[Callable, int] = {memory.read_states: 1, memory.write_states: 1}
-        problems += _recurrences(program, module, label, steps if label == "decode" else whole, states=True)
-        problems += _recurrences(program, module, label, {recur: 1}, states=False)
+        problems += _recurrences(program, module, label, _states_of(program, label))
         writer = memory.record if label == "prefill" else memory.entries
         written = [node.args[1] for node in module.graph.nodes if node.target is writer]
         expected = [site.index for site in program.sites]
@@ -178,20 +175,31 @@ def _lowered(program: Program) -> list[str]:
     return problems
 
 
-def _recurrences(
-    program: Program, module: GraphModule, label: str, functions: dict[Callable, int], states: bool | None = None
-) -> list[str]:
-    """Each recurrent site is there once, in order: by calls of `functions`, which have its number as that argument. states: of those with
-    states, or without; None: of all."""
-    numbers = [site.index for site in program.recurrences]
-    expected = [site.index for site in program.recurrences if states is None or bool(site.states) == states]
+Calls = dict[Callable, tuple[int, ...]]
+"""The numbers of the recurrent sites that functions are called for."""
+
+
+def _states_of(program: Program, label: str) -> Calls:
+    """What a lowered graph asks for the recurrent sites."""
+    alone = tuple(site.index for site in program.recurrences if not site.states)
+    fixed, choosing = (tuple(site.index for site in each) for each in (program.stateful, program.choosers))
+    if label != "decode":
+        return {memory.advance: tuple(sorted((*fixed, *choosing))), recur: alone}
+    return {memory.read_states: fixed, memory.write_states: fixed, memory.advance: choosing, recur: alone}
+
+
+def _recurrences(program: Program, module: GraphModule, label: str, calls: Calls | None = None) -> list[str]:
+    """Each recurrent site is there once, in order: `calls`, by default `recur` for all."""
+    numbers = tuple(site.index for site in program.recurrences)
     problems = []
-    if numbers != list(range(len(numbers))):
-        problems.append(f"indices of recurrent sites are {numbers}, expected 0 to {len(numbers) - 1} in order")
-    for function, place in functions.items():
-        found = [node.args[place] for node in module.graph.nodes if node.target is function]
-        if found != expected:
-            problems.append(f"{label}: {function.__name__} is called for recurrent sites {found}, expected {expected}")
+    if numbers != tuple(range(len(numbers))):
+        problems.append(f"indices of recurrent sites are {list(numbers)}, expected 0 to {len(numbers) - 1} in order")
+    for function, expected in ({recur: numbers} if calls is None else calls).items():
+        found = [node.args[1] for node in module.graph.nodes if node.target is function]
+        if found != list(expected):
+            problems.append(
+                f"{label}: {function.__name__} is called for recurrent sites {found}, expected {list(expected)}"
+            )
     return problems
 
 
@@ -270,6 +278,10 @@ def _node_matches_site(node: Node, site: AttentionSite) -> list[str]:
     biased = extra["bias_slopes"] is not None or extra["bias_table"] is not None
     if biased != site.has_bias:
         problems.append(f"{describe(node)}: bias={biased} but site {site.index} has has_bias={site.has_bias}")
+    if (node.kwargs.get("chosen") is not None) != (site.chooser >= 0):
+        problems.append(
+            f"{describe(node)}: chosen={node.kwargs.get('chosen')} but site {site.index} has chooser {site.chooser}"
+        )
     for name in ("scale", "softcap", "window"):
         value = node.kwargs.get(name, 0)
         if value != getattr(site, name):

@@ -116,7 +116,7 @@ def row_from_tensors(placement: Placement, facts: dict[str, Any], tensors: dict[
         if name not in placement.plan.notes:
             raise ValueError(f"it remembers {name!r}, which this method does not")
         row.notes[name] = placement.plan.notes[name].check(x, name).clone()
-    row.recurrent = _recurrent(placement, tensors)
+    row.recurrent = _recurrent(placement, tensors, row.tokens)
     row.stores = {}
     for number, store in stores.items():
         memories = []
@@ -132,14 +132,14 @@ def row_from_tensors(placement: Placement, facts: dict[str, Any], tensors: dict[
     return row
 
 
-def _recurrent(placement: Placement, tensors: dict[str, Tensor]) -> dict[int, list[Tensor]]:
+def _recurrent(placement: Placement, tensors: dict[str, Tensor], tokens: int) -> dict[int, list[Tensor]]:
     """The states of each recurrent site, with a dimension of rows."""
     found: dict[int, list[Tensor]] = {}
-    for site in placement.program.stateful:
+    for site in (*placement.program.stateful, *placement.program.choosers):
         found[site.index] = []
         for number, form in enumerate(site.states):
             name = f"recurrent.{site.index}.{number}"
-            held = _expect(tensors[name], name, form.shape, form.dtype)
+            held = _expect(tensors[name], name, (tokens, *form.shape) if site.chooses else form.shape, form.dtype)
             found[site.index].append(held.to(placement.device, copy=True)[None])
     return found
 
