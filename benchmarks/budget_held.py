@@ -320,7 +320,8 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=PROMPT, help="tokens of the prompt")
     parser.add_argument("--new", type=int, default=NEW, help="generated tokens")
     parser.add_argument("--layers", type=int, nargs="+", choices=LAYERS, default=list(LAYERS), help="of the models")
-    modes = {name: (name, OPTIONS.get(name, {})) for name, method in METHODS.items() if method.compresses} | MORE
+    served = [name for name, method in METHODS.items() if method.compresses and not method.needs_indexer]
+    modes = {name: (name, OPTIONS.get(name, {})) for name in served} | MORE
     parser.add_argument("--methods", nargs="+", choices=list(modes), default=list(modes), help="or modes of them")
     parser.add_argument("--out", type=Path, help="results file; default: the committed one for the whole grid")
     options = parser.parse_args()

@@ -322,7 +322,7 @@ def main() -> None:
     methods = (
         words(asked.methods, "--methods")
         if asked.methods
-        else [AUTO, *(name for name, method in METHODS.items() if method.compresses)]
+        else [AUTO, *(name for name, method in METHODS.items() if method.compresses and not method.needs_indexer)]
     )
     variants = [
         made(table.loaded.profile.best_method(budget) if name == AUTO else name, budget, name)

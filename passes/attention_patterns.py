@@ -193,7 +193,7 @@ def _score_region(logits: Node, evaluator: Evaluator) -> tuple[Node, frozenset[N
     waiting = [logits]
     while waiting:
         node = waiting.pop()
-        if node in region or node in products:
+        if node in region or node in products or node in evaluator.choices:
             continue
         if node.target in PRODUCTS and _is_square(node, evaluator):
             products.append(node)

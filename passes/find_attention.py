@@ -190,7 +190,9 @@ class _Rewriter:
             ]
         ).reshape(heads.rows, length, -1)
         function = (
-            self._fused_function(argument(match.anchor, "attn_mask"), bool(argument(match.anchor, "is_causal")), 1.0, heads)
+            self._fused_function(
+                argument(match.anchor, "attn_mask"), bool(argument(match.anchor, "is_causal")), 1.0, heads
+            )
             if match.score is None
             else self._score_function(match, heads)
         )

@@ -73,7 +73,7 @@ def _replace(module: GraphModule, node: Node, memory_node: Node, fresh: bool) ->
             if chosen is not None:
                 heads = int(k.meta["val"].shape[1])
                 group = int(q.meta["val"].shape[1]) // heads
-                read = graph.call_function(memory.read_chosen, (read, chosen, heads, group))
+                read = graph.call_function(memory.read_chosen, (read, chosen, positions, heads, group))
             parts = [
                 graph.create_node("call_function", operator.getitem, (read, i), name=f"{field}_{site}")
                 for i, field in enumerate(Entries._fields)

@@ -28,6 +28,7 @@ from semkv.passes.base import PassOptions
 from semkv.pipeline import lower, place
 from semkv.profiles.schema import Profile
 from semkv.runtime.budget import Budget
+from semkv.runtime.choices import check_choices
 from semkv.runtime.floor import Demand, with_floor
 from semkv.runtime.host_tier import HostTier
 from semkv.runtime.placement import Placement, in_pages
@@ -96,6 +97,7 @@ class CompiledModel(Generation):
         decided = method.for_budget(source, profile, cap)
         program = source if lowered else lower(source, _pass_options(source, decided, profile))
         plan = decided.plan(program, profile)
+        check_choices(program, plan, method.name)
         minimum = in_pages(method.minimum_tokens, settings.page_size)
         counted = tuple(store for store in program.stores if store.treatment == "method")
         demand = Demand.of(method.name, counted, plan, cap, minimum, program.max_positions)

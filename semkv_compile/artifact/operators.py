@@ -75,7 +75,7 @@ KINDS = {
     "semkv.memory.advance": "nsnll",
     "semkv.memory.read_states": "ns",
     "semkv.memory.write_states": "nsl",
-    "semkv.memory.read_chosen": "nnss",
+    "semkv.memory.read_chosen": "nnnss",
     "semkv.memory.chosen_among": "nn",
     "semkv.memory.embedded": "nn",
     "semkv.memory.entering": "nsn",

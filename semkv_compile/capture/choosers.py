@@ -102,7 +102,9 @@ def find_choosers(model: nn.Module) -> list[tuple[ChoiceSite, list[Tensor]]]:
 
     def indexing(keys: Tensor) -> Tensor:
         if not running or running[-1] in seen:
-            raise CaptureError(f"{type(model).__name__} adds index keys to its cache outside of a module that does so once")
+            raise CaptureError(
+                f"{type(model).__name__} adds index keys to its cache outside of a module that does so once"
+            )
         seen[running[-1]] = keys
         return keys
 
@@ -217,7 +219,8 @@ def prove_chooser(site: ChoiceSite, tensors: Sequence[Tensor]) -> str:
         _same(site, padded, whole, past, keys, f"a text read in pieces of {cut[0]} tokens and others")
     few = min(site.most, LENGTH)
     first, _ = site.after([x[:, :few] for x in tensors], None)
-    if not torch.equal(first.sort(-1).values, torch.arange(few, dtype=first.dtype, device=first.device).expand_as(first)):
+    every = torch.arange(few, dtype=first.dtype, device=first.device)
+    if first.shape[2] != few or not torch.equal(first.sort(-1).values, every.expand_as(first)):
         raise CaptureError(f"{_named(site)} leaves out some of {few} tokens, though it may choose {site.most}")
     return f"chooses {site.most} tokens for each, by index keys that are kept"
 
@@ -293,7 +296,9 @@ def _trace(site: ChoiceSite, what: str) -> GraphModule:
 
     try:
         with torch.no_grad():
-            module = make_fx(dispatch_functionalize(run), tracing_mode="symbolic", _allow_non_fake_inputs=True)(*examples)
+            module = make_fx(dispatch_functionalize(run), tracing_mode="symbolic", _allow_non_fake_inputs=True)(
+                *examples
+            )
     except CaptureError:
         raise
     except Exception as error:  # tracing raises whatever the model's Python raises

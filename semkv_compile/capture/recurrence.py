@@ -1,4 +1,4 @@
-"""Modules with recurrent states, those whose code branches on values and those that choose tokens, as opaque nodes of a captured program."""
+"""Modules with recurrent states, whose code branches on values, or that choose tokens: opaque nodes of a captured program."""
 
 from __future__ import annotations
 

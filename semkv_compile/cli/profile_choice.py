@@ -120,7 +120,7 @@ def contest_of(bundled: bool, length: int) -> Any:
     from semkv.evaluation.choice import Contest
     from semkv.methods import METHODS
 
-    methods = tuple(name for name, method in METHODS.items() if method.compresses)
+    methods = tuple(name for name, method in METHODS.items() if method.compresses and not method.needs_indexer)
     if bundled:
         return Contest(methods, length=length)
     return Contest(

@@ -47,6 +47,7 @@ STYLES = {
     "omnikv": (2, 6),
     "infllm": (4, 7),
     "clusterkv": (5, 7),
+    "indexer": (6, 4),
 }
 """Colour and marker of a method, the same in every picture; forms of it ("heterocache, strict") have its colour and a hollow marker."""
 DPI = 144

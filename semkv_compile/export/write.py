@@ -56,11 +56,11 @@ def check_recurrences(compiled: CompiledModel) -> None:
     """Raise `ConfigError` for a model with recurrent states, which exported steps have no inputs for; `ArtifactError` for one of which a
     module runs as its own code."""
     body_values(bodies_of(compiled.program))
-    names = [site.name for site in compiled.program.stateful]
+    names = [site.name for site in compiled.program.recurrences if site.states]
     if names:
         more = f", as {len(names) - 1} more modules do" if len(names) > 1 else ""
         raise ConfigError(
-            f"{names[0]} goes on from recurrent states{more}: an exported step "
+            f"{names[0]} goes on from states of its own{more}: an exported step "
             "carries keys and values only; save the compiled model with save(path), which semkv.load runs without the modelling code"
         )
 

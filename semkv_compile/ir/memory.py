@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 from torch.fx.node import has_side_effect
 
 from semkv.ir.choices import chosen_bias
-from semkv.ir.recurrence import Pieces
+from semkv.ir.recurrence import Choice, Pieces
 
 
 class Entries(NamedTuple):
@@ -67,6 +68,9 @@ class States(Protocol):
 
     def write_states(self, site: int, states: Sequence[Tensor]) -> None:
         """Take them after the tokens of this call."""
+
+    def take_choice(self, site: int, places: Tensor) -> None:
+        """Take what a site that chooses tokens has chosen for those of this call: places [B, T, n], below 0: none."""
 
 
 class Observer(Protocol):
@@ -133,9 +137,12 @@ def write_states(memory: States, site: int, states: Sequence[Tensor]) -> None:
 def advance(
     memory: States, site: int, pieces: Pieces, tensors: Sequence[Tensor], weights: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Graph function of the prefill and extend programs: a recurrent site over tensors [B, T, ...], from the memory's states on."""
+    """Graph function of the prefill and extend programs, and of decode where it chooses tokens: a recurrent site over tensors
+    [B, T, ...], from the memory's states on."""
     outputs, after = pieces(tensors, memory.read_states(site), weights)
     memory.write_states(site, after)
+    if isinstance(pieces, Choice):
+        memory.take_choice(site, outputs[0])
     return outputs
 
 
@@ -160,23 +167,39 @@ def rotary(memory: Inputs, positions: Tensor, axes: int) -> Tensor:
     return memory.rotary(positions, axes)
 
 
-def read_chosen(entries: Entries, chosen: Tensor, kv_heads: int, group: int) -> Entries:
+def read_chosen(entries: Entries, chosen: Tensor, positions: Tensor, kv_heads: int, group: int) -> Entries:
     """Graph function of the extend and decode programs: the entries, of which each query reads those alone that are among `chosen`
-    [B, T, n]; all are tokens at their places in their rows.
+    [B, T, n]; all are tokens at their places in their rows. A query of whose chosen tokens none is there reads all that are.
 
-    kv_heads, group: of the site: KV heads of a row, and query heads of one.
+    positions: of the queries [B, T]. kv_heads, group: of the site: KV heads of a row, and query heads of one.
     """
     if entries.factored_positions is not None:
         raise RuntimeError("factored spans are no tokens that a site's own choice could name")
+    rows, tokens, _ = chosen.shape
     given = entries.block_bias or [None] * len(entries.block_k)
+    found = torch.zeros(rows * kv_heads, tokens, dtype=torch.bool, device=chosen.device)
+    own: list[tuple[int, Tensor]] = []
+    for number, places in enumerate(entries.block_positions):
+        count, heads = entries.block_k[number].shape[:2]
+        first = 0 if entries.block_heads is None else entries.block_heads[number]
+        row = slice(first // kv_heads, first // kv_heads + count)
+        bias = chosen_bias(chosen[row], places.expand(count, -1, -1))  # [count, heads|1, T, N]
+        seen = (bias == 0) & (places[:, :, None] <= positions[row][:, None, :, None])
+        if given[number] is not None:
+            seen = seen & (given[number] > float("-inf")).unflatten(
+                1, (-1, group if given[number].shape[1] > 1 else 1)
+            ).any(2)
+        found[first : first + count * heads] |= seen.any(-1).expand(count, heads, -1).flatten(0, 1)
+        own.append((first, bias))
     made: list[Tensor | None] = []
-    for number, (bias, places) in enumerate(zip(given, entries.block_positions)):
-        rows, heads = entries.block_k[number].shape[:2]
-        first = 0 if entries.block_heads is None else entries.block_heads[number] // kv_heads
-        own = chosen_bias(chosen[first : first + rows], places.expand(rows, -1, -1))
-        if own.shape[1] > 1:  # each KV head holds other tokens
-            own = own.expand(-1, heads, -1, -1).repeat_interleave(group, 1)
-        made.append(own if bias is None else own + bias)
+    for (first, bias), before, k in zip(own, given, entries.block_k):
+        count, heads = k.shape[:2]
+        lost = ~found[first : first + count * heads].view(count, heads, tokens)
+        if bool(lost.any()):
+            bias = torch.where(lost[..., None], torch.zeros_like(bias), bias)
+        if bias.shape[1] > 1:  # each KV head holds other tokens
+            bias = bias.repeat_interleave(group, 1)
+        made.append(bias if before is None else bias + before)
     return entries._replace(block_bias=made)
 
 

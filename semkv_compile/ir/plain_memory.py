@@ -42,6 +42,9 @@ class PlainMemory(TextInputs):
         """See `semkv.ir.memory.States.read_states`."""
         return self.recurrent.get(site)
 
+    def take_choice(self, site: int, places: Tensor) -> None:
+        """See `semkv.ir.memory.States.take_choice`: all tokens are there."""
+
     def write_states(self, site: int, states: Sequence[Tensor]) -> None:
         """See `semkv.ir.memory.States.write_states`."""
         self.recurrent[site] = states

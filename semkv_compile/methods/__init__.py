@@ -11,6 +11,7 @@ from semkv.methods.compresskv import CompressKV
 from semkv.methods.full import Full
 from semkv.methods.h2o import H2O
 from semkv.methods.heterocache import HeteroCache
+from semkv.methods.indexer import Indexer
 from semkv.methods.infllm import InfLLM
 from semkv.methods.mixed import Mixed
 from semkv.methods.omnikv import OmniKV
@@ -49,6 +50,7 @@ METHODS: dict[str, type[Method]] = {
         OmniKV,
         SpeContext,
         Mixed,
+        Indexer,
     )
 }
 

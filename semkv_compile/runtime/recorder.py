@@ -78,6 +78,9 @@ class Recorder(Contents):
         """The states of a recurrent site after the chunks so far; see `semkv.ir.memory.States.read_states`."""
         return self.made.recurrent.get(site)
 
+    def take_choice(self, site: int, places: Tensor) -> None:
+        """See `semkv.ir.memory.States.take_choice`: all tokens are there."""
+
     def write_states(self, site: int, states: Sequence[Tensor]) -> None:
         """Take its states after this chunk; see `semkv.ir.memory.States.write_states`."""
         self.made.recurrent[site] = list(states)

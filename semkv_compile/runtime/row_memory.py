@@ -28,7 +28,7 @@ from semkv.runtime.record import RowRecord
 from semkv.runtime.segments import Boundary, Folding, Segmentation
 from semkv.runtime.site_memory import SiteMemory
 from semkv.runtime.spans import FoldedSpans
-from semkv.runtime.step import Step
+from semkv.runtime.step import CHOSEN, Step
 from semkv.runtime.token_store import TokenStore
 from semkv.runtime.traffic import Traffic
 
@@ -46,12 +46,14 @@ class RowMemory:
     ids: the tokens that it has read; prompt: how many it was built from. stores: per KV store the memories of its parts, in the order of
     their heads. shares: per budgeted store, its part of the row's budget in bytes. notes: what components remember between steps.
     recurrent: of each recurrent site its states [1, ...], which steps write in place. turned: see `semkv.runtime.content`.
+    chosen: of each site that chooses tokens, the places [T, n] of this step.
     stepping: a step has begun and not ended, so that layers may differ in what they hold. exact: the row holds every token, whatever the
     method; past: what the method will need when the row outgrows the budget's floor, None where it cannot.
     """
 
     stepping = exact = False
     past: Past | None = None
+    chosen: dict[int, Tensor]
 
     def __init__(self, placement: Placement, record: RowRecord, *, release: bool = False) -> None:
         """Of a prompt; where the budget holds it whole, every token of it is exact, whatever the method."""
@@ -425,7 +427,7 @@ class RowMemory:
     def begin_step(self, ids: Tensor) -> None:
         """Tokens ids [T] are about to run through all layers."""
         self.stepping = True
-        self.passing, self._staying = {}, {}
+        self.passing, self.chosen, self._staying = {}, {}, {}
         self._offload(self.tokens + len(ids))
         if self.placement.plan.before is not None:
             self.placement.plan.before.begin(ids, self.tokens, self.notes, self.passing, self.whole_cap)
@@ -464,6 +466,8 @@ class RowMemory:
         if self.past is not None:
             self.past.asked(site, q)
         step = self.step_of(site, ids, q)
+        if site.chooser >= 0:
+            step.passing[CHOSEN] = self.chosen[site.chooser]
         if site.index in self.placement.plan.at_site:
             self.placement.plan.at_site[site.index].stored(step)
         sites = [site.part(part.first, part.last, 1.0) for part in parts]

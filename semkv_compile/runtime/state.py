@@ -144,7 +144,7 @@ class State(Contents):
         host, disk: folded tokens that wait there, the tables of both in memory; of rows that are exact still, what their method
         will need. floor: of `device`, what rows hold above the fraction of their length because of the budget's floor. excess: of
         `device`, what stores hold beyond their caps, where tokens that follow a prompt stay. recurrent: states of recurrent layers and
-        short convolutions, which no budget counts.
+        short convolutions, and the keys of the model's own indexers, which no budget counts.
         """
         names = (
             "device",
@@ -445,6 +445,11 @@ class State(Contents):
     def write_states(self, site: int, states: Sequence[Tensor]) -> None:
         """See `semkv.ir.memory.States.write_states`."""
         keep_states(self.rows, site, states)
+
+    def take_choice(self, site: int, places: Tensor) -> None:
+        """See `semkv.ir.memory.States.take_choice`."""
+        for index, row in enumerate(self.rows):
+            row.chosen[site] = places[index]
 
     def observe(self, site: int, hidden: Tensor) -> None:
         """See `semkv.ir.memory.Observer.observe`."""

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from semkv.runtime.site_memory import SiteMemory
 
 
+CHOSEN = "chosen"
+"""Of `Step.passing`: the places, whole numbers [T, n], of the tokens that the model's own indexer chose; below 0: none."""
+
+
 @dataclass
 class Step:
     """One site's turn in a step over new tokens of a row.

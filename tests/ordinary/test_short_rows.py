@@ -21,7 +21,8 @@ from semkv.runtime.state import State
 from tests.conftest import quick_ones
 
 FLOOR, FRACTION = 64, 0.2
-OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name, kind in METHODS.items() if kind.compresses}
+SERVED = [name for name, kind in METHODS.items() if kind.compresses and not kind.needs_indexer]
+OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in SERVED}
 OPTIONS |= {
     # by default they keep heads or layers whole, more than any fraction of this model
     "heterocache": ("heterocache", {"strict": True}),

@@ -197,6 +197,6 @@ def test_what_is_said_of_them(made, capsys) -> None:
 def test_an_exported_step_has_no_states(made, tmp_path) -> None:
     _, compiled = made("Lfm2")
     with pytest.raises(
-        ConfigError, match=r"model\.layers\.0\.conv goes on from recurrent states, as 1 more modules do"
+        ConfigError, match=r"model\.layers\.0\.conv goes on from states of its own, as 1 more modules do"
     ):
         compiled.export(tmp_path / "step")
