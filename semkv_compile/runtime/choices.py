@@ -18,8 +18,8 @@ def check_choices(program: Program, plan: Plan, method: str) -> None:
         if means or components.forms is not None or (rest is not None and any(rest.has_rest(site) for site in chosen)):
             raise ConfigError(
                 f"method {method!r} attends to means, codes or factors of folded tokens, and {program.choosers[0].name} chooses "
-                "which tokens attention reads: no choice names a mean; use 'full', 'indexer', or a method that keeps or fetches tokens as they are, "
-                "such as 'snapkv' or 'quest'"
+                "which tokens attention reads: no choice names a mean; use 'full', 'indexer', or a method that keeps or fetches tokens "
+                "as they are, such as 'snapkv' or 'quest'"
             )
 
 

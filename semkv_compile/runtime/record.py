@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -139,3 +139,10 @@ def next_surprisal(head: torch.nn.Module, hidden: Tensor, targets: Tensor, chunk
         nats = torch.logsumexp(logits, -1) - logits.gather(-1, target.clamp(min=0)[:, None])[:, 0]
         out[start : start + chunk] = torch.where(target < 0, 0, nats).cpu()
     return out
+
+
+def copied(recurrent: Mapping[int, Sequence[Tensor]]) -> dict[int, list[Tensor]]:
+    """States of recurrent sites that are written in place from now on."""
+    return {
+        site: [x.clone(memory_format=torch.contiguous_format) for x in states] for site, states in recurrent.items()
+    }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import NoReturn
 
 import torch
@@ -24,7 +24,7 @@ from semkv.runtime.part_shares import part_shares, whole_nbytes
 from semkv.runtime.past import Past
 from semkv.runtime.placement import Placement, in_pages
 from semkv.runtime.prompt_part import PromptPart
-from semkv.runtime.record import RowRecord
+from semkv.runtime.record import RowRecord, copied
 from semkv.runtime.segments import Boundary, Folding, Segmentation
 from semkv.runtime.site_memory import SiteMemory
 from semkv.runtime.spans import FoldedSpans
@@ -590,13 +590,6 @@ class RowMemory:
         copy.recurrent = copied(self.recurrent)
         copy.stores = {store: tuple(memory.clone() for memory in parts) for store, parts in self.stores.items()}
         return copy
-
-
-def copied(recurrent: Mapping[int, Sequence[Tensor]]) -> dict[int, list[Tensor]]:
-    """States of recurrent sites that are written in place from now on."""
-    return {
-        site: [x.clone(memory_format=torch.contiguous_format) for x in states] for site, states in recurrent.items()
-    }
 
 
 def _beyond(held: int, cap: float) -> int:
