@@ -42,6 +42,7 @@ class Masking:
     window: int
     slopes: Tensor | None = None  # [Hq]
     table: Tensor | None = None  # [Hq, R]
+    chunk: int = 0
 
 
 @dataclass(frozen=True)
@@ -76,10 +77,11 @@ def classify(score: ScoreFunction, constants: Iterable[int], limit: int | None, 
     constants = sorted({c for c in constants if 2 <= c < (limit or 1 << 30)})
     samples = [_take(score, SMALL if limit is None else min(SMALL, limit), None)]
     samples += _far_samples(score, constants, limit)
-    window = _window(samples, constants)
+    chunk = _chunk(samples, constants)
+    window = chunk or _window(samples, constants)
     scale, softcap = _slope_of_scores(score, samples[-1])
     slopes, table = _bias(score, samples, window, limit, rows_shift=rows_shift)
-    return Masking(scale, softcap, window, slopes, table)
+    return Masking(scale, softcap, window, slopes, table, chunk)
 
 
 def _take(score: ScoreFunction, length: int, points: Tensor | None) -> _Sample:
@@ -142,6 +144,24 @@ def _window(samples: list[_Sample], constants: list[int]) -> int:
     if seen != window - 1:
         raise Rejected(f"its mask hides distance {window} and shows {seen}; where the window ends could not be found")
     return window
+
+
+def _chunk(samples: list[_Sample], constants: list[int]) -> int:
+    """The chunk in tokens, where a token sees those of its own chunk up to itself; 0 where no constant is one."""
+    for chunk in constants:
+        shown = False
+        for sample in samples:
+            places = (
+                torch.arange(sample.length, dtype=torch.int64, device="cpu") if sample.points is None else sample.points
+            )
+            same = places[:, None] // chunk == places[None, :] // chunk
+            if not torch.equal(sample.visible, (same & (sample.distance >= 0)).expand_as(sample.visible)):
+                break
+            shown |= not bool(same.all())
+        else:
+            if shown:
+                return chunk
+    return 0
 
 
 def _slope_of_scores(score: ScoreFunction, sample: _Sample) -> tuple[float, float]:

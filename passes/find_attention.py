@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -107,7 +107,9 @@ class _Rewriter:
         masking, swapped = self._meaning(match, heads)
         choice = self._choice(match)
         if choice is not None:
-            self._check_choice(match, heads, masking)
+            if masking.chunk:
+                raise Rejected("an indexer chooses what it reads, and its mask is of chunks; expected one of both")
+            self._check_choice(match, heads)
         if match.score is not None:
             self._check_weights(match, heads)
         operands = self._operands(match, heads, swapped)
@@ -135,6 +137,7 @@ class _Rewriter:
             has_sinks=extra["sinks"] is not None,
             has_bias=masking.slopes is not None or masking.table is not None,
             chooser=-1 if choice is None else choice.args[0].args[1],
+            chunk=masking.chunk,
         )
         self.sites.append(site)
         self._replace(match, (q, k, v), extra, site)
@@ -145,6 +148,7 @@ class _Rewriter:
         graph, old = self.graph, match.output
         kwargs = {name: value for name, value in extra.items() if value is not None}
         kwargs |= {"site": site.index, "scale": site.scale, "softcap": site.softcap, "window": site.window}
+        kwargs |= {"chunk": site.chunk} if site.chunk else {}
         with graph.inserting_before(old):
             new = emit(
                 graph,
@@ -179,7 +183,7 @@ class _Rewriter:
             raise Rejected(f"{len(found)} modules choose the tokens that it reads; expected one")
         return next(iter(found), None)
 
-    def _check_choice(self, match: Match, heads: _Heads, masking: Masking) -> None:
+    def _check_choice(self, match: Match, heads: _Heads) -> None:
         """Raise where a choice of some tokens does not hide all others, and nothing else."""
         length = PROBE_LENGTH
         generator = torch.Generator(device="cpu").manual_seed(0)
@@ -269,7 +273,7 @@ class _Rewriter:
             score = self._fused_function(mask, causal, float(scale), heads)
             constants = whole_numbers(self.evaluator, [mask] if mask is not None else [], frozenset())
             masking = classify(score, constants, self.program.max_positions, rows_shift=True)
-            self._fused[key] = Masking(float(scale), masking.softcap, masking.window, masking.slopes, masking.table)
+            self._fused[key] = replace(masking, scale=float(scale))
         return self._fused[key]
 
     def _fused_function(self, mask: Node | None, causal: bool, scale: float, heads: _Heads) -> ScoreFunction:

@@ -59,20 +59,26 @@ def _replace(module: GraphModule, node: Node, memory_node: Node, fresh: bool) ->
     }
     kwargs = {name: value for name, value in optional.items() if value is not None}
     kwargs |= {name: node.kwargs[name] for name in SETTINGS if name in node.kwargs}
-    site, chosen = node.kwargs["site"], node.kwargs.get("chosen")
+    site, chosen, chunk = node.kwargs["site"], node.kwargs.get("chosen"), node.kwargs.get("chunk", 0)
     with graph.inserting_before(node):
         if fresh:
             graph.call_function(memory.record, (memory_node, site, q, k, v, positions))
             key_positions = graph.call_function(torch.ops.aten.unsqueeze.default, (positions, 1))
-            among = () if chosen is None else (graph.call_function(memory.chosen_among, (chosen, positions)),)
+            among: tuple[Node, ...] = ()
+            if chosen is not None:
+                among = (graph.call_function(memory.chosen_among, (chosen, positions)),)
+            elif chunk:
+                among = (graph.call_function(memory.chunk_among, (positions, chunk)),)
             new = graph.call_function(
                 mixed_attention, (q, positions, [k], [v], [key_positions], *among), kwargs | {"fresh": True}
             )
         else:
             read = graph.call_function(memory.entries, (memory_node, site, q, k, v, positions))
+            heads = int(k.meta["val"].shape[1])
+            group = int(q.meta["val"].shape[1]) // heads
+            if chunk:
+                read = graph.call_function(memory.read_chunk, (read, positions, heads, group, chunk))
             if chosen is not None:
-                heads = int(k.meta["val"].shape[1])
-                group = int(q.meta["val"].shape[1]) // heads
                 read = graph.call_function(memory.read_chosen, (read, chosen, positions, heads, group))
             parts = [
                 graph.create_node("call_function", operator.getitem, (read, i), name=f"{field}_{site}")

@@ -112,7 +112,7 @@ class CompiledModel(Generation):
             ),
         )
         kernels = form_of(settings.kernels, device)[0]
-        graphed = device.type == "cpu" and serves(plan) and not program.choosers
+        graphed = device.type == "cpu" and serves(plan) and not program.restricted
         prepared = (partial(made, settings.kernels, program.dtype) for made in (as_step, as_between, as_turns))
         steps = GraphedSteps(program, *prepared) if graphed else None
         placement = Placement(

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from semkv.ir import ops
-from semkv.ir.choices import chosen_bias
+from semkv.ir.choices import chosen_bias, chunk_bias
 from semkv.kernels.mixed_attention.blocked import mixed_attention_blocked
 from semkv.kernels.registration import register
 
@@ -25,16 +25,20 @@ def attention(
     scale: float,
     softcap: float = 0.0,
     window: int = 0,
+    chunk: int = 0,
 ) -> Tensor:
     """Attention of one forward over its own tokens.
 
     q [B, Hq, T, D], k [B, Hkv, T, D], v [B, Hkv, T, Dv], positions [B, T] ascending in each row, chosen [B, T, n] the places among
-    them that each token reads, below 0: none -> [B, Hq, T, Dv].
+    them that each token reads, below 0: none; chunk: positions of a run whose tokens read each other alone,
+    0: all -> [B, Hq, T, Dv].
     """
     bias = None
     if chosen is not None:
         places = torch.arange(k.shape[2], dtype=torch.int64, device=k.device)
         bias = [chosen_bias(chosen, places.expand(k.shape[0], 1, -1))]
+    if chunk:
+        bias = [chunk_bias(positions, positions[:, None], chunk)]
     return mixed_attention_blocked(
         q,
         positions,

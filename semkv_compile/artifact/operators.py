@@ -77,6 +77,8 @@ KINDS = {
     "semkv.memory.write_states": "nsl",
     "semkv.memory.read_chosen": "nnnss",
     "semkv.memory.chosen_among": "nn",
+    "semkv.memory.read_chunk": "nnsss",
+    "semkv.memory.chunk_among": "ns",
     "semkv.memory.embedded": "nn",
     "semkv.memory.entering": "nsn",
     "semkv.memory.rotary": "nns",

@@ -65,6 +65,16 @@ def check_recurrences(compiled: CompiledModel) -> None:
         )
 
 
+def check_chunks(compiled: CompiledModel) -> None:
+    """Raise `ConfigError` for attention in chunks, which exported steps do not mask."""
+    chunks = [site for site in compiled.program.sites if site.chunk]
+    if chunks:
+        raise ConfigError(
+            f"{chunks[0].name} attends within chunks of {chunks[0].chunk} tokens, which no exported step has; save the compiled model with "
+            "save(path), which semkv.load runs without the modelling code"
+        )
+
+
 @undisturbed
 def export_step(
     compiled: CompiledModel, path: str | os.PathLike[str], form: str = "onnx", *, example: State | None = None
@@ -74,6 +84,7 @@ def export_step(
     check_tools(form)
     check_path(folder)
     check_recurrences(compiled)
+    check_chunks(compiled)
     check_plan(compiled.placement)
     if example is not None and example.placement is not compiled.placement:
         raise ConfigError("example: a state of another compiled model; prefill one with this model")

@@ -1,4 +1,4 @@
-"""What a `Choice` says of entries: which of them each query reads."""
+"""Which entries a query reads, where that is not all of its past: what a `Choice` names, or its own chunk."""
 
 from __future__ import annotations
 
@@ -21,4 +21,11 @@ def chosen_bias(chosen: Tensor, places: Tensor) -> Tensor:
     return torch.zeros(seen.shape, dtype=torch.float32, device=seen.device).masked_fill(~seen, float("-inf"))
 
 
-__all__ = ["chosen_bias"]
+def chunk_bias(asking: Tensor, positions: Tensor, chunk: int) -> Tensor:
+    """float32 [B, H, T, N]: 0 where a position [B, H, N] is in the same run of `chunk` ones as that of a query [B, T], else -inf."""
+    runs = [torch.div(x.to(torch.int64), chunk, rounding_mode="floor") for x in (asking, positions)]
+    same = runs[0][:, None, :, None] == runs[1][:, :, None]
+    return torch.zeros(same.shape, dtype=torch.float32, device=same.device).masked_fill(~same, float("-inf"))
+
+
+__all__ = ["chosen_bias", "chunk_bias"]

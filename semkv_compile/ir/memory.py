@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx.node import has_side_effect
 
-from semkv.ir.choices import chosen_bias
+from semkv.ir.choices import chosen_bias, chunk_bias
 from semkv.ir.recurrence import Choice, Pieces
 
 
@@ -208,6 +208,25 @@ def chosen_among(chosen: Tensor, positions: Tensor) -> list[Tensor]:
     return [chosen_bias(chosen, positions[:, None])]
 
 
+def read_chunk(entries: Entries, positions: Tensor, kv_heads: int, group: int, chunk: int) -> Entries:
+    """Graph function of the extend and decode programs: the entries, of which each query at `positions` [B, T] reads those alone that are
+    in its own run of `chunk` positions. kv_heads, group: of the site, see `read_chosen`."""
+    given = entries.block_bias or [None] * len(entries.block_k)
+    made: list[Tensor | None] = []
+    for number, (before, places) in enumerate(zip(given, entries.block_positions)):
+        count, heads = entries.block_k[number].shape[:2]
+        first = 0 if entries.block_heads is None else entries.block_heads[number] // kv_heads
+        bias = chunk_bias(positions[first : first + count], places.expand(count, -1, -1), chunk)
+        bias = bias if bias.shape[1] == 1 else bias.expand(-1, heads, -1, -1).repeat_interleave(group, 1)
+        made.append(bias if before is None else bias + before)
+    return entries._replace(block_bias=made)
+
+
+def chunk_among(positions: Tensor, chunk: int) -> list[Tensor]:
+    """Graph function of the prefill program: the bias of the one block of the tokens of this call; see `semkv.ir.choices.chunk_bias`."""
+    return [chunk_bias(positions, positions[:, None], chunk)]
+
+
 GRAPH_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "semkv.memory.record": record,
     "semkv.memory.entries": entries,
@@ -220,6 +239,8 @@ GRAPH_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "semkv.memory.advance": advance,
     "semkv.memory.read_chosen": read_chosen,
     "semkv.memory.chosen_among": chosen_among,
+    "semkv.memory.read_chunk": read_chunk,
+    "semkv.memory.chunk_among": chunk_among,
 }
 """Names under which artifacts store the functions of this module."""
 
@@ -233,11 +254,13 @@ __all__ = [
     "TextInputs",
     "advance",
     "chosen_among",
+    "chunk_among",
     "embedded",
     "entering",
     "entries",
     "observe",
     "read_chosen",
+    "read_chunk",
     "read_states",
     "record",
     "rotary",

@@ -17,8 +17,10 @@ library = torch.library.Library("semkv", "DEF")
 library.define(
     # q [B, Hq, T, D], k [B, Hkv, T, D], v [B, Hkv, T, Dv], positions [B, T] -> [B, Hq, T, Dv]
     "attention(Tensor q, Tensor k, Tensor v, Tensor positions, Tensor? sinks=None, Tensor? bias_slopes=None, "
-    "Tensor? bias_table=None, Tensor? chosen=None, *, int site, float scale, float softcap=0.0, int window=0) -> Tensor"
+    "Tensor? bias_table=None, Tensor? chosen=None, "
+    "*, int site, float scale, float softcap=0.0, int window=0, int chunk=0) -> Tensor"
 )  # chosen [B, T, n] whole numbers: places of the tokens that each one reads among those before it; below 0: none
+# chunk: a token reads those of its own run of so many positions; 0: of all
 library.define(
     # shapes: see semkv.ir.memory.Entries; q [B, Hq, T, D], q_positions [B, T] -> [B, Hq, T, Dv]
     "mixed_attention(Tensor q, Tensor q_positions, "
@@ -64,6 +66,7 @@ def _attention_fake(
     scale,
     softcap=0.0,
     window=0,
+    chunk=0,
 ):
     return q.new_empty((*q.shape[:-1], v.shape[-1]))
 

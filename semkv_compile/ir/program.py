@@ -76,6 +76,11 @@ class Program:
         return tuple(site for site in self.recurrences if site.chooses)
 
     @property
+    def restricted(self) -> bool:
+        """Whether some attention reads other tokens than those of its past or its window: its chunk, or what a module chooses."""
+        return any(site.chunk or site.chooser >= 0 for site in self.sites)
+
+    @property
     def stores(self) -> tuple[AttentionSite, ...]:
         """For each KV store, the first site that reads it (the one whose keys and values are stored)."""
         first: dict[int, AttentionSite] = {}

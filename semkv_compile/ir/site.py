@@ -33,6 +33,7 @@ class AttentionSite:
         moved. Tensors of a profile that have one row per KV head must be read in this order.
     first_head: KV head of the model's site that is the first one here, where this describes a part of a site's heads.
     chooser: the number of the recurrent site that chooses which tokens attention reads here; -1: it reads all.
+    chunk: a query at position p sees positions p - p % chunk to p, where that is not 0; `window` is the same number then.
     """
 
     index: int
@@ -55,6 +56,7 @@ class AttentionSite:
     head_order: tuple[int, ...] = ()
     first_head: int = 0
     chooser: int = -1
+    chunk: int = 0
 
     @property
     def group_size(self) -> int:

@@ -282,7 +282,7 @@ def _node_matches_site(node: Node, site: AttentionSite) -> list[str]:
         problems.append(
             f"{describe(node)}: chosen={node.kwargs.get('chosen')} but site {site.index} has chooser {site.chooser}"
         )
-    for name in ("scale", "softcap", "window"):
+    for name in ("scale", "softcap", "window", "chunk"):
         value = node.kwargs.get(name, 0)
         if value != getattr(site, name):
             problems.append(f"{describe(node)}: {name}={value}, site {site.index} has {getattr(site, name)}")
