@@ -72,7 +72,8 @@ beyond all that their configuration names: the prompt has {prompt} tokens, or mo
 passes when {new_tokens} greedy tokens after the prompt equal the model's own; each row of a left-padded batch (the prompt's
 length, {lengths} tokens, and for each of these constants a row that begins below it and crosses it) equals the model's own
 output for that row alone (by `generate`, or where that with a cache contradicts the model's own forward without one, by
-`generate(use_cache=False)`, as the row's reason says); teacher-forced logits agree (to 1e-6 in float64, or 1e-4 in float32 where the model has no
+`generate(use_cache=False)`, as the row's reason says); teacher-forced logits
+agree (to 1e-6 in float64, or 1e-4 in float32 where the model has no
 float64 path, or has recurrences, which are computed in float32 and compared with the model's own cached steps; relative to the
 largest); and a control that drops half of the KV does not agree.
 

@@ -74,12 +74,13 @@ def _replace(module: GraphModule, node: Node, memory_node: Node, fresh: bool) ->
             )
         else:
             read = graph.call_function(memory.entries, (memory_node, site, q, k, v, positions))
-            heads = int(k.meta["val"].shape[1])
-            group = int(q.meta["val"].shape[1]) // heads
-            if chunk:
-                read = graph.call_function(memory.read_chunk, (read, positions, heads, group, chunk))
-            if chosen is not None:
-                read = graph.call_function(memory.read_chosen, (read, chosen, positions, heads, group))
+            if chosen is not None or chunk:
+                heads = int(k.meta["val"].shape[1])
+                group = int(q.meta["val"].shape[1]) // heads
+                if chosen is not None:
+                    read = graph.call_function(memory.read_chosen, (read, chosen, positions, heads, group))
+                else:
+                    read = graph.call_function(memory.read_chunk, (read, positions, heads, group, chunk))
             parts = [
                 graph.create_node("call_function", operator.getitem, (read, i), name=f"{field}_{site}")
                 for i, field in enumerate(Entries._fields)

@@ -27,6 +27,9 @@ MIXED_ATTENTION = "semkv::mixed_attention.default"
 BOUND = ("kernel", "layout")
 """Arguments of it that belong to a device (`semkv.passes.bind_kernels`)."""
 
+ABSENT = {"chooser": -1, "chunk": 0}
+"""Fields of sites that states of programs without them do not know, and what they are there."""
+
 SAMPLES = 4096
 PROGRAM_GRAPHS = ("body", "head", "prefill", "extend", "decode", "selector")
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: multiples spread evenly whatever the rows of the tensor
@@ -110,6 +113,9 @@ def program_fingerprint(program: Program) -> str:
     for site in program.sites:
         fields = dataclasses.asdict(site) | {"name": "", "reason": ""}
         del fields["host_from"]  # where tokens wait changes nothing
+        for name, absent in ABSENT.items():
+            if fields[name] == absent:
+                del fields[name]
         digest.update(json.dumps(fields, sort_keys=True).encode())
     for name in PROGRAM_GRAPHS:
         module = getattr(program, name)
