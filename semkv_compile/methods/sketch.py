@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
+import torch
+
 from semkv.errors import ConfigError
 from semkv.ir.program import Program
 from semkv.ir.site import AttentionSite
@@ -14,6 +16,7 @@ from semkv.methods.pages import Frame, Pages
 from semkv.methods.routers import OracleRouter
 from semkv.methods.sketch_router import SketchRouter
 from semkv.profiles.schema import Profile, SketchSection
+from semkv.profiles.schema.codes import KeyBalance
 from semkv.runtime.budget import Budget
 from semkv.runtime.components import Components, Part, Plan
 
@@ -119,10 +122,26 @@ class Sketch(Method):
         section = self._section(profile)
         assert profile is not None
         books = section.codebooks(profile.tensors, site.index, heads, self.stages or section.stages)
-        router.books[site.store, first] = books
+        balance = self._balance(profile, site)
+        router.books[site.store, first] = books if balance is None else books.balanced(balance.heads(heads))
         if self.coarse and not self.oracle:
             values = section.value_codebooks(profile.tensors, site.index, heads, section.value_stages)
             router.values[site.store, first] = values
+
+    def key_balance(self, program: Program, profile: Profile | None) -> dict[int, KeyBalance] | None:
+        """What fits keys into 4 bits: the scale per vector that 8 bits have does without."""
+        if self.exact_form != "int4":
+            return None
+        counted = {site.store for site in program.sites if not site.window}
+        stores = [site for site in program.stores if site.store in counted]
+        return {site.store: found for site in stores if (found := self._balance(profile, site)) is not None}
+
+    def _balance(self, profile: Profile | None, site: AttentionSite) -> KeyBalance | None:
+        if self.exact_form != "int4":
+            return None
+        assert profile is not None
+        found = self._section(profile).balance(profile.tensors, site.index)
+        return found if site.shifts_freely else replace(found, mean=torch.zeros_like(found.mean))
 
     def _section(self, profile: Profile | None) -> SketchSection:
         self.check(profile)
