@@ -9,7 +9,7 @@ from torch.fx import GraphModule, Node
 
 from semkv.errors import ConfigError
 from semkv.ir.graph import attention_nodes, copy_graph_module, finish
-from semkv.ir.program import Program
+from semkv.ir.program import KEY_MEAN, KEY_SCALE, Program
 from semkv.ir.site import AttentionSite
 from semkv.passes.base import Pass, PassOptions
 from semkv.passes.graph_utils import aten
@@ -52,9 +52,11 @@ class BalanceKeys(Pass):
             for node in attentions:
                 k = node.args[1]
                 if k not in balanced:
-                    less = _with(body, node, k, aten.sub.Tensor, f"key_mean_{owner.store}", balance.mean, program.dtype)
+                    less = _with(
+                        body, node, k, aten.sub.Tensor, KEY_MEAN.format(owner.store), balance.mean, program.dtype
+                    )
                     balanced[k] = _with(
-                        body, node, less, aten.mul.Tensor, f"key_scale_{owner.store}", balance.scale, program.dtype
+                        body, node, less, aten.mul.Tensor, KEY_SCALE.format(owner.store), balance.scale, program.dtype
                     )
                 node.update_arg(1, balanced[k])
             for site, node in zip(readers, attentions, strict=True):

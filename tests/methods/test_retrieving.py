@@ -7,6 +7,7 @@ import torch
 
 from semkv import bundled
 from semkv.api import compile as compile_model
+from semkv.api import load
 from semkv.errors import ArtifactError, BudgetError, ConfigError
 from semkv.methods import find_method
 from semkv.profiles.schema import Profile
@@ -256,6 +257,23 @@ def test_tokens_in_codes_are_the_full_caches_rounded(whole, form, bits, prompt):
         assert bool(((waiting.float() - numbers[:, positions]).abs() <= most[:, positions]).all())
         seen += positions.tolist()
     assert sorted(seen) == sorted([*range(307)] * 2)
+
+
+def test_a_record_of_another_program_has_its_keys_balanced(whole, prompt, tmp_path):
+    """A prompt that `full` read serves a method whose program balances keys, and the other way round, also one that was loaded."""
+    compiled = whole.with_method("sketch", budget=0.3, exact_form="int4")
+    compiled.save(tmp_path / "artifact")
+    ids, more = prompt(300, 6), prompt(4, 7)
+    foreign, own = whole.prefill_record(ids), compiled.prefill_record(ids)
+    assert float((foreign.keys[0].float() - own.keys[0].float()).abs().max()) > 1
+    for one in (compiled, load(tmp_path / "artifact")):
+        got, wanted = (one.extend(one.compress(record), more) for record in (foreign, own))
+        assert float((got.softmax(-1) - wanted.softmax(-1)).abs().max()) < 1e-2
+    back = own.ordered_for(whole.program)
+    assert back.balances == {}
+    torch.testing.assert_close(back.keys[0], foreign.keys[0], rtol=1e-2, atol=2e-2)
+    torch.testing.assert_close(back.queries[0], foreign.queries[0], rtol=1e-3, atol=1e-3)
+    assert own.ordered_for(compiled.program) is own
 
 
 def test_a_mixture_with_whole_heads_keeps_all_their_tokens(whole, prompt):
