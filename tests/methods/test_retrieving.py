@@ -131,10 +131,10 @@ def test_a_budget_below_the_smallest_names_it(whole, name, prompt):
 
 @pytest.mark.parametrize(
     ("budget", "stages", "coarse"),
-    [(0.01, 1, False), (0.02, 2, False), (0.03, 2, True), (0.05, 4, True), (0.5, 4, True)],
+    [(0.01, 1, False), (0.02, 2, False), (0.03, 3, True), (0.05, 4, True), (0.5, 4, True)],
 )
 def test_a_small_budget_gets_short_codes(whole, budget, stages, coarse):
-    """Two fifths of what a head has, in bytes per token: 256 bytes of KV; the profile has four codebooks for keys, one for values."""
+    """Two fifths of what a head has or a little more, in bytes per token: 256 bytes of KV; the profile has four codebooks for keys, one for values."""
     program = whole.with_method("sketch", budget=0.5).program
     store = program.stores[1]
     assert 2 * (store.key_dim + store.value_dim) == 256
@@ -143,12 +143,31 @@ def test_a_small_budget_gets_short_codes(whole, budget, stages, coarse):
     router = decided.plan(program, whole.profile).parts[1][0].components.router
     held = sum(part.unit_nbytes for part in router.index(store, None).values())
     assert held == (stages + coarse) * store.kv_heads
-    assert held / store.kv_heads <= max(1, 0.4 * budget * 256)
+    assert held / store.kv_heads <= max(1, decided.code_share * budget * 256 + 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("budget", "code_share", "fixed_share", "form"),
+    [
+        (0.01, 0.55, 0.75, "int4"),
+        (0.03, 4 / 7.68, 4 / 7.68 + 0.2, "int4"),
+        (0.05, 0.4, 2 / 3, "int8"),
+        (60, 0, 2 / 3, "int8"),
+    ],
+)
+def test_a_small_budget_gives_codes_more_and_tokens_4_bits(whole, budget, code_share, fixed_share, form):
+    """A token of the bundled model takes 256 bytes per KV head."""
+    decided = find_method("sketch").for_budget(whole.program, whole.profile, Budget(budget, torch.float16))
+    assert (decided.code_share, decided.fixed_share) == pytest.approx((code_share, fixed_share))
+    assert decided.exact_form == form
+    asked = find_method("sketch", {"code_share": 0.3, "exact_form": "raw"})
+    told = asked.for_budget(whole.program, whole.profile, Budget(budget, torch.float16))
+    assert (told.code_share, told.fixed_share, told.exact_form) == (0.3, 2 / 3, "raw")
 
 
 def test_named_stages_of_a_sketch_hold_at_any_budget(whole):
     asked = find_method("sketch", {"stages": 3})
-    assert asked.for_budget(whole.program, whole.profile, Budget(0.01, torch.float16)) is asked
+    assert asked.for_budget(whole.program, whole.profile, Budget(0.01, torch.float16)).stages == 3
     assert find_method("sketch").for_budget(whole.program, whole.profile, Budget(200, torch.float16)).stages == 2
     with pytest.raises(
         ConfigError, match="option 'stages' of method 'sketch' is 5; expected at most 4, which the profile has"
