@@ -113,6 +113,19 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "recurrent_gemma": {"num_hidden_layers": 3, "lru_width": HIDDEN, "attention_window_size": WINDOW},
     "reformer": {"is_decoder": True, "axial_pos_embds": False},
     "xmod": {"is_decoder": True, "default_language": "en_XX"},
+    "qwen4_exp_text": {
+        "layer_types": ["linear_attention", "indexed_attention"],
+        "num_hidden_layers": 2,
+        **{"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": HEAD_DIM},
+        **{"indexer_budget": BLOCK, "indexer_compress_ratio": 4, "hc_lowrank": 8},
+        **{"ngram_vocab_size_base": 100, "ple_embed_dim": 8, "split_ngram_parts": 1},
+    },
+    "zamba": {
+        "num_hidden_layers": 6,  # fewer have no layer that shares another's attention
+        "layers_block_type": ["mamba", "mamba", "hybrid", "mamba", "hybrid", "mamba"],
+        "attention_head_dim": 2 * HIDDEN // HEADS,
+        "attention_hidden_size": 2 * HIDDEN,
+    },
     "zaya": {"num_experts_per_tok": 1},
 }
 """Fields that the rules by name do not get right, per architecture."""

@@ -54,6 +54,8 @@ REFUSED = {
     "mamba": "no attention found beside 2 modules with recurrent states",
     "mamba2": "no attention found beside 2 modules with recurrent states",
     "prophetnet": "is not one computation for every length: export took a branch where `tokens != 511`",
+    "qwen4_exp": "indexer .* takes 0 masks",
+    "qwen4_exp_text": "indexer .* takes 0 masks",
     "recurrent_gemma": "the graph fixes the length",
     "rwkv": "the graph fixes the length",
     "xlm": "asserts something of values that follow from the tokens",

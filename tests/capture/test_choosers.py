@@ -289,6 +289,29 @@ def test_rows_turns_and_forks_are_the_models(sparse, tmp_path):
     assert difference(mine.extend(loaded, ids(9, 3))[:, -1], theirs) < 1e-4
 
 
+def test_states_of_a_step_together(sparse):
+    model, mine = sparse
+    texts, alone = [ids(length, length) for length in (37, 60, 1)], [Alone(model) for _ in range(3)]
+    states = [mine.prefill(text) for text in texts]
+    theirs = torch.cat([one.read(text)[:, -1] for one, text in zip(alone, texts)])
+    for _ in range(4):
+        chosen = theirs.argmax(-1)
+        made = mine.step(states, chosen)
+        theirs = torch.cat([one.read(token[None, None])[:, -1] for one, token in zip(alone, chosen)])
+        assert difference(made, theirs) < 1e-4
+
+
+@pytest.mark.slow
+def test_latents_are_fetched_as_they_are_chosen(sparse):
+    model, _ = sparse
+    settings = semkv.CompileConfig(kernels="torch", floor=0, latents=True)
+    mine = semkv.compile(model, method="indexer", budget=0.3, config=settings)
+    assert [site.kv_heads for site in mine.program.sites] == [1, 1]
+    worst, state = followed(mine, model)
+    assert worst < 1e-4
+    assert state.stats.device_share <= 0.3
+
+
 @pytest.mark.slow
 def test_chunks_of_a_prompt_are_the_whole(sparse):
     model, _ = sparse

@@ -364,6 +364,14 @@ class Chunks(Decoder):
         return F.scaled_dot_product_attention(q, repeat(k, 2), repeat(v, 2), attn_mask=mask)
 
 
+class ChunksAndFirst(Decoder):
+    def attend(self, q, k, v, ids):
+        place = torch.arange(ids.shape[1])
+        same = (place[:, None] // 64 == place // 64) | (place == 0)
+        mask = (distance(ids.shape[1]) >= 0) & same
+        return F.scaled_dot_product_attention(q, repeat(k, 2), repeat(v, 2), attn_mask=mask)
+
+
 class WindowPerHead(Decoder):
     def attend(self, q, k, v, ids):
         ahead = distance(ids.shape[1])
@@ -405,13 +413,18 @@ REFUSED = [
     (Bidirectional, "lets a token see later ones"),
     (MaskedByIds, "depends on token values through"),
     (WrittenOutMaskedByIds, "its mask depends on token values"),
-    (Chunks, "neither causal nor a sliding window: distance 1 is hidden"),
+    (ChunksAndFirst, "neither causal nor a sliding window: distance 1 is hidden"),
     (WindowPerHead, "its mask differs between heads"),
     (PositionBias, "additive bias depends on more than head and distance"),
     (GatedScores, "depends on token values"),
     (Pooling, "is a softmax over the tokens, but no attention that can be rewritten"),
     (NoAttention, "no attention found"),
 ]
+
+
+def test_chunks_are_recognised() -> None:
+    (site,) = find(Chunks()).sites
+    assert (site.chunk, site.window, site.treatment) == (64, 64, "method")
 
 
 @pytest.mark.parametrize(("kind", "message"), REFUSED, ids=[kind.__name__ for kind, _ in REFUSED])
