@@ -72,6 +72,12 @@ def hybrid(name: str, *, dtype: torch.dtype = torch.float32) -> nn.Module:
     model = getattr(transformers, f"{name}ForCausalLM")(
         getattr(transformers, f"{prefix}Config")(**(COMMON | FAMILIES[name]))
     )
+    draw(model)
+    return model.to(dtype).eval()
+
+
+def draw(model: nn.Module) -> None:
+    """Give a model random weights by which its output depends on all that it has read, and let it generate without an end."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -81,7 +87,6 @@ def hybrid(name: str, *, dtype: torch.dtype = torch.float32) -> nn.Module:
             else:
                 parameter.add_(0.1 * noise)
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
-    return model.to(dtype).eval()
 
 
 def ids(length: int, seed: int) -> Tensor:

@@ -25,11 +25,10 @@ from torch.utils import _pytree as pytree
 from semkv.capture.checks import text_config
 from semkv.capture.recurrent_bodies import in_plain_operators
 from semkv.capture.recurrent_proof import TOLERANCE, difference
-from semkv.capture.recurrent_sites import CACHE, Site, example_ids, run_cached, watched
+from semkv.capture.recurrent_sites import CACHE, Site, example_ids, run_cached, watched, weights_of
 from semkv.capture.state_cache import StateCache, keeps_index_keys
 from semkv.errors import CaptureError
 from semkv.ir.recurrence import CHOICE_GRAPHS, Choice, Form, causal
-from semkv.plain_tensors import wraps
 
 ROWS, LENGTH = 3, 41
 """Of the run in which they are found and proven."""
@@ -126,35 +125,30 @@ def find_choosers(model: nn.Module) -> list[tuple[ChoiceSite, list[Tensor]]]:
 def _site(
     name: str, module: nn.Module, keys: Tensor, cache: StateCache, calls: Sequence[Any]
 ) -> tuple[ChoiceSite, list[Tensor]]:
-    where = f"{name} ({type(module).__name__}), which chooses what attention reads,"
+    where = f"{name} ({type(module).__name__}), which chooses what attention reads"
     (call,) = calls
     leaves, spec = pytree.tree_flatten((call.args, call.kwargs), is_leaf=lambda x: isinstance(x, StateCache))
     every = [place for place, x in enumerate(leaves) if isinstance(x, Tensor)]
     masks = [place for place in every if tuple(leaves[place].shape) == (ROWS, LENGTH, LENGTH)]
     if len(masks) != 1:
-        raise CaptureError(f"{where} takes {len(masks)} masks [rows, tokens, tokens]; expected one")
+        raise CaptureError(f"{where}, takes {len(masks)} masks [rows, tokens, tokens]; expected one")
     given = leaves[masks[0]]
     if not torch.equal(given, causal(LENGTH, LENGTH, given.dtype, given.device).expand_as(given)):
-        raise CaptureError(f"{where} takes a mask that is not causal; expected each token and those before it")
+        raise CaptureError(f"{where}, takes a mask that is not causal; expected each token and those before it")
     places = sorted((x for x in every if x != masks[0]), key=lambda place: leaves[place].shape[0] == 1)
     for place in places:
         if tuple(leaves[place].shape[:2]) not in ((ROWS, LENGTH), (1, LENGTH)):
             raise CaptureError(
-                f"{where} takes a tensor of shape {tuple(leaves[place].shape)}; expected [rows, tokens, ...], of which each token has its "
+                f"{where}, takes a tensor of shape {tuple(leaves[place].shape)}; expected [rows, tokens, ...], of which each token has its "
                 "part"
             )
     if not places or leaves[places[0]].shape[0] != ROWS:
-        raise CaptureError(f"{where} takes no tensor [rows, tokens, ...]")
+        raise CaptureError(f"{where}, takes no tensor [rows, tokens, ...]")
     made = call.result
     whole_numbers = isinstance(made, Tensor) and not made.is_floating_point() and made.dim() == 3
     if not whole_numbers or tuple(made.shape[:2]) != (ROWS, LENGTH) or tuple(keys.shape[:2]) != (ROWS, LENGTH):
-        raise CaptureError(f"{where} returns no whole numbers [rows, tokens, n], or has no key for each token")
-    weights = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
-    if wrapping := [path for path, x in weights.items() if wraps(x)]:
-        raise CaptureError(
-            f"{where} has a weight {wrapping[0]!r} that wraps others, as quantised weights do, which is not supported there; load "
-            "these modules unquantised"
-        )
+        raise CaptureError(f"{where}, returns no whole numbers [rows, tokens, n], or has no key for each token")
+    weights = weights_of(module, where, "that choose what attention reads")
     tensors = [leaves[place].expand(ROWS, *leaves[place].shape[1:]).clone() for place in places]
     site = ChoiceSite(
         name=name,

@@ -18,13 +18,12 @@ from torch.utils import _pytree as pytree
 
 from semkv.capture.recurrent_bodies import trace_pieces
 from semkv.capture.recurrent_proof import difference
-from semkv.capture.recurrent_sites import Call, Site, example_ids, watched
+from semkv.capture.recurrent_sites import Call, Site, example_ids, watched, weights_of
 from semkv.capture.state_cache import StateCache
 from semkv.capture.value_branches import EveryPlace
 from semkv.errors import CaptureError
 from semkv.ir.local import TOLERANCE
 from semkv.ir.recurrence import Form, Live, Pieces
-from semkv.plain_tensors import wraps
 
 ROWS, LENGTH = 3, 37
 """Of the text whose tokens a proof is made of."""
@@ -168,12 +167,7 @@ def _site(name: str, module: nn.Module, calls: Sequence[Call]) -> tuple[LocalSit
         raise CaptureError(
             f"{where} takes tensors by {taken} and returns them by {given}; expected some of all tokens in both"
         )
-    weights = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
-    if wrapping := [path for path, x in weights.items() if wraps(x)]:
-        raise CaptureError(
-            f"{where}: its weight {wrapping[0]!r} wraps others, as quantised weights do, which is not supported in modules whose code "
-            "branches on values; load these modules unquantised"
-        )
+    weights = weights_of(module, where, "whose code branches on values")
     site = LocalSite(
         name=name,
         module=module,

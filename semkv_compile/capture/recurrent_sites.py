@@ -207,12 +207,7 @@ def _site(name: str, module: nn.Module, keys: list[Key], cache: StateCache, call
         tuple(x.shape[:2]) != (ROWS, LENGTH) for x in made
     ):
         raise CaptureError(f"{where} keeps a state and returns what is no tensor [rows, tokens, ...]")
-    weights = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
-    if wrapping := [path for path, x in weights.items() if wraps(x)]:
-        raise CaptureError(
-            f"{where}: its weight {wrapping[0]!r} wraps others, as quantised weights do, which is not supported in modules that keep "
-            "recurrent states; load these modules unquantised"
-        )
+    weights = weights_of(module, where, "that keep recurrent states")
     kept = [key for key in keys if key in cache.current]
     return Site(
         name=name,
@@ -232,4 +227,20 @@ def _site(name: str, module: nn.Module, keys: list[Key], cache: StateCache, call
     )
 
 
-__all__ = ["Call", "Site", "example_ids", "find_sites", "recorded_inputs", "run_cached", "watched"]
+def weights_of(module: nn.Module, where: str, kind: str) -> dict[str, Tensor]:
+    """The module's parameters and buffers, by name. where: it, and kind: what modules it is one of, for people.
+
+    Raises
+    ------
+    CaptureError: one of them wraps others.
+    """
+    weights = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
+    if wrapping := [path for path, x in weights.items() if wraps(x)]:
+        raise CaptureError(
+            f"{where}: its weight {wrapping[0]!r} wraps others, as quantised weights do, which is not supported in modules {kind}; load "
+            "these modules unquantised"
+        )
+    return weights
+
+
+__all__ = ["Call", "Site", "example_ids", "find_sites", "recorded_inputs", "run_cached", "watched", "weights_of"]

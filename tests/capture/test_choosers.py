@@ -20,7 +20,7 @@ from semkv.ir.choices import chosen_bias
 from semkv.ir.memory import Entries, read_chosen
 from semkv.ir.ops import attention
 from semkv.ir.recurrence import Form
-from tests.hybrids import Alone, difference
+from tests.hybrids import Alone, difference, draw
 
 WIDTH, MOST, VOCAB = 6, 8, 61
 PLAIN = semkv.CompileConfig(kernels="torch", floor=0)
@@ -226,15 +226,7 @@ def decoder(kind: str, **more) -> nn.Module:
         **more,
     )
     model = getattr(transformers, f"{kind}ForCausalLM")(config)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.dim() > 1:
-                parameter.copy_(1.3 * noise * parameter.shape[-1] ** -0.5)
-            else:
-                parameter.add_(0.1 * noise)
-    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+    draw(model)
     return model.eval()
 
 
