@@ -58,9 +58,10 @@ def run_serve(request: ServeRequest) -> None:
     key = hashlib.sha256(repr((served, longest)).encode()).hexdigest()[:16]
     folder = cache_folder() / "serving" / key
     served.write(folder, compiled, tokenizer, ARCHITECTURE)
+    path = Path(request.model).expanduser()
     server = Server(
         folder,
-        request.name or Path(request.model).name,
+        request.name or (path.name if path.exists() else request.model),
         str(compiled.dtype).removeprefix("torch."),
         longest,
         memory,

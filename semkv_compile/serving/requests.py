@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -103,6 +105,17 @@ class Requests:
         if ended:
             return_freed()
 
+    def report(self) -> dict[str, int]:
+        """What there is now, and the steps so far; bytes of states alone, without those of prompts that are being read."""
+        states = [request.state for request in self._by_name.values() if request.state is not None]
+        return {
+            "requests": len(self),
+            "bytes": sum(state.nbytes["device"] + state.nbytes["host"] for state in states),
+            "resident": resident_bytes(),
+            "steps": self.steps,
+            "rows": self.stepped_rows,
+        }
+
     def take_failed(self) -> list[str]:
         """Requests that failed since the last call: they have nothing in memory any more, and get no tokens."""
         failed, self._failed = self._failed, []
@@ -193,6 +206,15 @@ class Requests:
         if request.held is not None:
             self.compiled.release(request.held)
         request.reading = request.state = None
+
+
+def resident_bytes() -> int:
+    """Of this process, where the system tells; else 0."""
+    try:
+        pages = Path("/proc/self/statm").read_text().split()[1]
+    except OSError:
+        return 0
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 __all__ = ["Request", "Requests", "Row"]

@@ -36,6 +36,13 @@ class SemkvWorker(Worker):
         """As vLLM's, and which requests failed in the model."""
         return self._with_failures(super().sample_tokens(grammar_output))
 
+    def semkv_report(self) -> dict[str, int]:
+        """What there is now: requests, bytes of their states, resident bytes of the process; and the steps so far, with their rows.
+
+        In a server with VLLM_SERVER_DEV_MODE=1: `POST /collective_rpc` with `{"method": "semkv_report"}`.
+        """
+        return self._requests.report()
+
     def _with_failures(self, output: Any) -> Any:
         """vLLM has a place for requests whose logits are no numbers; those of a request that failed are not there at all."""
         if isinstance(output, ModelRunnerOutput) and output.req_ids:
