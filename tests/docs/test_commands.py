@@ -47,6 +47,7 @@ def check(monkeypatch):
         monkeypatch.setattr("semkv.bundled.load", starts)
         monkeypatch.setattr("semkv.cli.models._pretrained", starts)
         monkeypatch.setattr("semkv.cli.lm_eval.run_lm_eval", harness)
+        monkeypatch.setattr("semkv.cli.serve.check_vllm", lambda: True)
         result = CliRunner().invoke(APPS[program], arguments)
         if isinstance(result.exception, WorkStarts):
             write(program, arguments)

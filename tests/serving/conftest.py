@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,8 +16,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-STARTS_WITHIN = 400
-"""Seconds: two cores that others use too import vLLM in three processes, one after the other."""
+sys.path.insert(0, str(ROOT / "benchmarks"))  # as it is for its scripts
+
+from servers import listening, native_command  # noqa: E402
 
 
 class Server:
@@ -76,48 +74,11 @@ class Server:
         raise AssertionError(f"requests are left: {self.report()}")
 
 
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
-
-
 @contextmanager
 def serving(command: list[str], log: Path, **environment: str) -> Iterator[Server]:
-    """The server that `command` starts on the port put behind it, until the block ends."""
-    port = free_port()
-    settings = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_SERVER_DEV_MODE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        **environment,
-    }
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            [*command, "--port", str(port)], stdout=out, stderr=subprocess.STDOUT, env=settings, start_new_session=True
-        )
-    url = f"http://127.0.0.1:{port}"
-    try:
-        for _ in range(STARTS_WITHIN):
-            if process.poll() is not None:
-                raise AssertionError(f"{command} ended with {process.returncode}:\n{log.read_text()[-6000:]}")
-            try:
-                urllib.request.urlopen(f"{url}/health", timeout=5)
-                break
-            except OSError:
-                time.sleep(1)
-        else:
-            raise AssertionError(f"{command} does not answer:\n{log.read_text()[-6000:]}")
+    """The server that `command` starts, until the block ends."""
+    with listening(command, log, VLLM_SERVER_DEV_MODE="1", **environment) as url:
         yield Server(url)
-    finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait(30)
 
 
 @pytest.fixture(scope="session")
@@ -158,14 +119,6 @@ def native(weights, tmp_path_factory) -> Iterator[Server]:
     loaded = load_model(str(weights))
     loaded.model.save_pretrained(folder / "model")
     loaded.tokenizer.save_pretrained(folder / "model")
-    words = "--dtype float32 --max-model-len 2048 --enforce-eager --no-enable-prefix-caching --served-model-name served"
-    command = [
-        sys.executable,
-        "-m",
-        "vllm.entrypoints.openai.api_server",
-        "--model",
-        str(folder / "model"),
-        *words.split(),
-    ]
+    command = native_command(folder / "model", 2048)
     with serving(command, folder / "server.log", VLLM_CPU_KVCACHE_SPACE="1") as server:
         yield server

@@ -7,7 +7,10 @@ import random
 from collections import Counter
 
 import pytest
+import torch
 
+import semkv
+from semkv import bundled
 from semkv.profiles.bundled.tasks import make_haystack
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -28,21 +31,34 @@ def small(semkv_server):
 
 
 @pytest.fixture(scope="module")
+def own_answer():
+    """`own_answer(ids, count)`: what the compiled model generates, without any server."""
+    compiled = semkv.compile(bundled.load()[0], bundled.profile(), method="snapkv", budget=0.3)
+
+    def answer(ids, count):
+        given = torch.tensor([ids])
+        return compiled.generate(given, max_new_tokens=count, do_sample=False, eos_token_id=None)[
+            0, len(ids) :
+        ].tolist()
+
+    return answer
+
+
+@pytest.fixture(scope="module")
 def prompts():
     """Ids of texts in the bundled model's language, by their length."""
-    from semkv import bundled
-
     tokenizer = bundled.load()[1]
     text = tokenizer(make_haystack("dense", 12_000, seed=3).context).input_ids
     return {length: text[7 * length : 8 * length] for length in LENGTHS} | {TOO_MUCH: text[:TOO_MUCH]}
 
 
-def test_two_hundred_requests(small, prompts):
+def test_two_hundred_requests(small, prompts, own_answer):
     import openai
 
     options = {"max_tokens": 48, "extra_body": {"ignore_eos": True, "return_token_ids": True}}
     alone = {length: small.complete(prompts[length], **options).token_ids for length in LENGTHS}
     assert len({tuple(ids) for ids in alone.values()}) > 4, "prompts that are answered alike tell nothing"
+    assert alone == {length: own_answer(prompts[length], 48) for length in LENGTHS}
     before, steps = small.settled(), small.report()
 
     draw = random.Random(0)
