@@ -102,7 +102,8 @@ def publish(content: dict[str, Any]) -> Path:
         "Made by `benchmarks/serving.py`; do not edit.",
         f"SmolLM2-135M-Instruct in float32, prompts of {PROMPT:,} random tokens, answers of {ANSWER}, each user one request (two of a user "
         "alone), timed by `vllm bench serve`. `native` is vLLM's own model with the same weights; the others are semkv's in vLLM, `snapkv` "
-        f"and `quest` at 10 %. {MEMORY} GiB for requests, one thread, no prefix cache. Means; a single run of a shared machine.",
+        f"and `quest` at 10 %. {MEMORY} GiB for requests, one thread, no prefix cache. Means; a single run of a shared machine. "
+        "Reading the prompts takes most of the time: a further token waits for pieces of the prompts of others.",
         table(["system", "users", *FIGURES.values()], lines),
         "## Provenance",
         measured_on(content["environment"]),

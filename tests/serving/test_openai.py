@@ -103,6 +103,13 @@ def test_several_choices_and_seeds(chunked):
     assert drawn(5) == first
 
 
+def test_structured_output(chunked):
+    choice = chunked.complete(
+        "My favourite colour is", extra_body={"structured_outputs": {"choice": ["blue", "green"]}}
+    )
+    assert choice.text in ("blue", "green")
+
+
 def test_refusals(chunked):
     import openai
 
@@ -142,7 +149,7 @@ def test_four_ragged_requests_share_a_step(chunked):
     print(f"{rows} tokens in {steps} steps")
     assert together == alone
     assert rows == 4 * 31  # the first token of each follows from its prompt
-    assert steps <= 31 + 12, "they did not share their steps"
+    assert rows / steps > 2, "they did not share their steps"
 
 
 def test_metrics(chunked):
