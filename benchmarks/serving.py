@@ -101,9 +101,9 @@ def publish(content: dict[str, Any]) -> Path:
         "# SmolLM2-135M behind the OpenAI API",
         "Made by `benchmarks/serving.py`; do not edit.",
         f"SmolLM2-135M-Instruct in float32, prompts of {PROMPT:,} random tokens, answers of {ANSWER}, each user one request (two of a user "
-        "alone), timed by `vllm bench serve`. `native` is vLLM's own model with the same weights, the others are semkv's in vLLM; those that "
-        f"compress have 10 %. {MEMORY} GiB for requests, one thread, no prefix cache. Means; a single run of a shared machine, so small "
-        "differences say nothing. Reading prompts takes most of the time: a further token waits for pieces of the prompts of others.",
+        "alone), timed by `vllm bench serve`. `native` is vLLM's own model with the same weights, the others are semkv's in vLLM; those "
+        f"that compress have 10 %. {MEMORY} GiB for requests, one thread, no prefix cache. Means; a single run of a shared machine: "
+        "small differences say nothing. Reading prompts takes most of the time: a token waits for pieces of the prompts of others.",
         table(["system", "users", *FIGURES.values()], lines),
         "## Provenance",
         measured_on(content["environment"]),

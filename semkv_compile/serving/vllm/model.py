@@ -93,9 +93,13 @@ class SemkvForCausalLM(nn.Module):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
-        _check(vllm_config)
+        check_flags(vllm_config)
         served = Served.read(Path(vllm_config.model_config.model))
         compiled = served.load(vllm_config.device_config.device)
+        if vllm_config.model_config.dtype != compiled.dtype:
+            raise ConfigError(
+                f"--dtype {vllm_config.model_config.dtype}: the artifact computes in {compiled.dtype}; leave the option to `semkv serve`"
+            )
         longest = vllm_config.model_config.max_model_len
         on_host = compiled.device.type == "cpu"
         admission = Admission.of(compiled.request_bytes, longest, host=on_host)
@@ -138,7 +142,7 @@ class SemkvForCausalLM(nn.Module):
         return torch.stack(made) if made else nothing.new_empty((0, self.vocab_size))
 
 
-def _check(config: VllmConfig) -> None:
+def check_flags(config: VllmConfig) -> None:
     """Raise `ConfigError` for settings under which requests would be lost or answered wrongly."""
     parallel, scheduler, cache = config.parallel_config, config.scheduler_config, config.cache_config
     wrong = {
@@ -163,10 +167,11 @@ def _check(config: VllmConfig) -> None:
         "quantization": config.quant_config is not None,
         "prompts of embeddings": config.model_config.enable_prompt_embeds,
         "a KV connector": config.kv_transfer_config is not None,
+        "--kv-cache-dtype (compile with CompileConfig(kv_dtype=...))": cache.cache_dtype != "auto",
     }
     asked = [name for name, given in refused.items() if given]
     if asked:
         raise ConfigError(f"semkv's model in vLLM does not take {', '.join(asked)}: serve without")
 
 
-__all__ = ["SemkvForCausalLM"]
+__all__ = ["SemkvForCausalLM", "check_flags"]
