@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from semkv.evaluation.subject import Subject
 from semkv.evaluation.tasks import build_tasks
 from semkv.evaluation.tasks.base import Task
 from semkv.methods import METHODS
+from semkv.profiles.schema import Profile
 
 BUDGETS = (0.03, 0.05, 0.1)
 NEEDLES = ("niah_single_1", "niah_single_2", "niah_single_3")
@@ -60,6 +61,8 @@ PLAIN = (
     "clusterkv",
 )
 """Methods that read no profile, so that their rows stay when the profile is made again."""
+CODES = ("sketch", "mixed")
+"""Methods that read the profile's sketch: rows of the others stay when that is learned again."""
 BOTH = ("full", "streaming_llm")
 """What recovered gain is measured between."""
 CEILING = Variant(method="sketch", budget=0.05, options={"oracle": True}, label="ceiling")
@@ -97,6 +100,17 @@ def tasks_of(model: str, texts: Path | None, haystack: Path | None, tokens: int)
     return build_tasks(("perplexity", *NEEDLES), sources=sources, options=settings, chat=chat)
 
 
+def group_of(method: str) -> str:
+    """What of a profile a method reads: `plain` nothing, `profile` not its sketch, `codes` that too."""
+    return "plain" if method in PLAIN else "codes" if method in CODES else "profile"
+
+
+def without_sketch(profile: Profile) -> Profile:
+    """The profile as methods read it that have no codes."""
+    tensors = {name: x for name, x in profile.tensors.items() if not name.startswith("sketch.")}
+    return replace(profile, info=profile.info.model_copy(update={"sketch": None}), tensors=tensors)
+
+
 class Table:
     """The rows of one model: with the profile, and without it."""
 
@@ -109,7 +123,7 @@ class Table:
         path = fetch(MODELS[asked.model], cache_folder() / "models")
         self.loaded = load_model(str(path), asked.profile)
         self.settings = CompileConfig(kv_dtype="float16", floor=0, cache=True)
-        self._compiled: dict[bool, Any] = {}
+        self._compiled: dict[str, Any] = {}
         self.commits: set[str] = set()
         self.refused: dict[tuple[str, float, int], str] = {}
         self.cells: dict[tuple[str, str], CellResult] = {}
@@ -118,15 +132,23 @@ class Table:
             published = read_results(f"real_{asked.model}")
             self.take(published.cells)
             self.commits.update(published.commits)
-        self._subjects: dict[bool, Subject] = {}
-        self._identities: dict[bool, str] = {}
+        self._subjects: dict[str, Subject] = {}
+        self._identities: dict[str, str] = {}
 
-    def compiled(self, plain: bool) -> Any:
-        """The model with its profile, or without it."""
-        if plain not in self._compiled:
-            profile = None if plain else self.loaded.profile
-            self._compiled[plain] = compile_model(self.loaded.model, profile, method="full", config=self.settings)
-        return self._compiled[plain]
+    def profile(self, reads: str) -> Profile | None:
+        """What the methods of one group read."""
+        whole = self.loaded.profile
+        if reads == "plain" or whole is None:
+            return None
+        return whole if reads == "codes" else without_sketch(whole)
+
+    def compiled(self, reads: str) -> Any:
+        """The model with the profile of one group."""
+        if reads not in self._compiled:
+            self._compiled[reads] = compile_model(
+                self.loaded.model, self.profile(reads), method="full", config=self.settings
+            )
+        return self._compiled[reads]
 
     def take(self, cells: Iterable[CellResult]) -> None:
         """Keep cells that were measured."""
@@ -139,18 +161,18 @@ class Table:
     def run(self, variants: Sequence[Variant], size: Size, length: int, title: str) -> list[CellResult]:
         """Cells of these variants at one length, those of methods that read no profile from rows of their own."""
         found: dict[tuple[str, str], CellResult] = {}
-        for plain in (True, False):
-            own = [v for v in variants if (v.method in PLAIN) == plain]
+        for reads in ("plain", "profile", "codes"):
+            own = [v for v in variants if group_of(v.method) == reads]
             for families, samples in ((NEEDLES, size.questions), (("perplexity",), size.texts)):
-                known = [self._known(v, family, length, samples, plain) for v in own for family in families]
-                left = [v for v in own if any(self._known(v, f, length, samples, plain) is None for f in families)]
+                known = [self._known(v, family, length, samples, reads) for v in own for family in families]
+                left = [v for v in own if any(self._known(v, f, length, samples, reads) is None for f in families)]
                 if left:
                     windows = [
                         Variant(method="streaming_llm", budget=b) for b in sorted({v.budget for v in left if v.budget})
                     ]
                     every = [Variant(method="full"), *windows]
                     report = self._measure(
-                        [*every, *(v for v in left if v.method not in BOTH)], families, samples, length, plain, title
+                        [*every, *(v for v in left if v.method not in BOTH)], families, samples, length, reads, title
                     )
                     self.take(report.cells)
                     if self.asked.publish:
@@ -159,25 +181,28 @@ class Table:
                 found |= {(c.cell.key, c.cell.variant.label): c for c in known if c is not None}
         return list(found.values())
 
-    def _known(self, variant: Variant, family: str, length: int, samples: int, plain: bool) -> CellResult | None:
+    def _known(self, variant: Variant, family: str, length: int, samples: int, reads: str) -> CellResult | None:
         """What was measured of a variant, if it was on so many contexts."""
         grid = Grid(variants=(variant,), families=(family,), lengths=(length,), samples=samples)
-        identity = self._identity(plain)
+        identity = self._identity(reads)
         cell = cell_of(grid, identity, variant, family, length, "unseen", self.tasks[family])
         known = self.cells.get((cell.key, variant.label))
         return known if known is not None and known.accuracy.contexts >= samples else None
 
-    def _identity(self, plain: bool) -> str:
-        if plain not in self._identities:
-            compiled, profile = self.compiled(plain), None if plain else self.loaded.profile
-            self._identities[plain] = subject_identity(self.loaded.model, profile, self.settings, compiled.dtype)
-        return self._identities[plain]
+    def _identity(self, reads: str) -> str:
+        if reads not in self._identities:
+            subject = self.loaded.model, self.profile(reads), self.settings, self.compiled(reads).dtype
+            self._identities[reads] = subject_identity(*subject)
+        return self._identities[reads]
 
     def publish(self) -> None:
         """Write benchmarks/results/real_MODEL.json."""
         best: dict[tuple[Any, ...], CellResult] = {}
+        now = {self._identity(reads) for reads in ("plain", "profile", "codes")}
         for cell in self.cells.values():  # what gain is measured between was measured with the profile and without
             of, variant = cell.cell, cell.cell.variant
+            if of.subject not in now:  # of a profile before
+                continue
             own = (variant.method, variant.budget) if variant.method in BOTH else (of.key, variant.label)
             key = (*own, of.family, of.length)
             if key not in best or best[key].accuracy.contexts < cell.accuracy.contexts:
@@ -192,20 +217,20 @@ class Table:
         write_results(f"real_{self.asked.model}", report)
 
     def _measure(
-        self, variants: list[Variant], families: tuple[str, ...], samples: int, length: int, plain: bool, title: str
+        self, variants: list[Variant], families: tuple[str, ...], samples: int, length: int, reads: str, title: str
     ) -> Report:
-        compiled, refusals = self.compiled(plain), list[Refusal]()
-        left = [v for v in variants if self._serves(v, plain, length)]
+        compiled, refusals = self.compiled(reads), list[Refusal]()
+        left = [v for v in variants if self._serves(v, reads, length)]
         grid = Grid(variants=tuple(left), families=families, lengths=(length,), samples=samples)
         with progress_bar(f"{title}, {families[0]}") as progress:
             report = evaluate(
                 compiled,
                 self.loaded.tokenizer,
                 grid,
-                identity=self._identity(plain),
+                identity=self._identity(reads),
                 model=self.loaded.name,
                 title="The long table of a real model",
-                rows=self.asked.rows / f"real_{self.asked.model}_{'plain' if plain else 'profile'}.rows.jsonl",
+                rows=self.asked.rows / f"real_{self.asked.model}_{reads}.rows.jsonl",
                 progress=progress,
                 tasks=self.tasks,
                 workers=self.asked.workers,
@@ -221,10 +246,10 @@ class Table:
         self.commits.update(report.commits)
         return report
 
-    def _serves(self, variant: Variant, plain: bool, length: int) -> bool:
+    def _serves(self, variant: Variant, reads: str, length: int) -> bool:
         """Whether a method can live in a budget at this length."""
         key = (variant.label, variant.budget or 0.0, length)
-        subject = self._subjects.setdefault(plain, Subject(self.compiled(plain), ""))
+        subject = self._subjects.setdefault(reads, Subject(self.compiled(reads), ""))
         if key not in self.refused:
             try:
                 check_variant(variant, subject, length)
@@ -276,7 +301,7 @@ def leaders(cells: Sequence[CellResult], named: Sequence[str], count: int) -> li
 def hours(table: Table, variants: int, first: Size, whole: Size, named: int) -> float:
     """About how long both rounds take: from one prompt and a few steps of the full cache at each length."""
     seconds = 0.0
-    compiled = table.compiled(True)
+    compiled = table.compiled("plain")
     more = Size(whole.questions - first.questions, whole.texts - first.texts)
     for length in table.lengths:
         sample = table.tasks["perplexity"].make(table.loaded.tokenizer, length, 0, seed=0, questions=1)

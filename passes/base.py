@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from semkv.ir.program import Program, Stage
+from semkv.profiles.schema.codes import KeyBalance
 from semkv.profiles.schema.retrieval_head import RetrievalHead
 
 
@@ -22,6 +24,7 @@ class PassOptions:
     head_roles: per KV store, one role per KV head; None where the profile has no taxonomy.
     thresholds: lengths of Alg. 1 for the counted stores (`semkv.profiles.schema.memory`); None: all wait on the host always.
     retrieval_head: that chooses tokens before the first layer; None where the method has none.
+    key_balance: by store, what makes its keys fit into few bits, heads in the order of the model; None: keys stay as they are.
     kernels: which answer the attention of a step: `auto`, `torch`, `cpp` or `triton` (`semkv.kernels.mixed_attention.dispatch`).
     layouts: per site, the fields of a `Configuration` tuned for the device; none for a site, or for all: its defaults.
     """
@@ -31,6 +34,7 @@ class PassOptions:
     head_roles: tuple[tuple[str, ...], ...] | None = None
     thresholds: tuple[int, ...] | None = None
     retrieval_head: RetrievalHead | None = None
+    key_balance: Mapping[int, KeyBalance] | None = None
     kernels: str = "auto"
     layouts: tuple[tuple[int, ...], ...] = ()
 

@@ -258,4 +258,5 @@ def _pass_options(source: Program, method: Method, profile: Profile | None) -> P
         layer_shares=method.layer_shares(source, profile),
         head_roles=method.head_roles(source, profile),
         retrieval_head=method.retrieval_head(profile),
+        key_balance=method.key_balance(source, profile),
     )

@@ -17,6 +17,7 @@ from semkv.ir import spec
 from semkv.ir.program import Program
 from semkv.passes.absorb_latents import AbsorbLatents
 from semkv.passes.assign_budgets import AssignBudgets
+from semkv.passes.balance_keys import BalanceKeys
 from semkv.passes.base import Pass, PassOptions
 from semkv.passes.bind_kernels import BindKernels
 from semkv.passes.canonicalise import Canonicalise
@@ -55,6 +56,7 @@ ON_LATENTS: tuple[Pass, ...] = (
 LOWER: tuple[Pass, ...] = (
     AssignBudgets(),  # found -> annotated: treatment, reason and budget share of every site
     GroupHeads(),  # annotated: KV heads of one role made contiguous
+    BalanceKeys(),  # annotated: keys and queries mapped so that few bits hold keys
     RewriteAttention(),  # annotated -> lowered: prefill, extend and decode on a memory
     InsertRetrievalHead(),  # lowered: the speculative selector in front of the graph, where the method has one
     OpenSeams(),  # lowered: the memory says what a prompt brings besides ids

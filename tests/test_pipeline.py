@@ -82,6 +82,7 @@ def test_the_list_is_in_order():
         "find_seams",
         "assign_budgets",
         "group_heads",
+        "balance_keys",
         "rewrite_attention",
         "insert_retrieval_head",
         "open_seams",

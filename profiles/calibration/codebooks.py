@@ -9,6 +9,8 @@ from semkv.profiles.schema.codes import VECTORS, nearest
 
 FLOOR = 1e-5
 """Of the largest eigenvalue of the queries' second moment: smaller ones are raised to it, so that its root has an inverse."""
+SMALLEST = 1e-4
+"""Of the widest channel of a head: narrower ones count as so wide."""
 LEVELS = 127
 """A vector's numbers are stored as whole multiples, up to so many, of its scale."""
 
@@ -19,6 +21,20 @@ def root_of(moment: Tensor, rank: int) -> Tensor:
     largest = values.amax(-1, keepdim=True)
     values = torch.where(largest > 0, values.clamp(min=FLOOR * largest), 1.0)
     return (vectors * values.sqrt()[..., None, :])[..., -rank:].float()
+
+
+def balance_of(moment: Tensor, variance: Tensor) -> Tensor:
+    """Powers of two float32 [H, D] after which the channels of keys are as wide as those of their queries, so that none takes more of a
+    vector's few levels than it matters for.
+
+    moment: [H, D, D], second moments of queries; variance: [H, D] of keys. In the middle of a head they are 1.
+    """
+    queries, keys = (
+        x.double().clamp(min=SMALLEST * x.amax(-1, keepdim=True).clamp(min=SMALLEST))
+        for x in (moment.diagonal(dim1=-2, dim2=-1), variance)
+    )
+    wide = (queries / keys).log2() / 4
+    return (wide - wide.mean(-1, keepdim=True)).round().exp2().float()
 
 
 def learn(x: Tensor, stages: int, rounds: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -55,4 +71,4 @@ def centroids(x: Tensor, rounds: int, generator: torch.Generator) -> Tensor:
     return book
 
 
-__all__ = ["centroids", "learn", "root_of"]
+__all__ = ["balance_of", "centroids", "learn", "root_of"]

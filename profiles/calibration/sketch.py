@@ -8,7 +8,7 @@ from torch import Tensor
 from semkv.profiles.schema import SketchSection
 from semkv.profiles.schema.codes import Codebooks
 
-from .codebooks import learn, root_of
+from .codebooks import balance_of, learn, root_of
 from .interpreter import SiteCall, full_attention
 from .measure import Measure, Outcome, Subject, Sums
 from .weights import weight_blocks
@@ -17,7 +17,7 @@ SINKS, WINDOW = 4, 32
 """First and last tokens that are exact in every method: attention to them needs no code."""
 
 
-PARTS = ("mean", "root", "books", "scale", "value_mean", "value_books", "value_scale")
+PARTS = ("mean", "balance", "root", "books", "scale", "value_mean", "value_books", "value_scale")
 """Of each site, as they are named in a profile."""
 
 
@@ -103,7 +103,8 @@ class Sketch(Measure):
         books, scale = learn(x, self.settings.sketch_stages, self.settings.sketch_rounds, generator)
         own = values.mean(1)
         others = learn(values - own[:, None], self.settings.sketch_value_stages, self.settings.sketch_rounds, generator)
-        made = dict(zip(PARTS, (mean, root, books, scale, own, *others), strict=True))
+        balance = balance_of(sums[f"queries.{site}"], (keys - mean[:, None]).square().mean(1))
+        made = dict(zip(PARTS, (mean, balance, root, books, scale, own, *others), strict=True))
         for name, tensor in made.items():
             sums.append(f"sketch.{name}.{site}", tensor)
 
@@ -157,6 +158,7 @@ class Sketch(Measure):
             stages=self.settings.sketch_stages,
             value_stages=self.settings.sketch_value_stages,
             rank=self.rank,
+            balanced=True,
             caught=tuple(rows),
             share=self.settings.sketch_share,
             sinks=SINKS,

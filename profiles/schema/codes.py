@@ -13,6 +13,23 @@ VECTORS = 256
 
 
 @dataclass(frozen=True)
+class KeyBalance:
+    """A map of keys of some KV heads after which a scale per vector keeps more of them in few bits: k becomes (k - mean) * scale, a query
+    of these heads q / scale.
+
+    mean, scale: float32 [H, D]. Every softmax stays as it is: of a query's products with all keys, the scale changes none, the mean each
+    by the same number. scale: powers of two, which round nothing.
+    """
+
+    mean: Tensor
+    scale: Tensor
+
+    def heads(self, order: list[int]) -> KeyBalance:
+        """Of KV heads `order`."""
+        return KeyBalance(self.mean[order], self.scale[order])
+
+
+@dataclass(frozen=True)
 class Codebooks:
     """Residual codebooks of some KV heads (residual vector quantisation: Juang & Gray, 1982).
 
@@ -22,12 +39,14 @@ class Codebooks:
     directions are kept along which queries are longest.
 
     mean float32 [H, D]; books float32 [H, S, VECTORS, R]; root float32 [H, D, R], None where vectors are compared as they are (R = D).
-    The first stages of a code are themselves a code, of fewer bytes.
+    back: float32 [H, R, D] from that space; None: what is inverse to `root`. The first stages of a code are themselves a code, of fewer
+    bytes.
     """
 
     mean: Tensor
     books: Tensor
     root: Tensor | None = None
+    back: Tensor | None = None
 
     @property
     def stages(self) -> int:
@@ -37,11 +56,20 @@ class Codebooks:
     @cached_property
     def inverse(self) -> Tensor:
         """float32 [H, R, D] of `root`, on what it spans."""
+        if self.back is not None:
+            return self.back
         if self.root is None:
             return torch.eye(self.mean.shape[-1], dtype=torch.float32, device=self.mean.device).expand(
                 len(self.mean), -1, -1
             )
         return torch.linalg.pinv(self.root.double()).float()
+
+    def balanced(self, balance: KeyBalance) -> Codebooks:
+        """The same codes of keys that come balanced; their products with queries that come so are the same too."""
+        scale = balance.scale.to(self.mean)
+        root = None if self.root is None else self.root / scale[..., None]
+        back = self.inverse * scale[:, None]
+        return Codebooks((self.mean - balance.mean.to(self.mean)) * scale, self.books, root, back)
 
     def encode(self, x: Tensor) -> Tensor:
         """Codes uint8 [H, n, S] of vectors [H, n, D]: stage by stage the nearest one."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
+import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from .codes import VECTORS, Codebooks
+from .codes import VECTORS, Codebooks, KeyBalance
 from .facts import MAX_HEADS, MAX_SITES, Fraction, ModelFacts, Name, NotNegative, Role, Rows, Section
 
 
@@ -150,6 +151,7 @@ class SketchSection(Section):
     Attributes
     ----------
     stages, value_stages: S and S', books of each head and bytes of a code. rank: R, at most D; None: D.
+    balanced: there is `sketch.balance.{i}` [Hkv, D], by which keys that are held in 4 bits are multiplied (`KeyBalance`).
     caught: of the attention to far tokens that the best `share` of a context's tokens hold, how much those hold whose codes score best,
         on held-out samples; a row per site, empty where its treatment is not `method`.
     share: tokens chosen over tokens of the context. sinks, window: far tokens are those beyond the first and the last so many.
@@ -158,6 +160,7 @@ class SketchSection(Section):
     stages: int = Field(ge=1, le=16)
     value_stages: int = Field(default=1, ge=1, le=16)
     rank: Annotated[int, Field(ge=1)] | None = None
+    balanced: bool = False
     caught: Rows
     share: Fraction = 0.05
     sinks: int = Field(default=4, ge=0)
@@ -175,6 +178,8 @@ class SketchSection(Section):
             heads, dim, at = site.kv_heads, site.key_dim, site.index
             rank = min(dim, self.rank or dim)
             shapes[f"sketch.mean.{at}"] = (heads, dim)
+            if self.balanced:
+                shapes[f"sketch.balance.{at}"] = (heads, dim)
             shapes[f"sketch.root.{at}"] = (heads, dim, rank)
             shapes[f"sketch.books.{at}"] = (heads, self.stages, VECTORS, rank)
             shapes[f"sketch.scale.{at}"] = (heads, self.stages, VECTORS)
@@ -188,6 +193,11 @@ class SketchSection(Section):
         """The first `stages` books of the keys of some KV heads of a site, from the profile's `tensors`."""
         mean, root = (tensors[f"sketch.{name}.{site}"][heads].float() for name in ("mean", "root"))
         return Codebooks(mean, _vectors(tensors, "", site, heads)[:, :stages], root)
+
+    def balance(self, tensors: Mapping[str, Tensor], site: int) -> KeyBalance:
+        """Of the keys of all KV heads of a site. Profiles that were made without `balanced` have a mean alone."""
+        mean = tensors[f"sketch.mean.{site}"].float()
+        return KeyBalance(mean, tensors[f"sketch.balance.{site}"].float() if self.balanced else torch.ones_like(mean))
 
     def value_codebooks(self, tensors: Mapping[str, Tensor], site: int, heads: list[int], stages: int) -> Codebooks:
         """The same of values."""

@@ -15,6 +15,10 @@ from semkv.ir.site import AttentionSite
 Stage = Literal["captured", "found", "annotated", "lowered"]
 
 
+KEY_MEAN, KEY_SCALE = "key_mean_{}", "key_scale_{}"
+"""Constants [Hkv, 1, D] of a program whose keys of a store are balanced: (k - mean) * scale."""
+
+
 @dataclass(frozen=True)
 class Program:
     """The stateless forward of a decoder, split where logits begin, and what is known about it.

@@ -60,6 +60,11 @@ class AttentionSite:
         return self.q_heads // self.kv_heads
 
     @property
+    def shifts_freely(self) -> bool:
+        """Whether a number that is added to all scores of a query changes none of its weights."""
+        return not self.softcap and not self.has_sinks
+
+    @property
     def values_per_token(self) -> int:
         """Numbers that one token's keys and values take over all KV heads."""
         return self.kv_heads * (self.key_dim + self.value_dim)

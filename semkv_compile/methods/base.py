@@ -13,6 +13,7 @@ from semkv.errors import ConfigError
 from semkv.ir.program import Program
 from semkv.methods.options import Allowed
 from semkv.profiles.schema import Profile
+from semkv.profiles.schema.codes import KeyBalance
 from semkv.profiles.schema.retrieval_head import RetrievalHead
 from semkv.runtime.budget import Budget
 from semkv.runtime.components import Components, Generated, Part, Plan
@@ -68,6 +69,10 @@ class Method(ABC):
 
     def retrieval_head(self, profile: Profile | None) -> RetrievalHead | None:
         """The head that chooses tokens before the first layer, put in front of the program; None: it has none."""
+        return None
+
+    def key_balance(self, program: Program, profile: Profile | None) -> dict[int, KeyBalance] | None:
+        """By store, a map of keys of all KV heads after which few bits hold more of them; None: keys are held as the model makes them."""
         return None
 
     def check(self, profile: Profile | None) -> None:  # noqa: B027 - most methods need nothing

@@ -26,6 +26,7 @@ class Allowed:
 
 
 Share = Annotated[float, Allowed(lambda x: 0 < x <= 1, "a share in (0, 1]")]
+ShareOrBudget = Annotated[float, Allowed(lambda x: 0 <= x <= 1, "a share in (0, 1], or 0 for one by the budget")]
 Inner = Annotated[float, Allowed(lambda x: 0 < x < 1, "a share between 0 and 1")]
 Overlap = Annotated[float, Allowed(lambda x: 0 <= x <= 1, "an overlap in (0, 1], or 0 for the profile's own")]
 AboveZero = Annotated[float, Allowed(lambda x: 0 < x < math.inf, "a positive number")]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from semkv.ir.site import AttentionSite
-from semkv.runtime.record import OBSERVED_QUERIES, RowRecord, head_orders
+from semkv.runtime.record import OBSERVED_QUERIES, RowRecord, head_orders, key_balances
 from semkv.runtime.token_store import plain
 
 if TYPE_CHECKING:
@@ -86,6 +86,7 @@ class Past:
             surprisal=self.surprisal if placement.plan.reads_surprisal else None,
             all_queries=self._all_queries,
             head_orders=head_orders(placement.program),
+            balances=key_balances(placement.program),
             features={site: torch.cat(pieces) for site, pieces in self.features.items()},
             going_on=True,
         )

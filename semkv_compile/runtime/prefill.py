@@ -8,7 +8,7 @@ from torch import Tensor
 from semkv.ir.program import Program
 from semkv.runtime.content import Content
 from semkv.runtime.host_tier import HostTier
-from semkv.runtime.record import RowRecord, head_orders, next_surprisal
+from semkv.runtime.record import RowRecord, head_orders, key_balances, next_surprisal
 from semkv.runtime.recorder import Recorder
 
 
@@ -32,7 +32,9 @@ class Prefill:
     ) -> None:
         self.program, self.device = program, device
         nothing = torch.empty(0, dtype=torch.int64, device="cpu")
-        self.record = RowRecord(ids=nothing, all_queries=all_queries, head_orders=head_orders(program))
+        self.record = RowRecord(
+            ids=nothing, all_queries=all_queries, head_orders=head_orders(program), balances=key_balances(program)
+        )
         if surprisal:
             self.record.surprisal = torch.empty(0, dtype=torch.float32, device="cpu")
         self._recorder = Recorder(

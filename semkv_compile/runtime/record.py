@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from semkv.ir.program import Program
+from semkv.ir.program import KEY_MEAN, KEY_SCALE, Program
+from semkv.profiles.schema.codes import KeyBalance
 from semkv.runtime.weights import Weights
 
 OBSERVED_QUERIES = 64
@@ -28,7 +29,8 @@ class RowRecord:
     logits: [vocab] after the last token. last_logits: [n, vocab] after as many of the last tokens as were asked for.
     features: hidden states [n, H] that entered the layers of the sites that a retrieval head reads, on the host.
     recurrent: of each recurrent site its states [1, ...] after the last token, on the model's device.
-    head_orders: per KV store the user's model's KV head at each place, where the program that made it moved heads.
+    head_orders: per KV store the user's model's KV head at each place, where the program that made it moved heads. balances: of its
+        keys, where that program balanced them.
     known: what components have computed of the record, by name, so that other budgets find it there.
     model: fingerprint of the model that read the prompt; None where nobody says. weights: those it had, where it may change.
     turned: by how much the rotary positions of what follows lie above its places; see `semkv.runtime.content`.
@@ -45,6 +47,7 @@ class RowRecord:
     last_logits: Tensor | None = None
     all_queries: bool = False
     head_orders: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    balances: dict[int, KeyBalance] = field(default_factory=dict)
     features: dict[int, Tensor] = field(default_factory=dict)
     recurrent: dict[int, list[Tensor]] = field(default_factory=dict)
     known: dict[str, Tensor] = field(default_factory=dict)
@@ -63,42 +66,67 @@ class RowRecord:
         self.values.pop(store)
 
     def ordered_for(self, program: Program) -> RowRecord:
-        """This record with the heads of every store in the order that `program` has them; itself where they are."""
-        orders = head_orders(program)
-        if orders == self.head_orders:
+        """This record as `program` would have made it: the heads of every store in its order, keys and queries in its balance; itself
+        where they are."""
+        orders, balances = head_orders(program), key_balances(program)
+        if orders == self.head_orders and _equal(balances, self.balances):
             return self
         places: dict[int, list[int]] = {}
+        maps: dict[int, tuple[Tensor, Tensor]] = {}
         queries = dict(self.queries)
         for site in program.sites:
-            plain = tuple(range(site.kv_heads))
-            have = self.head_orders.get(site.store, plain)
-            place = [have.index(head) for head in orders.get(site.store, plain)]
+            store, plain = site.store, tuple(range(site.kv_heads))
+            have = self.head_orders.get(store, plain)
+            place = [have.index(head) for head in orders.get(store, plain)]
+            grouped = queries[site.index].unflatten(0, (site.kv_heads, -1))
             if place != list(plain):
-                places[site.store] = place
-                queries[site.index] = queries[site.index].unflatten(0, (site.kv_heads, -1))[place].flatten(0, 1)
-        keys, values = _Reordered(self.keys, places), _Reordered(self.values, places)
-        return replace(self, keys=keys, values=values, queries=queries, head_orders=orders, known={})
+                places[store], grouped = place, grouped[place]
+            if store in balances or store in self.balances:
+                shape = site.kv_heads, site.key_dim
+                old, new = self._balance(store, shape).heads(place), balances.get(store) or _neutral(shape)
+                maps[store] = new.scale / old.scale, (old.mean - new.mean) * new.scale
+                back = (old.scale / new.scale)[:, None, None]
+                grouped = grouped * back.to(grouped)
+            queries[site.index] = grouped.flatten(0, 1)
+        keys, values = _Changed(self.keys, places, maps), _Changed(self.values, places, {})
+        return replace(self, keys=keys, values=values, queries=queries, head_orders=orders, balances=balances, known={})
+
+    def _balance(self, store: int, shape: tuple[int, int]) -> KeyBalance:
+        return self.balances.get(store) or _neutral(shape)
 
 
-class _Reordered(MutableMapping[int, Tensor]):
-    """The stores of a record with heads in other places. Only the last one that was read is held in memory as a copy."""
+class _Changed(MutableMapping[int, Tensor]):
+    """The stores of a record with heads in other places, times and plus a number per head and channel. Only the last one that was read is
+    held in memory as a copy."""
 
-    def __init__(self, stores: MutableMapping[int, Tensor], places: Mapping[int, list[int]]) -> None:
-        self._stores, self._places = stores, places
+    def __init__(
+        self,
+        stores: MutableMapping[int, Tensor],
+        places: Mapping[int, list[int]],
+        maps: Mapping[int, tuple[Tensor, Tensor]],
+    ) -> None:
+        self._stores, self._places, self._maps = stores, places, maps
         self._last: tuple[int, Tensor] | None = None
 
     def __getitem__(self, store: int) -> Tensor:
-        if store not in self._places:
+        if store not in self._places and store not in self._maps:
             return self._stores[store]
         if self._last is None or self._last[0] != store:
             self._last = None  # freed before the next is copied
-            self._last = (store, self._stores[store][self._places[store]])
+            self._last = (store, self._made(store))
         return self._last[1]
 
+    def _made(self, store: int) -> Tensor:
+        x = self._stores[store]
+        if store in self._places:
+            x = x[self._places[store]]
+        if store in self._maps:
+            times, plus = self._maps[store]
+            x = (x.float() * times[:, None] + plus[:, None]).to(x.dtype)
+        return x
+
     def __setitem__(self, store: int, x: Tensor) -> None:
-        raise TypeError(
-            f"store {store} of a reordered record cannot be replaced: change the record that it was made of"
-        )
+        raise TypeError(f"store {store} of a changed record cannot be replaced: change the record that it was made of")
 
     def __delitem__(self, store: int) -> None:
         self._last = None
@@ -114,6 +142,29 @@ class _Reordered(MutableMapping[int, Tensor]):
 def head_orders(program: Program) -> dict[int, tuple[int, ...]]:
     """Per KV store whose heads a pass moved: the user's model's KV head at each place."""
     return {site.store: site.head_order for site in program.stores if site.head_order}
+
+
+def key_balances(program: Program) -> dict[int, KeyBalance]:
+    """Per KV store whose keys a pass balanced: how, its heads in the order of the program."""
+    found = {}
+    for site in program.stores:
+        mean, scale = (getattr(program.prefill, name.format(site.store), None) for name in (KEY_MEAN, KEY_SCALE))
+        if mean is not None or scale is not None:
+            neutral = _neutral((site.kv_heads, site.key_dim))
+            given = (neutral.mean if mean is None else mean, neutral.scale if scale is None else scale)
+            found[site.store] = KeyBalance(*(x.reshape(neutral.mean.shape).float().cpu() for x in given))
+    return found
+
+
+def _neutral(shape: tuple[int, int]) -> KeyBalance:
+    mean = torch.zeros(shape, dtype=torch.float32, device="cpu")
+    return KeyBalance(mean, torch.ones_like(mean))
+
+
+def _equal(one: Mapping[int, KeyBalance], other: Mapping[int, KeyBalance]) -> bool:
+    return one.keys() == other.keys() and all(
+        torch.equal(x.mean, other[store].mean) and torch.equal(x.scale, other[store].scale) for store, x in one.items()
+    )
 
 
 SURPRISAL_CHUNK = 256

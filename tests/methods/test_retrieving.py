@@ -7,6 +7,7 @@ import torch
 
 from semkv import bundled
 from semkv.api import compile as compile_model
+from semkv.api import load
 from semkv.errors import ArtifactError, BudgetError, ConfigError
 from semkv.methods import find_method
 from semkv.profiles.schema import Profile
@@ -130,10 +131,10 @@ def test_a_budget_below_the_smallest_names_it(whole, name, prompt):
 
 @pytest.mark.parametrize(
     ("budget", "stages", "coarse"),
-    [(0.01, 1, False), (0.02, 2, False), (0.03, 2, True), (0.05, 4, True), (0.5, 4, True)],
+    [(0.01, 1, False), (0.02, 2, False), (0.03, 3, True), (0.05, 4, True), (0.5, 4, True)],
 )
 def test_a_small_budget_gets_short_codes(whole, budget, stages, coarse):
-    """Two fifths of what a head has, in bytes per token: 256 bytes of KV; the profile has four codebooks for keys, one for values."""
+    """Two fifths of a head's bytes per token or a little more: of 256 bytes of KV; the profile has four codebooks for keys, one for values."""
     program = whole.with_method("sketch", budget=0.5).program
     store = program.stores[1]
     assert 2 * (store.key_dim + store.value_dim) == 256
@@ -142,12 +143,31 @@ def test_a_small_budget_gets_short_codes(whole, budget, stages, coarse):
     router = decided.plan(program, whole.profile).parts[1][0].components.router
     held = sum(part.unit_nbytes for part in router.index(store, None).values())
     assert held == (stages + coarse) * store.kv_heads
-    assert held / store.kv_heads <= max(1, 0.4 * budget * 256)
+    assert held / store.kv_heads <= max(1, decided.code_share * budget * 256 + 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("budget", "code_share", "fixed_share", "form"),
+    [
+        (0.01, 0.55, 0.75, "int4"),
+        (0.03, 4 / 7.68, 4 / 7.68 + 0.2, "int4"),
+        (0.05, 0.4, 2 / 3, "int8"),
+        (60, 0, 2 / 3, "int8"),
+    ],
+)
+def test_a_small_budget_gives_codes_more_and_tokens_4_bits(whole, budget, code_share, fixed_share, form):
+    """A token of the bundled model takes 256 bytes per KV head."""
+    decided = find_method("sketch").for_budget(whole.program, whole.profile, Budget(budget, torch.float16))
+    assert (decided.code_share, decided.fixed_share) == pytest.approx((code_share, fixed_share))
+    assert decided.exact_form == form
+    asked = find_method("sketch", {"code_share": 0.3, "exact_form": "raw"})
+    told = asked.for_budget(whole.program, whole.profile, Budget(budget, torch.float16))
+    assert (told.code_share, told.fixed_share, told.exact_form) == (0.3, 2 / 3, "raw")
 
 
 def test_named_stages_of_a_sketch_hold_at_any_budget(whole):
     asked = find_method("sketch", {"stages": 3})
-    assert asked.for_budget(whole.program, whole.profile, Budget(0.01, torch.float16)) is asked
+    assert asked.for_budget(whole.program, whole.profile, Budget(0.01, torch.float16)).stages == 3
     assert find_method("sketch").for_budget(whole.program, whole.profile, Budget(200, torch.float16)).stages == 2
     with pytest.raises(
         ConfigError, match="option 'stages' of method 'sketch' is 5; expected at most 4, which the profile has"
@@ -238,9 +258,12 @@ def test_tokens_in_codes_are_the_full_caches_rounded(whole, form, bits, prompt):
     whole.extend(full, more)
     compiled.extend(state, more)
     everything, memory = full.rows[0].stores[0][0].recent, state.rows[0].stores[0][0]
-    seen = []
+    balance, seen = compiled.method.key_balance(compiled.program, compiled.profile), []
+    assert bool(balance) == (form == "int4")
     for side in "kv":
         numbers = dequantize(getattr(everything, side))
+        if side == "k" and balance:
+            numbers = (numbers - balance[0].mean[:, None]) * balance[0].scale[:, None]
         most = (
             0.505 * quantize(numbers, bits).scale.float() + 1e-3 * numbers.abs()
         )  # half a step, and that of the KV dtype
@@ -253,6 +276,23 @@ def test_tokens_in_codes_are_the_full_caches_rounded(whole, form, bits, prompt):
         assert bool(((waiting.float() - numbers[:, positions]).abs() <= most[:, positions]).all())
         seen += positions.tolist()
     assert sorted(seen) == sorted([*range(307)] * 2)
+
+
+def test_a_record_of_another_program_has_its_keys_balanced(whole, prompt, tmp_path):
+    """A prompt that `full` read serves a method whose program balances keys, and the other way round, also one that was loaded."""
+    compiled = whole.with_method("sketch", budget=0.3, exact_form="int4")
+    compiled.save(tmp_path / "artifact")
+    ids, more = prompt(300, 6), prompt(4, 7)
+    foreign, own = whole.prefill_record(ids), compiled.prefill_record(ids)
+    assert float((foreign.keys[0].float() - own.keys[0].float()).abs().max()) > 1
+    for one in (compiled, load(tmp_path / "artifact")):
+        got, wanted = (one.extend(one.compress(record), more) for record in (foreign, own))
+        assert float((got.softmax(-1) - wanted.softmax(-1)).abs().max()) < 1e-2
+    back = own.ordered_for(whole.program)
+    assert back.balances == {}
+    torch.testing.assert_close(back.keys[0], foreign.keys[0], rtol=1e-2, atol=2e-2)
+    torch.testing.assert_close(back.queries[0], foreign.queries[0], rtol=1e-3, atol=1e-3)
+    assert own.ordered_for(compiled.program) is own
 
 
 def test_a_mixture_with_whole_heads_keeps_all_their_tokens(whole, prompt):
