@@ -92,6 +92,7 @@ def _pretrained(name: str) -> tuple[Any, Any]:
 
 def load_tokenizer(name: str) -> Any:
     """The tokenizer of that folder, GGUF file or Hugging Face name, or the bundled one. Raises ConfigError where it cannot be loaded."""
+    quiet_libraries()
     if name == BUNDLED:
         from semkv import bundled
 
