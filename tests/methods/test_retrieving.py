@@ -134,7 +134,7 @@ def test_a_budget_below_the_smallest_names_it(whole, name, prompt):
     [(0.01, 1, False), (0.02, 2, False), (0.03, 3, True), (0.05, 4, True), (0.5, 4, True)],
 )
 def test_a_small_budget_gets_short_codes(whole, budget, stages, coarse):
-    """Two fifths of a head's bytes per token or a little more: of 256 bytes; the profile has four codebooks for keys, one for values."""
+    """Two fifths of a head's bytes per token or a little more: of 256; the profile has four codebooks for keys, one for values."""
     program = whole.with_method("sketch", budget=0.5).program
     store = program.stores[1]
     assert 2 * (store.key_dim + store.value_dim) == 256
