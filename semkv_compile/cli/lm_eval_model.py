@@ -16,7 +16,7 @@ from lm_eval.models.huggingface import HFLM
 from torch import Tensor
 
 from semkv.artifact.manifest import is_artifact
-from semkv.cli.models import BUNDLED, load_model
+from semkv.cli.models import load_model, load_tokenizer
 from semkv.compiled import CompiledModel
 from semkv.config import CompileConfig
 from semkv.errors import ConfigError
@@ -178,25 +178,12 @@ def _compiled(
             chosen = compiled.method.name if method is None else method
             kept = compiled.budget if budget is None and method is None else budget
             compiled = compiled.with_method(chosen, kept, config=config, **options)
-        return compiled, _tokenizer(tokenizer)
+        return compiled, load_tokenizer(tokenizer)
     loaded = load_model(pretrained, None if profile is None else Path(profile), dtype=dtype, device=device)
     config = CompileConfig.model_validate({**settings, "method_options": options})
     chosen = method or ("auto" if budget is not None and loaded.profile is not None else "full")
     compiled = semkv.compile(loaded.model, loaded.profile, method=chosen, budget=budget, config=config)
-    return compiled, loaded.tokenizer if tokenizer is None else _tokenizer(tokenizer)
-
-
-def _tokenizer(name: str) -> Any:
-    if name == BUNDLED:
-        from semkv import bundled
-
-        return bundled.load()[1]
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(str(Path(name).expanduser()) if Path(name).expanduser().is_dir() else name)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"tokenizer {name}: cannot be loaded ({str(error).splitlines()[0]})") from error
+    return compiled, loaded.tokenizer if tokenizer is None else load_tokenizer(tokenizer)
 
 
 __all__ = ["SemkvLM"]

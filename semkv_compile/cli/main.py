@@ -443,6 +443,87 @@ def lm_eval_command(
 
 
 @app.command(
+    "serve",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    epilog="""
+    [bold]Examples[/bold]
+
+    The OpenAI API on port 8000, by vLLM, from a tenth of the KV memory:
+
+    $ semkv serve Qwen/Qwen3-0.6B --method quest --budget 0.1
+
+    A saved model, with 8 GB for all requests; what semkv does not know goes to vLLM:
+
+    $ semkv serve qwen.semkv --tokenizer Qwen/Qwen3-0.6B --memory 8GB --max-num-seqs 16
+
+    Only the command that would start vLLM:
+
+    $ semkv serve bundled --dry-run
+    """,
+)
+def serve_command(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help=f"A folder that `compiled.save` wrote, or a model: {MODEL_HELP}")],
+    method: Annotated[
+        str | None,
+        typer.Option(help="Default: a saved model's own; `auto` with a profile and a budget, else `full`."),
+    ] = None,
+    budget: Annotated[
+        str | None,
+        typer.Option(help="Fraction of the full KV, or tokens per KV head and layer. Default: the saved model's."),
+    ] = None,
+    profile: Annotated[Path | None, typer.Option(help=PROFILE_HELP)] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Model whose tokenizer and chat template are taken; a saved model has none.")
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Of the model in the API. Default: that of the folder or file.")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
+    memory: Annotated[
+        str | None, typer.Option(help="For all requests together, `8GB`. Default: half of what is free.")
+    ] = None,
+    host_memory: Annotated[
+        str | None,
+        typer.Option(help="Of the host, for prompts while they are read and folded tokens, `8GB`. Default: no limit."),
+    ] = None,
+    max_model_len: Annotated[
+        str | None,
+        typer.Option(help="Tokens of a request, prompt and answer; 8K is 8192. Default: the model's context."),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command that starts vLLM, and stop.")] = False,
+) -> None:
+    """Serve a model over the OpenAI API, in vLLM (docs/serving.md). Options that are not named here go to `vllm serve`."""
+    with plain_errors():
+        budgets = [None] if budget is None else parse_budgets(budget, "--budget")
+        lengths = [None] if max_model_len is None else whole_numbers(max_model_len, "--max-model-len")
+        if len(budgets) != 1 or len(lengths) != 1:
+            refuse("a server takes one --budget and one --max-model-len")
+        if not 0 < port < 65536:
+            refuse(f"--port {port}: expected a number from 1 to 65535")
+        from semkv.cli.serve import ServeRequest, run_serve
+
+        run_serve(
+            ServeRequest(
+                model,
+                method,
+                budgets[0],
+                profile,
+                tokenizer,
+                name,
+                host,
+                port,
+                parse_size(memory, "--memory"),
+                parse_size(host_memory, "--host-memory"),
+                lengths[0],
+                dry_run,
+                context.args,
+            )
+        )
+
+
+@app.command(
     "info",
     epilog="""
     [bold]Examples[/bold]

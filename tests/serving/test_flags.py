@@ -1,0 +1,67 @@
+"""A served folder is refused under flags with which requests would be lost, or answered wrongly."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace as Space
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed: `make test-serving` makes an environment with it")
+
+from semkv.errors import ConfigError
+from semkv.serving.vllm import LOAD_FORMAT, SCHEDULER, WORKER
+from semkv.serving.vllm.model import check_flags
+
+
+def flags(**changes):
+    """vLLM's configuration as `semkv serve` makes it, but for `group__name=value`."""
+    config = Space(
+        parallel_config=Space(worker_cls=WORKER, world_size=1),
+        scheduler_config=Space(scheduler_cls=SCHEDULER, async_scheduling=False),
+        cache_config=Space(enable_prefix_caching=False, kv_cache_memory_bytes=1600, cache_dtype="auto"),
+        load_config=Space(load_format=LOAD_FORMAT),
+        model_config=Space(enforce_eager=True, enable_prompt_embeds=False),
+        use_v2_model_runner=False,
+        lora_config=None,
+        speculative_config=None,
+        quant_config=None,
+        kv_transfer_config=None,
+    )
+    for path, value in changes.items():
+        *owners, name = path.split("__")
+        place = config
+        for owner in owners:
+            place = getattr(place, owner)
+        setattr(place, name, value)
+    return config
+
+
+def test_the_flags_of_the_command_are_enough():
+    check_flags(flags())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"parallel_config__worker_cls": "auto"}, "adds what is missing here: --worker-cls semkv.serving.vllm.worker"),
+        ({"scheduler_config__scheduler_cls": None}, "--scheduler-cls semkv.serving.vllm.scheduler"),
+        ({"scheduler_config__async_scheduling": True}, "missing here: --no-async-scheduling"),
+        ({"load_config__load_format": "auto"}, "missing here: --load-format semkv"),
+        (
+            {"cache_config__enable_prefix_caching": True},
+            "--no-enable-prefix-caching .a compressed memory has no prefixes",
+        ),
+        ({"cache_config__kv_cache_memory_bytes": None}, "missing here: --kv-cache-memory-bytes"),
+        ({"model_config__enforce_eager": False}, "missing here: --enforce-eager"),
+        ({"use_v2_model_runner": True}, "VLLM_USE_V2_MODEL_RUNNER=0 in the environment"),
+        ({"parallel_config__world_size": 2}, "does not take tensor or pipeline parallelism: serve without"),
+        ({"lora_config": 1, "speculative_config": 1}, "does not take LoRA, speculative decoding: serve without"),
+        ({"quant_config": 1}, "does not take quantization"),
+        ({"model_config__enable_prompt_embeds": True}, "does not take prompts of embeddings"),
+        ({"kv_transfer_config": 1}, "does not take a KV connector"),
+        ({"cache_config__cache_dtype": "fp8"}, "does not take --kv-cache-dtype"),
+    ],
+)
+def test_other_flags_are_refused(change, message):
+    with pytest.raises(ConfigError, match=message):
+        check_flags(flags(**change))
