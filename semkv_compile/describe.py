@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from semkv.compiled import CompiledModel
+from semkv.ir.recurrence import RecurrentSite
 from semkv.ir.site import AttentionSite
 from semkv.runtime.state import State
 
@@ -59,14 +61,21 @@ def describe(compiled: CompiledModel, state: State | None = None, *, verbose: bo
 
 
 def _recurrent(compiled: CompiledModel) -> list[str]:
-    """What goes on from recurrent states, and how large those are."""
-    sites = compiled.program.stateful
-    if not sites:
-        return []
-    names = ", ".join(site.name for site in sites[:3]) + (f" and {len(sites) - 3} more" if len(sites) > 3 else "")
-    return [
-        f"recurrent states of {sum(site.nbytes for site in sites)} bytes a row, whatever its length, beside the budget: {names}"
-    ]
+    """What goes on from states of its own, and how large those are."""
+    facts = []
+    if sites := compiled.program.stateful:
+        size = sum(site.nbytes for site in sites)
+        facts.append(f"recurrent states of {size} bytes a row, whatever its length, beside the budget: {_names(sites)}")
+    if sites := compiled.program.choosers:
+        size = sum(site.nbytes for site in sites)
+        facts.append(
+            f"the model chooses what attention reads, by index keys of {size} bytes a token beside the budget: {_names(sites)}"
+        )
+    return facts
+
+
+def _names(sites: Sequence[RecurrentSite]) -> str:
+    return ", ".join(site.name for site in sites[:3]) + (f" and {len(sites) - 3} more" if len(sites) > 3 else "")
 
 
 def _measured(state: State) -> str:
@@ -132,7 +141,8 @@ def _dims(site: AttentionSite) -> str:
 
 def _found(site: AttentionSite) -> str:
     kind = "MHA" if site.group_size == 1 else ("MQA" if site.kv_heads == 1 else f"GQA x{site.group_size}")
-    parts = [kind, f"window {site.window}" if site.window else "causal"]
+    kept = f"chunks of {site.chunk}" if site.chunk else f"window {site.window}" if site.window else "causal"
+    parts = [kind, kept, *(["what its indexer chooses"] if site.chooser >= 0 else [])]
     parts += [f"soft-cap {site.softcap:g}"] if site.softcap else []
     parts += ["sinks"] if site.has_sinks else []
     parts += ["position bias"] if site.has_bias else []

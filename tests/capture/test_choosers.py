@@ -259,6 +259,8 @@ def test_rows_turns_and_forks_are_the_models(sparse, tmp_path):
     model, mine = sparse
     assert [(site.chooser, site.window) for site in mine.program.sites] == [(0, 0), (1, 0)]
     assert [site.chooses for site in mine.program.choosers] == [8, 8]
+    told = " ".join(semkv.explain(mine).split())
+    assert "the model chooses what attention reads, by index keys of 128 bytes a token beside the budget" in told
     rows = [ids(length, length) for length in (90, 41, 5)]
     alone = [Alone(model) for _ in rows]
     wanted = [one.answer(row, 6) for one, row in zip(alone, rows)]
