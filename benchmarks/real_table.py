@@ -162,10 +162,11 @@ class Table:
         """Cells of these variants at one length, those of methods that read no profile from rows of their own."""
         found: dict[tuple[str, str], CellResult] = {}
         for reads in ("plain", "profile", "codes"):
-            own = [v for v in variants if group_of(v.method) == reads and self._serves(v, reads, length)]
+            own = [v for v in variants if group_of(v.method) == reads]
             for families, samples in ((NEEDLES, size.questions), (("perplexity",), size.texts)):
                 known = [self._known(v, family, length, samples, reads) for v in own for family in families]
                 left = [v for v in own if any(self._known(v, f, length, samples, reads) is None for f in families)]
+                left = [v for v in left if self._serves(v, reads, length)]
                 if left:
                     windows = [
                         Variant(method="streaming_llm", budget=b) for b in sorted({v.budget for v in left if v.budget})
@@ -220,12 +221,7 @@ class Table:
         self, variants: list[Variant], families: tuple[str, ...], samples: int, length: int, reads: str, title: str
     ) -> Report:
         compiled, refusals = self.compiled(reads), list[Refusal]()
-        grid = Grid(
-            variants=tuple(v for v in variants if self._serves(v, reads, length)),
-            families=families,
-            lengths=(length,),
-            samples=samples,
-        )
+        grid = Grid(variants=tuple(variants), families=families, lengths=(length,), samples=samples)
         with progress_bar(f"{title}, {families[0]}") as progress:
             report = evaluate(
                 compiled,

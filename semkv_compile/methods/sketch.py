@@ -98,7 +98,7 @@ class Sketch(Method):
         form = self._form("int8" if exact >= FEW else "int4")
         return replace(self, stages=stages, coarse=coarse, code_share=share, fixed_share=fixed, exact_form=form)
 
-    def _form(self, best: Literal["int4", "int8"]) -> Literal["auto", "int4", "int8", "raw"]:
+    def _form(self, best: Literal["int4", "int8"]) -> Literal["int4", "int8", "raw"]:
         return best if self.exact_form == "auto" else self.exact_form
 
     def components(self, program: Program, profile: Profile | None) -> Components:
