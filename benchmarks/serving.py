@@ -2,6 +2,7 @@
 
     python benchmarks/serving.py                       # half an hour on two cores; in the environment of `make test-serving`
     python benchmarks/serving.py --users 1,4 --systems native,full
+    python benchmarks/serving.py --memory              # a minute: the memory of a request alone, beside times that were measured
 
 Each user asks one request after the other: a prompt of 2,048 random tokens, and 32 tokens of an answer.
 """
@@ -21,7 +22,9 @@ from grids import RESULTS, measured_on, table, write_document
 from real_model import MODELS, fetch
 from servers import SETTINGS, listening, native_command
 
+import semkv
 from semkv.cache_folder import cache_folder
+from semkv.cli.models import load_model
 from semkv.evaluation.environment import describe, now
 
 PROMPT, ANSWER, LONGEST = 2048, 32, 4096
@@ -84,6 +87,18 @@ def timed(url: str, tokenizer: Path, users: int, folder: Path) -> dict[str, floa
     return {name: found[name] for name in (*FIGURES, "completed", "total_output_tokens")}
 
 
+def device_bytes(model: Any) -> dict[str, int]:
+    """Bytes of KV that a request of `PROMPT` and `ANSWER` tokens has on the device at most, by system; vLLM's own model has the full KV."""
+    found = {}
+    for system, arguments in SYSTEMS.items():
+        words = dict(zip(arguments[::2], arguments[1::2], strict=True)) if arguments else {"--method": "full"}
+        budget = words.get("--budget")
+        compiled = semkv.compile(model, method=words["--method"], budget=None if budget is None else float(budget))
+        found[system] = compiled.request_bytes(PROMPT + ANSWER, prompt=PROMPT).device
+    full = sum(site.values_per_token for site in compiled.program.stores) * compiled.dtype.itemsize
+    return found | {"native": full * (PROMPT + ANSWER)}
+
+
 def publish(content: dict[str, Any]) -> Path:
     """docs/results/serving.md."""
     lines = []
@@ -95,7 +110,8 @@ def publish(content: dict[str, Any]) -> Path:
             f"{figures['output_throughput']:.2f}",
             f"{figures['duration']:.0f}",
         )
-        lines.append([f"`{row['system']}`", str(row["users"]), *shown])
+        memory = content["device_bytes"][row["system"]] / 1e6
+        lines.append([f"`{row['system']}`", str(row["users"]), f"{memory:.1f}", *shown])
     return write_document(
         "serving",
         "# SmolLM2-135M behind the OpenAI API",
@@ -103,8 +119,10 @@ def publish(content: dict[str, Any]) -> Path:
         f"SmolLM2-135M-Instruct in float32, prompts of {PROMPT:,} random tokens, answers of {ANSWER}, each user one request (two of a user "
         "alone), timed by `vllm bench serve`. `native` is vLLM's own model with the same weights, the others are semkv's in vLLM; those "
         f"that compress have 10 %. {MEMORY} GiB for requests, one thread, no prefix cache. Means; a single run of a shared machine: "
-        "small differences say nothing. Reading prompts takes most of the time: a token waits for pieces of the prompts of others.",
-        table(["system", "users", *FIGURES.values()], lines),
+        "small differences say nothing. The KV is `request_bytes` of such a request, after its prompt, by which the server admits; "
+        "of vLLM's own model, the keys and values of all tokens. Reading prompts takes most of the time: "
+        "a token waits for pieces of the prompts of others.",
+        table(["system", "users", "KV on the device, MB a user", *FIGURES.values()], lines),
         "## Provenance",
         measured_on(content["environment"]),
     )
@@ -118,16 +136,20 @@ def main() -> None:
     options.add_argument(
         "--out", type=Path, help="write the figures here, in place of benchmarks/results and docs/results"
     )
+    options.add_argument("--memory", action="store_true", help="only add a request's memory to figures that are there")
     asked, started = options.parse_args(), now()
     model = fetch(MODELS["smollm2"], cache_folder() / "models")
+    if asked.memory:
+        content = json.loads((RESULTS / "serving.json").read_text(encoding="utf-8"))
+        write(content | {"device_bytes": device_bytes(load_model(str(model)).model)}, None)
+        return
     rows = []
     with tempfile.TemporaryDirectory() as work:
         folder = Path(work)
-        from semkv.cli.models import load_model
-
         loaded = load_model(str(model))
         loaded.model.save_pretrained(folder / "model")
         loaded.tokenizer.save_pretrained(folder / "model")
+        memory = device_bytes(loaded.model)
         del loaded
         for system in asked.systems.split(","):
             arguments = SYSTEMS[system]
@@ -148,10 +170,15 @@ def main() -> None:
         "command": " ".join(["python benchmarks/serving.py", *sys.argv[1:]]),
         "threads": int(SETTINGS["OMP_NUM_THREADS"]),
     }
-    content = {"prompt": PROMPT, "answer": ANSWER, "rows": rows, "environment": environment}
-    path = asked.out or RESULTS / "serving.json"
+    sizes = {"prompt": PROMPT, "answer": ANSWER, "device_bytes": memory}
+    write({**sizes, "rows": rows, "environment": environment}, asked.out)
+
+
+def write(content: dict[str, Any], out: Path | None) -> None:
+    """The figures, and their page where they are the published ones."""
+    path = out or RESULTS / "serving.json"
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    print(path if asked.out else publish(content))
+    print(out or publish(content))
 
 
 if __name__ == "__main__":
