@@ -187,8 +187,15 @@ class Table:
         grid = Grid(variants=(variant,), families=(family,), lengths=(length,), samples=samples)
         identity = self._identity(reads)
         cell = cell_of(grid, identity, variant, family, length, "unseen", self.tasks[family])
-        known = self.cells.get((cell.key, variant.label))
-        return known if known is not None and known.accuracy.contexts >= samples else None
+        found = [self.cells.get((cell.key, variant.label))]
+        if variant.method in BOTH:  # published of one group alone
+            same = (variant.method, variant.budget, family, length)
+            found += [
+                c
+                for c in self.cells.values()
+                if (c.cell.variant.method, c.cell.variant.budget, c.cell.family, c.cell.length) == same
+            ]
+        return next((c for c in found if c is not None and c.accuracy.contexts >= samples), None)
 
     def _identity(self, reads: str) -> str:
         if reads not in self._identities:
