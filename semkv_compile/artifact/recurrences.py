@@ -115,7 +115,7 @@ def bodies_from(facts: Sequence[BodyFacts], graphs: Mapping[str, GraphModule], s
         if number >= len(found) or tokens in found[number]:
             raise ArtifactError(f"{source}: graph {name!r} belongs to none of {len(found)} bodies; save it again")
         found[number][tokens] = graph
-    bodies = []
+    bodies: list[Pieces] = []
     for number, (one, own) in enumerate(zip(facts, found)):
         if one.most:
             bodies.append(_choice_from(one, own, f"{source}: recurrence {number}"))

@@ -242,8 +242,8 @@ def trace_chooser(site: ChoiceSite, tensors: Sequence[Tensor]) -> Choice:
     ------
     CaptureError: its code branches on values, or on sizes besides the number that it chooses, or its graphs compute something else.
     """
-    graphs = [_trace(site, what) for what in CHOICE_GRAPHS]
-    body = Choice(*graphs, site.states[0], site.most, site.mask_dtype, site.outputs[0].dtype)
+    keys, choose = (_trace(site, what) for what in CHOICE_GRAPHS)
+    body = Choice(keys, choose, site.states[0], site.most, site.mask_dtype, site.outputs[0].dtype)
     check_chooser(site, body, tensors)
     return body
 
