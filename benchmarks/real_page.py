@@ -170,6 +170,7 @@ def page(model: str, report: Report, rows: Sequence[Mapping[str, Any]], samples:
         + " *Answers kept*: right ones in the needle tasks that the full cache answers at "
         f"{100 * ABLE:g} % or more, in percent of the full cache's. In brackets 95 % intervals, clustered by context. The last column "
         "says how many texts and questions a line is of: few in the first round, in which all take part; more for the best. "
+        "Each is compared with all questions that the full cache was asked, so that a line of few may be a few points off. "
         "A method without a line has no room to work in at that budget and length.",
         "For semkv every layer holds and reads no more than the budget, indexes included; for kvpress it is the share of the context's "
         "pairs that attention sees, with what follows on top. `auto`: what the profile takes at the budget. "

@@ -67,6 +67,8 @@ BOTH = ("full", "streaming_llm")
 """What recovered gain is measured between."""
 CEILING = Variant(method="sketch", budget=0.05, options={"oracle": True, "exact_form": "int8"}, label="ceiling")
 """The choice of `sketch` made by true attention, its index not charged; in 8 bits, as tokens that are well chosen need not be many."""
+EIGHT_BITS = Variant(method="sketch", budget=0.03, options={"exact_form": "int8"}, label="sketch, 8 bits")
+"""Where `sketch` takes 4 bits by itself, what it would be in 8."""
 STEP, ASKED = 1.0, 60
 """Usual values: a method's step, over the full cache's, in which contexts are together; tokens of a question, which run one by one, and
 of its answer."""
@@ -362,7 +364,7 @@ def main() -> None:
         for budget in BUDGETS
     ]
     if "sketch" in methods:
-        variants += [CEILING.model_copy(update={"budget": budget}) for budget in BUDGETS]
+        variants += [*(CEILING.model_copy(update={"budget": budget}) for budget in BUDGETS), EIGHT_BITS]
     first, whole = (Size(*whole_numbers(text, "sizes")) for text in (asked.first, asked.whole))
     named = words(asked.always, "--always")
     print(f"about {hours(table, len(variants), first, whole, len(named)):.1f} hours", flush=True)

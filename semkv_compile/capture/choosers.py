@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 from semkv.capture.checks import text_config
 from semkv.capture.recurrent_bodies import in_plain_operators
 from semkv.capture.recurrent_proof import TOLERANCE, difference
-from semkv.capture.recurrent_sites import CACHE, Site, example_ids, run_cached, watched, weights_of
+from semkv.capture.recurrent_sites import CACHE, Site, run_watched, weights_of
 from semkv.capture.state_cache import StateCache, keeps_index_keys
 from semkv.errors import CaptureError
 from semkv.ir.recurrence import CHOICE_GRAPHS, Choice, Form, causal
@@ -107,17 +107,8 @@ def find_choosers(model: nn.Module) -> list[tuple[ChoiceSite, list[Tensor]]]:
         seen[running[-1]] = keys
         return keys
 
-    with watched(model, running) as calls:
-        cache = StateCache(text_config(model), None, indexing=indexing)
-        try:
-            run_cached(model, example_ids(ROWS, LENGTH).to(next(model.parameters()).device), cache)
-        except CaptureError:
-            raise
-        except Exception as error:  # the model's own code, which may raise anything
-            raise CaptureError(
-                f"{type(model).__name__} keeps index keys, and its forward does not run on a cache that watches them "
-                f"({type(error).__name__}: {error})"
-            ) from error
+    cache = StateCache(text_config(model), None, indexing=indexing)
+    calls = run_watched(model, running, cache, LENGTH, "index keys")
     names = {module: name for name, module in model.named_modules()}
     return [_site(names[each], each, keys, cache, calls[each]) for each, keys in seen.items()]
 

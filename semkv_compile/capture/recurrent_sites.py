@@ -86,17 +86,8 @@ def find_sites(model: nn.Module) -> list[Site]:
         if key not in keys:
             keys.append(key)
 
-    with watched(model, running) as calls:
-        cache = kind(text_config(model), None, touched)
-        try:
-            run_cached(model, example_ids(ROWS, LENGTH), cache)
-        except CaptureError:
-            raise
-        except Exception as error:  # the model's own code, which may raise anything
-            raise CaptureError(
-                f"{type(model).__name__} keeps recurrent states, and its forward does not run on a cache that watches them "
-                f"({type(error).__name__}: {error}); it is written for another interface than that of transformers' caches"
-            ) from error
+    cache = kind(text_config(model), None, touched)
+    calls = run_watched(model, running, cache, LENGTH, "recurrent states")
     names = {module: name for name, module in model.named_modules()}
     return [_site(names[module], module, keys, cache, calls) for module, keys in seen.items()]
 
@@ -160,6 +151,28 @@ def watched(model: nn.Module, running: list[nn.Module]) -> Iterator[dict[nn.Modu
     finally:
         for handle in handles:
             handle.remove()
+
+
+def run_watched(
+    model: nn.Module, running: list[nn.Module], cache: StateCache, length: int, keeps: str
+) -> dict[nn.Module, list[Call]]:
+    """What `watched` sees while the model reads random ids [ROWS, length] on `cache`. keeps: what it keeps there, for people.
+
+    Raises
+    ------
+    CaptureError: it does not run on such a cache.
+    """
+    with watched(model, running) as calls:
+        try:
+            run_cached(model, example_ids(ROWS, length).to(next(model.parameters()).device), cache)
+        except CaptureError:
+            raise
+        except Exception as error:  # the model's own code, which may raise anything
+            raise CaptureError(
+                f"{type(model).__name__} keeps {keeps}, and its forward does not run on a cache that watches them "
+                f"({type(error).__name__}: {error}); it is written for another interface than that of transformers' caches"
+            ) from error
+    return calls
 
 
 def recorded_inputs(model: nn.Module, sites: Sequence[Site], rows: int, length: int) -> list[list[Tensor]]:
@@ -243,4 +256,14 @@ def weights_of(module: nn.Module, where: str, kind: str) -> dict[str, Tensor]:
     return weights
 
 
-__all__ = ["Call", "Site", "example_ids", "find_sites", "recorded_inputs", "run_cached", "watched", "weights_of"]
+__all__ = [
+    "Call",
+    "Site",
+    "example_ids",
+    "find_sites",
+    "recorded_inputs",
+    "run_cached",
+    "run_watched",
+    "watched",
+    "weights_of",
+]

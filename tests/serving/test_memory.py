@@ -97,5 +97,4 @@ def test_what_vllm_reads_of_the_spec(spec):
     assert spec.max_num_blocks_per_req(config, 40) == 16 + 4
     assert get_kv_cache_spec_kind(spec) is KVCacheSpecKind.MAMBA  # no slot for each token
     assert KVCacheSpecRegistry.get_manager_class(spec) is RequestManager
-    with pytest.raises(NotImplementedError, match="--no-enable-prefix-caching"):
-        RequestManager.find_longest_cache_hit([], 0, [0], None, spec, False, 40)
+    assert RequestManager.find_longest_cache_hit([], 0, [0, 1], None, spec, False, 40) == (([], []), 0)

@@ -78,11 +78,11 @@ class RequestManager(SingleTypeKVCacheManager):
         return super().pop_blocks_for_free(request_id)
 
     @classmethod
-    def find_longest_cache_hit(cls, *args: Any, **kwargs: Any) -> tuple[tuple[list[KVCacheBlock], ...], int]:
-        """A compressed memory has no prefixes that another request could begin with."""
-        raise NotImplementedError(
-            "serve with --no-enable-prefix-caching: prefixes of a compressed memory cannot be shared"
-        )
+    def find_longest_cache_hit(
+        cls, block_hashes: Any, max_length: int, kv_cache_group_ids: list[int], *args: Any, **kwargs: Any
+    ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
+        """No blocks and no tokens: a compressed memory has no prefixes that another request could begin with."""
+        return tuple([] for _ in kv_cache_group_ids), 0
 
 
 @register_kv_cache_spec(manager_class=RequestManager)
@@ -94,7 +94,7 @@ class RequestSpec(MambaSpec):
 
     @property
     def prefix_cacheable(self) -> bool:
-        """Never; see `RequestManager.find_longest_cache_hit`."""
+        """Never; a compressed memory has no prefixes that another request could begin with."""
         return False
 
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:

@@ -58,7 +58,10 @@ class RowsBackend(AttentionBackend):
 
     @staticmethod
     def get_impl_cls() -> type:
-        raise NotImplementedError("attention is in the compiled model")
+        """Asked of a backend whose attention vLLM runs, or divides among processes, which `check_flags` refuses."""
+        raise ConfigError(
+            "vLLM runs no attention of this model, it is in the compiled one: serve it with `semkv serve`"
+        )
 
     @staticmethod
     def get_builder_cls() -> type[RowsBuilder]:
@@ -112,8 +115,8 @@ class SemkvForCausalLM(nn.Module):
         self._logits: dict[int, Tensor] = {}
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
-        """Asked for by vLLM's protocol; ids are embedded in the compiled model."""
-        raise NotImplementedError("embeddings are in the compiled model")
+        """Asked where prompts are embeddings in part, which `check_flags` refuses: ids are embedded in the compiled model."""
+        raise ConfigError("prompts of embeddings are not served: send text or token ids")
 
     def forward(
         self,
