@@ -25,6 +25,7 @@ from semkv.runtime.past import Past
 from semkv.runtime.placement import Placement, in_pages
 from semkv.runtime.prompt_part import PromptPart
 from semkv.runtime.record import RowRecord, copied
+from semkv.runtime.roomy import SHARE
 from semkv.runtime.segments import Boundary, Folding, Segmentation
 from semkv.runtime.site_memory import SiteMemory
 from semkv.runtime.spans import FoldedSpans
@@ -479,12 +480,17 @@ class RowMemory:
         return join_parts(made, sites, q.shape[1])
 
     def _making_room(self, store: AttentionSite, tokens: int) -> Iterator[tuple[float, float]]:
-        """Before new tokens enter a store, for each of its parts: device bytes for fixed parts, and for an unfolded span per KV head."""
-        limit = self.cap_bytes(tokens) / 4 / store.kv_heads
+        """Before new tokens enter a store, for each of its parts: device bytes for fixed parts, and for an unfolded span per KV head: what
+        those leave, in slots of which up to a sixteenth is rounded off, so that no span is longer than what can be unfolded."""
         for part, memory in zip(self.placement.parts(store), self.stores[store.store]):
             if store.treatment == "window":
                 memory.slide(store.window)
-            yield self._step_allowance(store, part, tokens), limit
+            allowance = self._step_allowance(store, part, tokens)
+            limit = float(UNBOUNDED)
+            if memory.unfolds and allowance < float("inf"):
+                room = max(0.0, self._part_cap(store, part, tokens) - allowance)
+                limit = room * (1 - 1 / SHARE) / (part.last - part.first)
+            yield allowance, limit
 
     def fold_ahead(self) -> None:
         """Make room for a token where what is folded may become factors, so that `SiteMemory.graphed` says how this step can be run."""

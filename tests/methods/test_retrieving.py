@@ -340,3 +340,15 @@ def test_a_mixture_says_which_section_it_lacks(whole):
     with pytest.raises(ConfigError, match=r"section 'retrieval_heads'.*--steps retrieval-heads.*all_heads=True"):
         find_method("mixed").check(profile)
     find_method("mixed", {"all_heads": True}).check(profile)
+
+
+@pytest.mark.parametrize("name", ["quest", "shadowkv"])
+def test_merged_units_can_still_be_unfolded(whole, name, prompt):
+    """However many layers share the row's budget, of which each has its own part."""
+    compiled = whole.with_method(name, budget=120)
+    state = compiled.prefill(prompt(400, 1))
+    for seed in range(6):
+        compiled.extend(state, prompt(100, seed))
+    for memory in state.rows[0].budgeted():
+        lengths = memory.spans.lengths
+        assert 16 < int(lengths.max()) <= memory.slots.positions.shape[1]
