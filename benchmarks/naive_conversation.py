@@ -16,7 +16,9 @@ NAME = "naive_memory"
 _running: list[Conversation] = []
 
 
-def attention(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, **_: Any) -> tuple[Tensor, None]:
+def attention(
+    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, **_: Any
+) -> tuple[Tensor, None]:
     """q [1, Hq, T, D], k [1, Hkv, n, D], v [1, Hkv, n, Dv] -> [1, T, Hq, Dv]; the mask is the conversation's own business."""
     return _running[-1].attend(module, q[0], k[0], v[0], scaling).transpose(0, 1)[None], None
 

@@ -183,9 +183,13 @@ class Folding(Layer):
     def merged(self, first: Unit, second: Unit) -> Unit:
         raise NotImplementedError
 
-    def score(self, unit: Unit, q: Tensor, head: int) -> float:
-        """The best of the queries q [group, D]."""
+    def scores(self, q: Tensor, head: int) -> list[float]:
+        """Of each unit, by the best of the queries q [group, D]."""
         raise NotImplementedError
+
+    def part(self, name: str, head: int) -> Tensor:
+        """What is kept of all units, [units, D]."""
+        return torch.stack([unit.parts[name][head] for unit in self.units])
 
     def fold_oldest(self, allowance: float, k: Tensor, surprisal: Tensor) -> None:
         raise NotImplementedError
@@ -218,7 +222,9 @@ class Folding(Layer):
             if after <= most and self.kept_nbytes() + self.window_nbytes(after) <= allowance:
                 break
             self.fold_oldest(allowance, k, surprisal)
-        self.shrink(allowance - self.window_nbytes(tokens - self.first), 15 / 16 * (self.cap(tokens) - allowance) / self.heads)
+        self.shrink(
+            allowance - self.window_nbytes(tokens - self.first), 15 / 16 * (self.cap(tokens) - allowance) / self.heads
+        )
 
     def units_nbytes(self) -> float:
         return self.unit_nbytes() * room_for(len(self.units))
@@ -254,13 +260,12 @@ class Folding(Layer):
         slots = min(slots // step_of(slots) * step_of(slots), room_for(self.folded))
         group, out = q.shape[0] // self.heads, []
         for head in range(self.heads):
-            queries = q[head * group : (head + 1) * group, 0]
-            found, left = [], slots
-            for unit in sorted(self.units, key=lambda one: -self.score(one, queries, head)):
-                if len(unit.tokens) > left:
+            found: list[int] = []
+            scores = self.scores(q[head * group : (head + 1) * group, 0], head)
+            for place in sorted(range(len(scores)), key=lambda at: -scores[at]):
+                if len(found) + len(self.units[place].tokens) > slots:
                     break
-                left -= len(unit.tokens)
-                found += unit.tokens
+                found += self.units[place].tokens
             out.append(found)
         return out
 
@@ -298,23 +303,11 @@ class Quest(Folding):
         high = torch.maximum(first.parts["high"], second.parts["high"])
         return Unit(first.tokens + second.tokens, {"low": rounded(low, 8), "high": rounded(high, 8)})
 
-    def unfolded(self, q: Tensor, k: Tensor, v: Tensor) -> list[list[int]]:
-        """Heads of a group are compared by their probabilities over all pages, so each page's score is taken over all of them first."""
-        self.totals: dict[int, Tensor] = {}
-        group = q.shape[0] // self.heads
-        for head in range(self.heads):
-            queries = q[head * group : (head + 1) * group, 0]
-            bounds = torch.stack([self.bound(unit, queries, head) for unit in self.units], 1)  # [group, pages]
-            self.totals[head] = bounds.logsumexp(1)
-        return super().unfolded(q, k, v)
-
-    def bound(self, unit: Unit, q: Tensor, head: int) -> Tensor:
-        """[group]: no key of the page can give these queries more."""
-        low, high = unit.parts["low"][head], unit.parts["high"][head]
-        return torch.maximum(q * low, q * high).sum(-1) * self.scale
-
-    def score(self, unit: Unit, q: Tensor, head: int) -> float:
-        return float((self.bound(unit, q, head) - self.totals[head]).max())
+    def scores(self, q: Tensor, head: int) -> list[float]:
+        """No key of a page can give a query more than this; heads of a group are compared by their probabilities over all pages."""
+        low, high = self.part("low", head), self.part("high", head)
+        bound = torch.maximum(q[:, None] * low, q[:, None] * high).sum(-1) * self.scale  # [group, pages]
+        return bound.log_softmax(-1).amax(0).tolist()
 
     def fold_oldest(self, allowance: float, k: Tensor, surprisal: Tensor) -> None:
         self.fold(list(range(self.first, self.first + 16)), k, surprisal)
@@ -394,9 +387,9 @@ class SeKV(Folding):
         mean = first.parts["mean"] * share + second.parts["mean"] * (1 - share)
         return Unit(first.tokens + second.tokens, {"mean": rounded(mean, 4)}, mass)
 
-    def score(self, unit: Unit, q: Tensor, head: int) -> float:
-        mean = unit.parts["mean"][head]
-        return float((q @ mean / mean.norm().clamp(min=1e-12)).max())
+    def scores(self, q: Tensor, head: int) -> list[float]:
+        mean = self.part("mean", head)
+        return (q @ (mean / mean.norm(dim=-1, keepdim=True).clamp(min=1e-12)).T).amax(0).tolist()
 
     def fold_oldest(self, allowance: float, k: Tensor, surprisal: Tensor) -> None:
         """Eight tokens are cut as the prompt was, the span under way going on; where there are places, what surprises stays exact."""
