@@ -132,8 +132,8 @@ def publish(results: dict[str, dict[str, Any]]) -> Path:
         before, after = content["losses"]
         tokens = [row["tokens"] for row in content["rows"]]
         parts += [
-            f"{SUBJECTS[name][0]}, with a LoRA of rank {LORA['r']} that was trained for {content['steps']} steps: the loss on other text of "
-            f"the kind that it learned fell from {before:.3f} to {after:.3f} nats per token. {len(tokens) // len(PACKED)} prompts of "
+            f"{SUBJECTS[name][0]}, with a LoRA of rank {LORA['r']}, trained for {content['steps']} steps: the loss on other text of the "
+            f"kind that it learned fell from {before:.3f} to {after:.3f} nats per token. {len(tokens) // len(PACKED)} prompts of "
             f"{min(tokens):,} to {max(tokens):,} tokens.",
             table(["weights", "bytes beside float32", *(f"`{who}`" for who in ("full", *SMALL))], lines(content)),
             measured_on(content["environment"]),
@@ -143,9 +143,9 @@ def publish(results: dict[str, dict[str, Any]]) -> Path:
         "# An adapted, quantised model",
         "Made by `benchmarks/adapted_model.py`; do not edit.",
         "A model's weights are packed by torchao in two ways, with a trained adapter beside them, not merged, and compiled. Of "
-        f"{ANSWER} greedy tokens after each prompt: how many answers are those of `model.generate`, and how many of their tokens, with all of "
-        "the memory (`full`) and with 10 % of it. A token that differs makes those behind it differ, so few equal tokens at 10 % do not say "
-        "that an answer is wrong; answers stand in [the figures](../../benchmarks/results/adapted_model.json).",
+        f"{ANSWER} greedy tokens after each prompt: how many answers are those of `model.generate`, and how many of their tokens, with "
+        "all of the memory (`full`) and with 10 % of it. A token that differs makes those behind it differ, so few equal tokens at 10 % "
+        "do not say that an answer is wrong; answers stand in [the figures](../../benchmarks/results/adapted_model.json).",
         *parts,
     )
 

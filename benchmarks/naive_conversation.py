@@ -1,5 +1,5 @@
-"""A transformers model that attends to what `naive_memory` leaves of a text: its own modules, recurrent ones with their own states in its own
-cache, and attention put in the place of the model's by transformers' interface."""
+"""A transformers model that attends to what `naive_memory` leaves of a text: its own modules, recurrent ones with their states in its own
+cache, and attention in the place of the model's by transformers' interface."""
 
 from __future__ import annotations
 
