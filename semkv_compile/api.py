@@ -117,7 +117,7 @@ def load(path: str | os.PathLike[str], *, device: str | torch.device = "cpu") ->
 
     Needs no modelling code and unpickles nothing. Raises `ArtifactError` for anything damaged, altered or foreign.
     """
-    from semkv.saving import load_compiled
+    from semkv.loading import load_compiled
 
     return load_compiled(path, device=device)
 

@@ -18,8 +18,7 @@ from semkv.huggingface import CACHE
 from semkv.input_ids import in_columns, padding_mask, real_tokens
 from semkv.runtime.content import Content
 from semkv.runtime.modes import undisturbed
-from semkv.runtime.state import State
-from semkv.runtime.turn import Turn
+from semkv.runtime.state import State, Turn
 from semkv.stopping import FinishedRows
 
 PER_ROW = ("prefix_allowed_tokens_fn", "logits_processor", "stopping_criteria", "streamer", "custom_generate")

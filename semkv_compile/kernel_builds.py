@@ -19,8 +19,9 @@ from semkv.kernels.cuda_graphs import CudaRecorder, record_runs
 from semkv.kernels.gather.cpp import gather_library
 from semkv.kernels.linear.cpp import linear_library
 from semkv.kernels.log_softmax.cpp import log_softmax_library
+from semkv.kernels.mixed_attention.call import DTYPES
 from semkv.kernels.mixed_attention.cpp import attention_library
-from semkv.kernels.mixed_attention.dispatch import DTYPES, form_of, mixed_attention
+from semkv.kernels.mixed_attention.dispatch import form_of, mixed_attention
 from semkv.kernels.segments import Segment, fuse, segments_library, whole
 from semkv.kernels.selection.cpp import selection_library
 from semkv.kernels.sketch_scores.cpp import lookup_library

@@ -20,7 +20,7 @@ from semkv.files import sha256_of
 from semkv.serving.admission import Admission, units
 from semkv.serving.command import ENVIRONMENT, Server, check_vllm
 from semkv.serving.folder import Served, default_memory
-from semkv.serving.vllm import ARCHITECTURE
+from semkv.serving.vllm.names import ARCHITECTURE
 
 
 @dataclass(frozen=True)

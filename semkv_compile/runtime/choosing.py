@@ -11,7 +11,7 @@ from semkv.ir.site import AttentionSite
 from semkv.kernels.selection.cpp import MAX_ALLOWANCE, answers, select_cpp
 from semkv.runtime.components import Components
 from semkv.runtime.largest import largest
-from semkv.runtime.spans import FoldedSpans
+from semkv.runtime.views import UnitsView
 
 NEG_INF = float("-inf")
 
@@ -61,7 +61,7 @@ def threshold_of(components: Components, site: AttentionSite) -> Tensor:
 
 
 def choose_units(
-    components: Components, spans: FoldedSpans, site: AttentionSite, score: Tensor, allowance: float
+    components: Components, spans: UnitsView, site: AttentionSite, score: Tensor, allowance: float
 ) -> Zoom:
     """Which units each query head unfolds by score float32 [Hq, T, M] on the host: those above its threshold, or all in order of score
     where the method fills the cap; over the cap of `allowance` device bytes, per KV head, the highest-scored of the group's union."""
@@ -102,7 +102,7 @@ def in_order(best: Tensor, costs: Tensor, room: float, most: int) -> Tensor:
 
 
 def choose_there(
-    components: Components, spans: FoldedSpans, site: AttentionSite, score: Tensor, allowance: float
+    components: Components, spans: UnitsView, site: AttentionSite, score: Tensor, allowance: float
 ) -> Zoom:
     """`choose_units` by the kernel, on the device of the scores; what was chosen comes to the host, the scores do not."""
     from semkv.kernels.selection import triton

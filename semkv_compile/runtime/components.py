@@ -5,20 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from semkv.ir.site import AttentionSite
 from semkv.runtime.quantization import Quantized, bytes_per_vector
+from semkv.runtime.record import RowRecord
 from semkv.runtime.segments import Boundary, Folding, Segmentation
-
-if TYPE_CHECKING:
-    from semkv.runtime.record import RowRecord
-    from semkv.runtime.spans import FoldedSpans
-    from semkv.runtime.step import Step
-    from semkv.runtime.units import Units
+from semkv.runtime.step import Step
+from semkv.runtime.units import Units
+from semkv.runtime.views import UnitsView
 
 
 class Segmenter(Protocol):
@@ -169,7 +167,7 @@ class Router(Protocol):
     def rebuild(self, site: AttentionSite, name: str, mean_k: Tensor) -> Tensor:
         """One tensor of `index` with the merge rule `rebuild`, from the means [Hkv, units, D] of merged units."""
 
-    def score(self, site: AttentionSite, q: Tensor, spans: FoldedSpans, step: Step) -> Tensor:
+    def score(self, site: AttentionSite, q: Tensor, spans: UnitsView, step: Step) -> Tensor:
         """q [Hq, T, D] -> logits [Hq, T, M]; a unit is unfolded by default where its logit exceeds the threshold, and
         never where it is -inf."""
 
@@ -216,7 +214,7 @@ class Brought:
 class Bringer(Protocol):
     """What a `Scorer` has that reads more of a row than its units."""
 
-    def bring(self, site: AttentionSite, step: Step, spans: FoldedSpans) -> Brought:
+    def bring(self, site: AttentionSite, step: Step, spans: UnitsView) -> Brought:
         """For the turn of `site` in a step over one token, before any layer runs (`step.q` has no numbers). A tensor that `scores` writes
         to must be the row's own: `step.notes` are shared with copies of the row."""
 
@@ -256,7 +254,7 @@ class Passer(Protocol):
 class Derived(Protocol):
     """What a router has that reads more than the index, made again whenever units change."""
 
-    def derived(self, spans: FoldedSpans) -> Mapping[str, Quantized | Tensor]:
+    def derived(self, spans: UnitsView) -> Mapping[str, Quantized | Tensor]:
         """Tensors [H, M, ...] by the names under which `Units.tensors` has them."""
 
 
@@ -265,7 +263,7 @@ class Coarse(Protocol):
     """What a router has that knows enough of the units that stay folded to attend to them, where the method has no summaries."""
 
     def attend(
-        self, site: AttentionSite, q: Tensor, score: Tensor, seen: Tensor, spans: FoldedSpans
+        self, site: AttentionSite, q: Tensor, score: Tensor, seen: Tensor, spans: UnitsView
     ) -> tuple[Tensor, Tensor] | None:
         """For queries q [Hq, T, D] whose units have `score` [Hq, T, M] by this router, and read those of `seen` bool [Hq, T|1, M] unfolded:
         what attention to all others gives, [Hq, T, Dv], and the logarithm of its mass [Hq, T] (the sum of the exponentials of their

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from semkv.ir.site import AttentionSite
 from semkv.runtime.quantization import Quantized
 
-if TYPE_CHECKING:
-    from semkv.ir.site import AttentionSite
-    from semkv.runtime.spans import FoldedSpans
+
+class IndexedUnits(Protocol):
+    """What is kept on the device of M folded units: lengths and mean positions int32 [Hkv|1, M], means [Hkv, M, D], and a router's index by
+    name; replaced, never written, when the units change."""
+
+    lengths: Tensor
+    positions: Tensor
+    mean_k: Quantized | Tensor | None
+    mean_v: Quantized | Tensor | None
+    index: dict[str, Quantized | Tensor]
+
+    def unit_nbytes(self) -> Tensor:
+        """int64 [Hkv, M]: device bytes of each unit when it is unfolded, per KV head."""
 
 
 def log_sizes(lengths: Tensor, site: AttentionSite) -> Tensor:
@@ -29,13 +40,13 @@ class DeviceIndex:
     the spans, not the spans, which hold it: what waits on the host goes with them at once.
     """
 
-    def __init__(self, spans: FoldedSpans, device: torch.device, constants: dict[str, Tensor]) -> None:
+    def __init__(self, spans: IndexedUnits, device: torch.device, constants: dict[str, Tensor]) -> None:
         self.device, self.constants = device, constants
         self._units, self._positions = spans.lengths, spans.positions
         self._mean_k, self._mean_v, self._index = spans.mean_k, spans.mean_v, dict(spans.index)
         self._copies: dict[str, Tensor] = {}
 
-    def serves(self, spans: FoldedSpans, device: torch.device) -> bool:
+    def serves(self, spans: IndexedUnits, device: torch.device) -> bool:
         """Whether it is still what `spans` have."""
         return self._units is spans.lengths and self.device == device
 
@@ -61,7 +72,7 @@ class DeviceIndex:
     def mean_v(self) -> Quantized | Tensor:
         return self._numbers("mean_v", self._mean_v)
 
-    def costs(self, spans: FoldedSpans) -> Tensor:
+    def costs(self, spans: IndexedUnits) -> Tensor:
         """int32 [Hkv, M]: bytes of each unit when it is unfolded, per KV head."""
         return self._tensor("costs", lambda: spans.unit_nbytes().to(torch.int32))
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from semkv.kernels.codes import rebuilt
 from semkv.kernels.gather.cpp import copies_tokens, copy_tokens_cpp
-from semkv.kernels.mixed_attention.dispatch import DTYPES
+from semkv.kernels.mixed_attention.call import DTYPES
 from semkv.runtime.host_tier import HostTier, on_disk
 from semkv.runtime.quantization import CODE_BITS, code_width, quantize
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from semkv.ir.site import AttentionSite
 from semkv.runtime.components import Components
 from semkv.runtime.costs import exact_nbytes
-
-if TYPE_CHECKING:
-    from semkv.runtime.placement import Placement
+from semkv.runtime.placement import Placement
 
 MARGIN = 1e-6
 """Of the budget, what pages leave free, so that a share that is rounded still holds them."""

@@ -5,15 +5,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from semkv.errors import BudgetError
 from semkv.ir.site import AttentionSite
 from semkv.runtime.budget import bounded_shares
 from semkv.runtime.components import Part
-
-if TYPE_CHECKING:
-    from semkv.runtime.placement import Placement
+from semkv.runtime.placement import Placement
 
 
 def sharing_parts(placement: Placement) -> list[tuple[AttentionSite, Part]]:

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from semkv.ir.site import AttentionSite
+from semkv.runtime.placement import Placement
 from semkv.runtime.record import OBSERVED_QUERIES, RowRecord, head_orders, key_balances
+from semkv.runtime.site_memory import SiteMemory
 from semkv.runtime.token_store import plain
-
-if TYPE_CHECKING:
-    from semkv.runtime.placement import Placement
-    from semkv.runtime.site_memory import SiteMemory
 
 
 @dataclass

@@ -13,7 +13,7 @@ from torch import Tensor
 from semkv.errors import BudgetError
 from semkv.ir.memory import Entries
 from semkv.ir.site import AttentionSite
-from semkv.kernels.mixed_attention.dispatch import DTYPES
+from semkv.kernels.mixed_attention.call import DTYPES
 from semkv.profiles.schema.memory import UNBOUNDED, offloaded_stores
 from semkv.runtime.budget import bounded_shares
 from semkv.runtime.components import Components, Cutting, Evictor, Part

@@ -6,13 +6,11 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from semkv.runtime.record import RowRecord
+from semkv.runtime.record import RowRecord
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -14,9 +12,7 @@ from semkv.kernels.state.reference import unfold_reference
 from semkv.runtime.host_pool import RoomKinds
 from semkv.runtime.quantization import Quantized
 from semkv.runtime.roomy import room_for
-
-if TYPE_CHECKING:
-    from semkv.runtime.spans import FoldedSpans
+from semkv.runtime.views import UnitsView
 
 NAMES = ("k", "v", "k_scale", "v_scale")
 
@@ -78,7 +74,7 @@ class Slots:
         """All of them by name."""
         return {**self.rooms, "positions": self.positions, "places": self.places}
 
-    def hold(self, chosen: Tensor, spans: FoldedSpans) -> tuple[int, int]:
+    def hold(self, chosen: Tensor, spans: UnitsView) -> tuple[int, int]:
         """Hold exactly the tokens of the units chosen bool [Hkv, M], which there are slots for. Returns the tokens that were copied and
         those that were there, over all heads."""
         places = spans.places
@@ -105,7 +101,7 @@ class Slots:
         self.filled = moved + held
         return moved, held
 
-    def _hold_across(self, chosen: Tensor, spans: FoldedSpans) -> tuple[int, int]:
+    def _hold_across(self, chosen: Tensor, spans: UnitsView) -> tuple[int, int]:
         """`hold` from memory of the host to another device: the host decides, and only what is missing crosses."""
         here = Slots(self.heads, ((0, torch.float32), (0, torch.float32)), torch.device("cpu"))
         here.rooms = {
@@ -147,7 +143,7 @@ class Slots:
         self.filled = moved + held
         return moved, held
 
-    def take(self, places: Tensor, spans: FoldedSpans) -> None:
+    def take(self, places: Tensor, spans: UnitsView) -> None:
         """Have slots, empty ones so far, for tokens that wait at `places` int32 [Hkv, C], -1 for none."""
         self._resize(places.shape[1])
         self.places.copy_(places)

@@ -55,7 +55,7 @@ COMPILE = (
     "prompt",
     "prompt_inputs",
     "reading",
-    "saving",
+    "loading",
     "scratch",
     "shared_weights",
     "stopping",
