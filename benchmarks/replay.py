@@ -18,13 +18,13 @@ from torch import Tensor
 from semkv.ir.site import AttentionSite
 from semkv.methods.speculation import SpeculativeRouter
 from semkv.runtime.components import Bringer, Brought
-from semkv.runtime.roomy import room_for
+from semkv.runtime.decode.row_turns import POSITIONS
+from semkv.runtime.decode.units import Units
 from semkv.runtime.row_memory import RowMemory
-from semkv.runtime.row_turns import POSITIONS
-from semkv.runtime.site_memory import SiteMemory
 from semkv.runtime.state import State
 from semkv.runtime.step import Step
-from semkv.runtime.units import Units
+from semkv.runtime.store.roomy import room_for
+from semkv.runtime.store.site_memory import SiteMemory
 from semkv.runtime.views import UnitsView
 
 AHEAD = 1024

@@ -14,29 +14,29 @@ import semkv.kernels  # noqa: F401 - registers the operators
 from semkv.artifact.json_values import plain
 from semkv.artifact.save import save_program
 from semkv.capture.device import device_of
+from semkv.compiler.kernel_builds import as_between, as_step, as_turns, check_graphs, start_builds
+from semkv.compiler.kernel_layouts import site_layouts, tune_program
+from semkv.compiler.offload import offload_thresholds
+from semkv.compiler.pipeline import lower, place
 from semkv.config import CompileConfig, check_budget
 from semkv.errors import BudgetError
 from semkv.export.write import export_state, export_step
-from semkv.generation import Generation
-from semkv.huggingface import register_causal_lm
+from semkv.generation.generate import Generation
 from semkv.ir.program import Program
-from semkv.kernel_builds import as_between, as_step, as_turns, check_graphs, start_builds
-from semkv.kernel_layouts import site_layouts, tune_program
 from semkv.kernels.mixed_attention.dispatch import form_of
 from semkv.kernels.tuning import Tuning
-from semkv.live_model import LiveModel
+from semkv.live.model import LiveModel
 from semkv.methods import Method, find_method
-from semkv.offload import offload_thresholds
+from semkv.model.huggingface import register_causal_lm
 from semkv.passes.base import PassOptions
-from semkv.pipeline import lower, place
 from semkv.profiles.schema import Profile
-from semkv.runtime.budget import Budget
+from semkv.runtime.budgets.budget import Budget
+from semkv.runtime.budgets.floor import Demand, with_floor
 from semkv.runtime.choices import check_choices
-from semkv.runtime.floor import Demand, with_floor
-from semkv.runtime.host_tier import HostTier
+from semkv.runtime.decode.row_turns import GraphedSteps, serves
+from semkv.runtime.host.tier import HostTier
 from semkv.runtime.modes import undisturbed
 from semkv.runtime.placement import Placement, in_pages
-from semkv.runtime.row_turns import GraphedSteps, serves
 from semkv.runtime.state import State
 
 KERNELS = "kernels"

@@ -10,9 +10,9 @@ import torch
 from semkv.artifact.fingerprint import program_fingerprint
 from semkv.errors import ArtifactError
 from semkv.export.layout import Field, Layout, StepPart
-from semkv.files import dump_json, read_json
+from semkv.io.files import dump_json, read_json
 from semkv.methods.speculation import Speculation
-from semkv.runtime.layer_step import NUMBERS
+from semkv.runtime.decode.layer_step import NUMBERS
 from semkv.runtime.placement import Placement
 
 FORMAT, VERSION, NAME = "semkv-step", 1, "step.json"

@@ -17,13 +17,13 @@ from semkv.export.layout import Layout, check_plan
 from semkv.export.manifest import NEXT, describe, read_layout, write_manifest
 from semkv.export.module import StepModule, dynamic_shapes, example_inputs
 from semkv.export.rows import rows_of
-from semkv.files import replace_file, replace_folder
+from semkv.io.files import replace_file, replace_folder
 from semkv.ir.program import Program
 from semkv.kernels.cpp import MISSING, compiler
+from semkv.runtime.decode.step_graph import TRACING
 from semkv.runtime.modes import undisturbed
 from semkv.runtime.placement import Placement
 from semkv.runtime.state import State
-from semkv.runtime.step_graph import TRACING
 
 Prefill = Callable[[Tensor], State]
 """ids int64 [B, n] -> their state."""

@@ -26,8 +26,8 @@ from semkv.profiles.schema import Profile
 from semkv.profiles.schema.retrieval_head import RetrievalHead
 from semkv.runtime.components import Brought, Components, Plan
 from semkv.runtime.components import Part as Runs
+from semkv.runtime.decode.units import Units
 from semkv.runtime.step import Step
-from semkv.runtime.units import Units
 from semkv.runtime.views import UnitsView
 
 NEEDED = {

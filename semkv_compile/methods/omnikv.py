@@ -23,8 +23,8 @@ from semkv.methods.routers import MeansSuffice
 from semkv.methods.window_scores import CHUNK_SCORES
 from semkv.profiles.schema import Profile
 from semkv.runtime.components import Brought, Components, ExactKeys, Part, Plan
+from semkv.runtime.decode.units import Units
 from semkv.runtime.step import Step
-from semkv.runtime.units import Units
 from semkv.runtime.views import UnitsView
 
 DENSE = 2

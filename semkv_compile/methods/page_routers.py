@@ -12,10 +12,10 @@ from semkv.ir import state_ops
 from semkv.ir.site import AttentionSite
 from semkv.kernels.log_softmax import log_softmax
 from semkv.runtime.components import IndexPart, Summary
-from semkv.runtime.record import RowRecord
-from semkv.runtime.segments import Folding
+from semkv.runtime.decode.units import Units
+from semkv.runtime.prompt.record import RowRecord
 from semkv.runtime.step import Step
-from semkv.runtime.units import Units
+from semkv.runtime.store.segments import Folding
 from semkv.runtime.views import UnitsView
 
 

@@ -14,10 +14,10 @@ from semkv.ir.site import AttentionSite
 from semkv.methods.routers import MeansSuffice
 from semkv.methods.window_scores import attention_logits, pooled
 from semkv.runtime.components import Brought, Cap, Note
-from semkv.runtime.record import RowRecord
+from semkv.runtime.decode.units import Units
+from semkv.runtime.prompt.record import RowRecord
 from semkv.runtime.step import Step
-from semkv.runtime.token_store import plain
-from semkv.runtime.units import Units
+from semkv.runtime.store.token_store import plain
 from semkv.runtime.views import PartView, UnitsView
 
 

@@ -11,12 +11,12 @@ from torch import Tensor
 from semkv.ir import state_ops
 from semkv.ir.site import AttentionSite
 from semkv.runtime.components import Brought, IndexPart, Summary
-from semkv.runtime.device_index import log_sizes
-from semkv.runtime.quantization import Quantized, norms, products
-from semkv.runtime.segments import Folding
-from semkv.runtime.spans import FACTORS
+from semkv.runtime.decode.units import Units
 from semkv.runtime.step import Step
-from semkv.runtime.units import Units
+from semkv.runtime.store.device_index import log_sizes
+from semkv.runtime.store.quantization import Quantized, norms, products
+from semkv.runtime.store.segments import Folding
+from semkv.runtime.store.spans import FACTORS
 from semkv.runtime.views import UnitsView
 
 

@@ -19,10 +19,10 @@ from semkv.methods.sentences import START, advance, bucket_lengths, sentence_sta
 from semkv.methods.window_scores import observed_mass, pooled
 from semkv.profiles.schema import Profile
 from semkv.runtime.components import Brought, Components, Note, Plan
-from semkv.runtime.record import RowRecord
-from semkv.runtime.segments import Segmentation
+from semkv.runtime.decode.units import Units
+from semkv.runtime.prompt.record import RowRecord
 from semkv.runtime.step import Step
-from semkv.runtime.units import Units
+from semkv.runtime.store.segments import Segmentation
 from semkv.runtime.views import UnitsView
 
 MISSING = (

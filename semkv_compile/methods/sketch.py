@@ -17,7 +17,7 @@ from semkv.methods.routers import OracleRouter
 from semkv.methods.sketch_router import SketchRouter
 from semkv.profiles.schema import Profile, SketchSection
 from semkv.profiles.schema.codes import KeyBalance
-from semkv.runtime.budget import Budget
+from semkv.runtime.budgets.budget import Budget
 from semkv.runtime.components import Components, Part, Plan
 
 MISSING = "method {!r} needs a profile with a token sketch: make one with `semkv-profile MODEL --steps {} -o OUT`"

@@ -13,9 +13,9 @@ from semkv.kernels.sketch_scores import sketch_logits
 from semkv.methods.page_routers import PageRouter, ungrouped
 from semkv.profiles.schema.codes import Codebooks
 from semkv.runtime.components import IndexPart, Summary
-from semkv.runtime.segments import Folding
+from semkv.runtime.decode.units import Units
 from semkv.runtime.step import Step
-from semkv.runtime.units import Units
+from semkv.runtime.store.segments import Folding
 from semkv.runtime.views import UnitsView
 
 

@@ -14,10 +14,10 @@ from semkv.kernels.mixed_attention.streaming import scores
 from semkv.methods.routers import MeansSuffice
 from semkv.profiles.schema.retrieval_head import RetrievalHeadSection, group_scores, matched_heads
 from semkv.runtime.components import Brought, Cap, Charge, Note
-from semkv.runtime.quantization import Quantized, bytes_per_vector, products, quantize
-from semkv.runtime.record import RowRecord
+from semkv.runtime.decode.units import Units
+from semkv.runtime.prompt.record import RowRecord
 from semkv.runtime.step import Step
-from semkv.runtime.units import Units
+from semkv.runtime.store.quantization import Quantized, bytes_per_vector, products, quantize
 from semkv.runtime.views import UnitsView
 
 KEYS, SCALE, UNREAD = "retrieval.keys", "retrieval.scale", "retrieval.unread"

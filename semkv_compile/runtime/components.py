@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from semkv.ir.site import AttentionSite
-from semkv.runtime.quantization import Quantized, bytes_per_vector
-from semkv.runtime.record import RowRecord
-from semkv.runtime.segments import Boundary, Folding, Segmentation
+from semkv.runtime.decode.units import Units
+from semkv.runtime.prompt.record import RowRecord
 from semkv.runtime.step import Step
-from semkv.runtime.units import Units
+from semkv.runtime.store.quantization import Quantized, bytes_per_vector
+from semkv.runtime.store.segments import Boundary, Folding, Segmentation
 from semkv.runtime.views import UnitsView
 
 
@@ -137,7 +137,7 @@ class Allocator(Protocol):
 class IndexPart:
     """One tensor of an index: `rows` x units x `dim` on the device.
 
-    bits: quantised per vector (4 or 8, see `semkv.runtime.quantization`); None: plain numbers of `dtype`. merge: what becomes
+    bits: quantised per vector (4 or 8, see `semkv.runtime.store.quantization`); None: plain numbers of `dtype`. merge: what becomes
     of it when units merge: the mean by size, the smaller, the larger; `rebuild`: the router computes it from the units'
     means (`Router.rebuild`); `never`: such units do not merge.
     """
@@ -279,7 +279,7 @@ class FormChooser(Protocol):
         """Factors of those spans for which they are the smaller faithful form, per KV head.
 
         k [Hkv, n, D], v [Hkv, n, Dv] hold the spans' tokens in order, mean_k [Hkv, m, D] their summaries. Each entry maps
-        the six kinds of `semkv.runtime.host_pool.HostFactors.KINDS` to tensors; spans left out wait as tokens.
+        the six kinds of `semkv.runtime.host.pool.HostFactors.KINDS` to tensors; spans left out wait as tokens.
         """
 
 

@@ -14,9 +14,9 @@ from semkv.errors import BudgetError
 from semkv.ir.program import Program
 from semkv.ir.site import AttentionSite
 from semkv.profiles.schema.memory import UNBOUNDED
-from semkv.runtime.budget import Budget
+from semkv.runtime.budgets.budget import Budget
 from semkv.runtime.components import Components, Part, Plan
-from semkv.runtime.host_tier import HostTier
+from semkv.runtime.host.tier import HostTier
 from semkv.runtime.weights import Weights
 
 PAGE = 8
@@ -29,7 +29,7 @@ def in_pages(tokens: int, page_size: int) -> int:
 
 
 class Steps(Protocol):
-    """Decode steps as graphs, see `semkv.runtime.row_turns.GraphedSteps`; rows: each a `RowMemory`."""
+    """Decode steps as graphs, see `semkv.runtime.decode.row_turns.GraphedSteps`; rows: each a `RowMemory`."""
 
     def serves(self, rows: Sequence[Any]) -> bool: ...
 

@@ -15,14 +15,14 @@ from torch import Tensor
 from semkv.errors import ConfigError, StateError
 from semkv.ir.memory import Entries
 from semkv.ir.site import AttentionSite
-from semkv.runtime.content import UNKNOWN, Content, Contents
-from semkv.runtime.join import stack_rows
+from semkv.runtime.decode.join import stack_rows
 from semkv.runtime.modes import undisturbed
 from semkv.runtime.placement import Placement
+from semkv.runtime.prompt.content import UNKNOWN, Content, Contents
 from semkv.runtime.recurrent import keep_states, stacked_states
 from semkv.runtime.row_memory import RowMemory
-from semkv.runtime.site_memory import SiteMemory
 from semkv.runtime.state_file import read_state, write_state
+from semkv.runtime.store.site_memory import SiteMemory
 
 
 @dataclass(frozen=True)
@@ -455,7 +455,7 @@ class State(Contents):
             row.stepping = False
 
     def turned_rows(self) -> list[int]:
-        """See `semkv.runtime.content.Contents`."""
+        """See `semkv.runtime.prompt.content.Contents`."""
         return [row.turned for row in self.rows]
 
     def record(

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from semkv.ir.site import AttentionSite
-from semkv.runtime.device_index import DeviceIndex, IndexedUnits
-from semkv.runtime.host_pool import HostTokens
-from semkv.runtime.places import Places
-from semkv.runtime.quantization import Quantized
-from semkv.runtime.roomy import Roomy
+from semkv.runtime.host.pool import HostTokens
+from semkv.runtime.store.device_index import DeviceIndex, IndexedUnits
+from semkv.runtime.store.places import Places
+from semkv.runtime.store.quantization import Quantized
+from semkv.runtime.store.roomy import Roomy
 
 
 class UnitsView(IndexedUnits, Protocol):
-    """M folded units of H KV heads, see `semkv.runtime.spans.FoldedSpans`.
+    """M folded units of H KV heads, see `semkv.runtime.store.spans.FoldedSpans`.
 
     device: where their tokens wait, None for the host. known: what a component keeps until the units change; it holds what tells that.
     segment_kind, segment_unit, segment_length: of the stored runs of tokens that units are made of, int64 [S] or [Hkv|1, S].
@@ -57,7 +57,7 @@ class UnitsView(IndexedUnits, Protocol):
         """One tensor of the router's index, float32 [rows, M, dim]."""
 
     def products(self, q: Tensor, name: str) -> Tensor:
-        """q [Hkv, R, D] times a tensor of the index, see `semkv.runtime.spans.FoldedSpans.products`."""
+        """q [Hkv, R, D] times a tensor of the index, see `semkv.runtime.store.spans.FoldedSpans.products`."""
 
     def step_tensors(self) -> dict[str, Tensor]:
         """What a step's graph reads of them, by name."""
@@ -79,7 +79,7 @@ class TokensView(Protocol):
 
 
 class PartView(Protocol):
-    """The memory of a part of a store, see `semkv.runtime.site_memory.SiteMemory`."""
+    """The memory of a part of a store, see `semkv.runtime.store.site_memory.SiteMemory`."""
 
     @property
     def site(self) -> AttentionSite: ...

@@ -11,8 +11,8 @@ from semkv.api import load
 from semkv.errors import ArtifactError, BudgetError, ConfigError
 from semkv.methods import find_method
 from semkv.profiles.schema import Profile
-from semkv.runtime.budget import Budget
-from semkv.runtime.quantization import dequantize, quantize
+from semkv.runtime.budgets.budget import Budget
+from semkv.runtime.store.quantization import dequantize, quantize
 from tests.conftest import quick_ones
 
 RETRIEVING = ("quest", "shadowkv", "infllm", "clusterkv", "sketch", "mixed")
