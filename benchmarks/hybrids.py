@@ -52,7 +52,7 @@ BUDGETS = (0.5, 0.1)
 PROMPTS, TURNS, ANSWER, FORCED = (1043, 1001), ((2, 17), (9, 4)), 8, 24
 TOLERANCE = {"streaming_llm": 1e-4, "snapkv": 1e-4, "quest": 1e-3, "sekv": 1e-3}
 """Largest difference of logits from the reference, relative to the largest: folded tokens are codes of 8 bits, and a number that differs in
-its last bit may become the next code (of `nemotron_h` with `sekv` at 10 %, tokens that wait as they are differ by 1e-6 in place of 1e-4)."""
+its last bit may become the next code (`sekv` of `nemotron_h` at 10 %: 1e-4, and 1e-6 with tokens that wait as they are)."""
 
 NOTICED = 1e-2
 """The least by which attention to everything has to differ."""

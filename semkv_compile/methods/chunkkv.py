@@ -15,7 +15,7 @@ from semkv.methods.keepers import WindowKeeper
 from semkv.methods.options import Count, Queries, Tokens, TokensOrNone
 from semkv.profiles.schema import Profile
 from semkv.runtime.components import Components
-from semkv.runtime.record import RowRecord
+from semkv.runtime.prompt.record import RowRecord
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from semkv.methods.window_scores import shared_votes
 from semkv.profiles.schema import Profile
 from semkv.profiles.schema.allocation import layer_budgets
 from semkv.runtime.components import Components, Plan, Summary
-from semkv.runtime.record import RowRecord
+from semkv.runtime.prompt.record import RowRecord
 
 Selection = Literal["semantic", "classic", "classic_top_k", "all"]
 
