@@ -480,7 +480,7 @@ class RowMemory:
         return join_parts(made, sites, q.shape[1])
 
     def _making_room(self, store: AttentionSite, tokens: int) -> Iterator[tuple[float, float]]:
-        """Before new tokens enter a store, per part: device bytes for fixed parts, and for a span in the slots that those leave a KV head."""
+        """Before new tokens enter a store, per part: device bytes for fixed parts, and for a span in the slots that they leave a head."""
         for part, memory in zip(self.placement.parts(store), self.stores[store.store]):
             if store.treatment == "window":
                 memory.slide(store.window)
