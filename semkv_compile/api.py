@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from semkv.artifact.fingerprint import model_fingerprint
 from semkv.capture.checks import check_model
@@ -16,10 +17,12 @@ from semkv.compiled import CompiledModel
 from semkv.config import CompileConfig, check_budget
 from semkv.errors import ConfigError
 from semkv.generation_arguments import own_configuration
+from semkv.ir.ranks import ranks_of
 from semkv.kernel_builds import check_graphs
 from semkv.live_model import LiveModel, program_of
 from semkv.methods import find_method
 from semkv.methods.auto import AUTO, measured_best
+from semkv.pipeline import among_ranks
 from semkv.profiles.schema import Profile
 from semkv.runtime.modes import undisturbed
 from semkv.runtime.state import State
@@ -35,6 +38,7 @@ def compile(
     budget: float | int | None = None,
     device: str | torch.device | None = None,
     config: CompileConfig | None = None,
+    group: ProcessGroup | None = None,
 ) -> CompiledModel:
     """Capture `model`, rewrite its attention onto a mixed-resolution memory, and return a model that runs on it.
 
@@ -51,6 +55,9 @@ def compile(
         on the device in a decode step.
     device: where to run; default: where the model is.
     config: see `CompileConfig`.
+    group: processes that share the model (tensor parallelism): each calls this with the same arguments, gets its heads and weights of
+        its own, and runs the same calls on the same tokens. What is compiled then does not follow changes of the model. See
+        docs/parallel.md.
 
     Raises
     ------
@@ -60,6 +67,7 @@ def compile(
     """
     check_budget(budget)
     settings = config or CompileConfig()
+    ranks = None if group is None else ranks_of(group)
     target = None if device is None else usable(device)
     if method == AUTO:
         method = measured_best(profile, budget)
@@ -79,8 +87,9 @@ def compile(
     program = program_of(model, settings, target, fingerprint)
     if profile is not None:
         profile.check_stores(program.stores)
+    live = LiveModel(model, program, target) if ranks is None else None
     return CompiledModel(
-        program,
+        program if ranks is None else among_ranks(program, ranks),
         profile,
         chosen,
         budget,
@@ -88,7 +97,7 @@ def compile(
         fingerprint=fingerprint,
         model_config=copy.deepcopy(getattr(model, "config", None)),
         generation_config=own_configuration(getattr(model, "generation_config", None)),
-        live=LiveModel(model, program, target),
+        live=live,
     )
 
 

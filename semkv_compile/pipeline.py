@@ -15,6 +15,7 @@ from semkv.capture.reach import FindReach
 from semkv.errors import ConfigError, SpecError
 from semkv.ir import spec
 from semkv.ir.program import Program
+from semkv.ir.ranks import Ranks
 from semkv.passes.absorb_latents import AbsorbLatents
 from semkv.passes.assign_budgets import AssignBudgets
 from semkv.passes.balance_keys import BalanceKeys
@@ -31,6 +32,7 @@ from semkv.passes.open_seams import OpenSeams
 from semkv.passes.pin_defaults import PinDefaults
 from semkv.passes.place_memory import PlaceMemory
 from semkv.passes.rewrite_attention import RewriteAttention
+from semkv.passes.shard_heads import ShardHeads
 from semkv.passes.stream_weights import StreamWeights
 from semkv.passes.surprisal_head import SurprisalHead
 from semkv.runtime.modes import undisturbed
@@ -52,6 +54,11 @@ ON_LATENTS: tuple[Pass, ...] = (
     AbsorbLatents(),  # found: heads that are made of one latent per token become one head that is the latent
 )
 """What is done besides where a memory is to hold latents (`CompileConfig.latents`)."""
+
+AMONG_RANKS: tuple[Pass, ...] = (
+    ShardHeads(),  # found: the KV heads of this process, their projections, its channels of MLPs, its part of the vocabulary
+)
+"""What is done besides where processes share a model."""
 
 LOWER: tuple[Pass, ...] = (
     AssignBudgets(),  # found -> annotated: treatment, reason and budget share of every site
@@ -107,6 +114,12 @@ def on_latents(program: Program) -> Program:
             "attention, as in DeepSeek-V3); no attention of this model is found to: leave it out"
         )
     return found
+
+
+@undisturbed
+def among_ranks(program: Program, ranks: Ranks) -> Program:
+    """What this process has of a `captured_program` that `ranks` share; the program itself where it is alone."""
+    return run_passes(program, AMONG_RANKS, PassOptions(ranks=ranks), ran=[p.name for p in UNDERSTAND])
 
 
 @undisturbed
@@ -167,7 +180,7 @@ def check_order(passes: Sequence[Pass], *, stage: str = "captured", ran: Iterabl
 
 def identity() -> str:
     """A hash of the pipeline and of every pass in it; part of the key of caches and artifacts."""
-    parts = [f"{step.name}:{step.identity()}" for step in (*UNDERSTAND, *ON_LATENTS, *LOWER, *PLACE)]
+    parts = [f"{step.name}:{step.identity()}" for step in (*UNDERSTAND, *ON_LATENTS, *AMONG_RANKS, *LOWER, *PLACE)]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
