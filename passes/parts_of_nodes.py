@@ -64,6 +64,8 @@ class Parts:
     weights: dict[Node, tuple[str, int, Index]] = field(default_factory=dict)
     made: dict[tuple[Node, int, Index], Node] = field(default_factory=dict)
     passed: dict[tuple[Node, int, Index], tuple[list[Node], set[Node]]] = field(default_factory=dict)
+    stored: dict[tuple[int, int, Index], Tensor] = field(default_factory=dict)
+    """Parts of tensors that exist, which other graphs of the model may share."""
 
     def begin(self) -> None:
         self.cut, self.touched = [], set()
@@ -109,8 +111,7 @@ class Parts:
 
     def store(self) -> int:
         """Have the parts of weights that the graph reads; how many there are."""
-        stored: dict[tuple[int, int, Index], Tensor] = {}
-        count = 0
+        stored, count = self.stored, 0
         for node, (target, axis, index) in self.weights.items():
             if node.graph is not self.body.graph or node._erased:
                 continue
@@ -291,11 +292,13 @@ def _piece_of_split(parts: Parts, node: Node, axis: int, index: Index) -> Call |
     rank = len(shape_of(source) or ())
     dim = int(argument(split, "dim", 0)) % rank
     if split.target == aten.unbind.int:
+        parts.touched.add(split)
         own = axis + (axis >= dim)
         return aten.select.int, (parts.part(source, own, index), dim, number), {}
     start = sum(int(value.shape[dim]) for value in values[:number]) if _known(values, dim) else None
     if start is None:
         return None
+    parts.touched.add(split)
     if axis == dim:
         return parts.part(source, dim, tuple(start + place for place in index))
     end = start + int(values[number].shape[dim])

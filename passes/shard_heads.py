@@ -12,19 +12,33 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from semkv.ir.graph import attention_nodes, copy_graph_module, describe, finish, module_path, output_value, shape_of
+from semkv.ir.graph import (
+    ancestors,
+    attention_nodes,
+    copy_graph_module,
+    describe,
+    finish,
+    module_path,
+    output_value,
+    placeholders,
+    shape_of,
+)
 from semkv.ir.ops import attention, linear
 from semkv.ir.program import Program
 from semkv.ir.ranks import Ranks, collectives
+from semkv.ir.seams import Seams
 from semkv.ir.site import AttentionSite
 from semkv.passes.base import Pass, PassOptions
 from semkv.passes.graph_utils import emit
-from semkv.passes.parts_of_nodes import Index, Parts, is_grouped, resized
+from semkv.passes.parts_of_nodes import VIEWS, Index, Parts, is_grouped, is_pointwise
 
 aten = torch.ops.aten
 NAME = "shard_heads"
+NAMED = 4
+"""Weights that a note names."""
 PRODUCTS = frozenset({aten.linear.default, linear, aten.matmul.default, aten.mm.default, aten.bmm.default, aten.addmm.default})
 
 
@@ -44,10 +58,17 @@ class ShardHeads(Pass):
         assert options.ranks is not None
         cut = _Cut(copy_graph_module(program.body), options.ranks)
         sites = cut.attentions(program)
+        cut.norms()
         cut.channels()
-        body = cut.finished()
-        head = None if program.head is None else _head(program.head, options.ranks)
-        return program.evolve(cut.note(), body=body, head=head, sites=sites, ranks=options.ranks)
+        cut.vocabulary()
+        body, head = cut.finished(), program.head
+        if head is not None:
+            behind = _Cut(copy_graph_module(head), options.ranks, counts=cut.counts)
+            behind.parts.stored = cut.parts.stored
+            behind.logits()
+            head = behind.finished()
+        made = program.evolve(body=body, head=head, sites=sites, ranks=options.ranks, seams=cut.renamed(program.seams))
+        return made.evolve(cut.note(program, made))
 
 
 @dataclass(frozen=True)
@@ -80,10 +101,12 @@ class _Cut:
     ranks: Ranks
     counts: Counter[str] = field(default_factory=Counter)
     whole: list[str] = field(default_factory=list)
+    names: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.graph = self.body.graph
         self.parts = Parts(self.body, NAME)
+        self.shared_out: set[tuple[Node, int]] = set()
 
     # -- attention -----------------------------------------------------------------------------------------------------
 
@@ -109,8 +132,9 @@ class _Cut:
 
     def _attention(self, node: Node, heads: Heads) -> Node:
         """The attention of this process's heads, behind `node`."""
-        operands = [self._operand(node.args[0], 1, heads.query)]
-        operands += [self._operand(x, 1, heads.kv) for x in node.args[1:3]]
+        apart = len(heads.own) == len(heads.query)
+        operands = [self._operand(node.args[0], 1, heads.query, apart)]
+        operands += [self._operand(x, 1, heads.kv, apart) for x in node.args[1:3]]
         extras: dict[str, Any] = dict(node.kwargs)
         rest = list(node.args[3:])
         for place, name in ((4, "sinks"), (5, "bias_slopes"), (6, "bias_table")):
@@ -126,11 +150,13 @@ class _Cut:
         self.parts.given[node] = (1, heads.query, local)
         return local
 
-    def _operand(self, node: Node, axis: int, index: Index) -> Node:
+    def _operand(self, node: Node, axis: int, index: Index, apart: bool) -> Node:
         self.parts.begin()
         new = self.parts.part(node, axis, index)
+        if apart:
+            self.shared_out |= {(x, len(shape_of(x) or ()) - 1) for x in self.parts.touched if _is_product(x)}
         for place in dict.fromkeys(self.parts.cut):
-            self._say(place, "made whole and its heads taken")
+            self._say(place, "is made whole, and its heads are taken")
         return new
 
     def _rows_behind(self, node: Node, site: AttentionSite, heads: Heads) -> bool:
@@ -142,19 +168,32 @@ class _Cut:
 
     def _joined(self, node: Node, local: Node, site: AttentionSite, heads: Heads) -> None:
         """Every process gets all heads of the output: each puts its own into zeros, and they are added up, which is exact."""
-        self._say(node, "its output is joined, as what reads it is no product over heads alone")
+        self._say(node, "is joined, as what reads it is no product over heads alone")
         own = tuple(heads.query[place] for place in heads.own)
-        with self.graph.inserting_before(local.next):
-            places = self.parts.constant(own)
         mine = local if len(heads.own) == len(heads.query) else self.parts.taken(local, 1, heads.own)
-        behind = max(places, mine, key=lambda x: x._sort_key)
-        with self.graph.inserting_before(behind.next):
-            full = emit(self.graph, aten.new_zeros.default, (mine, _sizes(self.graph, mine, 1, site.q_heads)), {}, like=node, by=NAME)
-        with self.graph.inserting_before(full.next):
-            put = emit(self.graph, aten.index_copy.default, (full, 1, places, mine), like=node, by=NAME)
-        result = self._reduced(put, node)
-        node.replace_all_uses_with(result)
-        self.parts.made.clear()
+        self._together(node, mine, 1, own, site.q_heads)
+
+    def _together(self, node: Node, mine: Node, axis: int, index: Index, size: int) -> None:
+        """Let all that reads `node` read what the parts of all processes make, of which `mine` is that at `index`."""
+        with self.graph.inserting_before(mine.next):
+            places = self.parts.constant(index)
+            places.meta["val"] = mine.meta["val"].new_empty((len(index),), dtype=torch.int64)
+            sizes = _sizes(self.graph, mine, axis, size)
+            full = emit(self.graph, aten.new_zeros.default, (mine, sizes), like=node, by=NAME)
+            put = emit(self.graph, aten.index_copy.default, (full, axis, places, mine), like=node, by=NAME)
+        self._instead(node, self._reduced(put, node))
+
+    def _instead(self, node: Node, new: Node) -> None:
+        """Let what reads `node` read `new`, but for what `new` itself is made of."""
+        own = ancestors([new])
+        node.replace_all_uses_with(new, delete_user_cb=lambda user: user not in own)
+        self.names[node.name] = new.name
+
+    def renamed(self, seams: Seams) -> Seams:
+        """The places at which nodes were replaced."""
+        new = self.names
+        streams = tuple((site, new.get(name, name)) for site, name in seams.streams)
+        return replace(seams, embeddings=new.get(seams.embeddings, seams.embeddings), streams=streams)
 
     # -- channels ------------------------------------------------------------------------------------------------------
 
@@ -180,11 +219,17 @@ class _Cut:
             return False
         with self.graph.inserting_before(product.next):
             partial, bias = self._partial(product, own, index)
-        copied = self._reduced(partial, product)
+        last = product if bias is not None else _last_of_sum(product)
+        if last is product:
+            added = self._reduced(partial, product)
+        else:  # what follows is a sum over the experts of a token: behind it there is less to send
+            product.replace_all_uses_with(partial)
+            added = self._reduced(last, last)
+        sent = added
         if bias is not None:
-            with self.graph.inserting_before(copied.next):
-                copied = emit(self.graph, aten.add.Tensor, (copied, bias), like=product, by=NAME)
-        product.replace_all_uses_with(copied, delete_user_cb=lambda user: user is not partial)
+            with self.graph.inserting_before(sent.next):
+                added = emit(self.graph, aten.add.Tensor, (sent, bias), like=product, by=NAME)
+        self._instead(last, added)
         self.counts[kind] += 1
         return True
 
@@ -224,10 +269,81 @@ class _Cut:
         self.counts["all-reduces"] += 1
         return result
 
-    def _say(self, node: Node, what: str) -> None:
-        self.whole.append(f"{describe(node)} is {what}" if what.startswith("made") else f"{describe(node)}: {what}")
+    # -- norms over all heads ------------------------------------------------------------------------------------------
+
+    def norms(self) -> None:
+        """Sums and means over a projection of which attention reads a part: each process sums over its part."""
+        parts = {(node, axis): index for node, axis, index in self.parts.made if _is_product(node)}
+        for node in list(self.graph.nodes):
+            if node.target not in (aten.mean.dim, aten.sum.dim_IntList) or _is_dead(node):
+                continue
+            source, (dim, *others) = node.args[0], node.args[1] or (0, 0)
+            shape = shape_of(source) or (None,)
+            width, last = shape[-1], len(shape) - 1
+            product = _alone_behind(source)
+            index = parts.get((product, last)) if product is not None and dim in (-1, last) and not others else None
+            if index is None or not self._apart(product, last, width):
+                continue
+            self.parts.begin()
+            own = self.parts.part(source, last, index)
+            if self.parts.cut:
+                continue
+            with self.graph.inserting_before(max(node, own, key=lambda x: x._sort_key).next):
+                total = emit(self.graph, aten.sum.dim_IntList, (own, *node.args[1:]), dict(node.kwargs), like=node, by=NAME)
+            added = self._reduced(total, node)
+            if node.target == aten.mean.dim:
+                with self.graph.inserting_before(added.next):
+                    added = emit(self.graph, aten.div.Tensor, (added, float(width)), like=node, by=NAME)
+            self._instead(node, added)
+            self.counts["norms"] += 1
+
+    def _apart(self, product: Node | None, axis: int, width: Any) -> bool:
+        """Whether the processes' parts of a projection are apart and together all of it: heads that none of them shares."""
+        return isinstance(width, int) and (product, axis) in self.shared_out
+
+    # -- vocabulary ----------------------------------------------------------------------------------------------------
+
+    def vocabulary(self) -> None:
+        """Each process has the embeddings of some ids, and zeros for all others; they are added up, which is exact."""
+        ids = placeholders(self.graph)["input_ids"]
+        for node in list(self.graph.nodes):
+            if node.target != aten.embedding.default or node.args[1] is not ids or node.args[0].op != "get_attr" or _is_dead(node):
+                continue
+            rows = (shape_of(node.args[0]) or (None,))[0]
+            if not isinstance(rows, int) or rows < self.ranks.size:
+                continue
+            own = self.ranks.part(rows)
+            self.parts.begin()
+            table = self.parts.part(node.args[0], 0, tuple(own))
+            with self.graph.inserting_before(node.next):
+                place = emit(self.graph, aten.sub.Tensor, (ids, own.start), like=node, by=NAME)
+                before = emit(self.graph, aten.lt.Scalar, (place, 0), like=node, by=NAME)
+                behind = emit(self.graph, aten.ge.Scalar, (place, len(own)), like=node, by=NAME)
+                outside = emit(self.graph, aten.logical_or.default, (before, behind), like=node, by=NAME)
+                inside = emit(self.graph, aten.clamp.default, (place, 0, len(own) - 1), like=node, by=NAME)
+                found = emit(self.graph, aten.embedding.default, (table, inside), like=node, by=NAME)
+                mask = emit(self.graph, aten.unsqueeze.default, (outside, -1), like=node, by=NAME)
+                found = emit(self.graph, aten.masked_fill.Scalar, (found, mask, 0.0), like=node, by=NAME)
+            self._instead(node, self._reduced(found, node))
+            self.counts["vocabulary"] += 1
+
+    def logits(self) -> None:
+        """Each process makes the logits of some ids."""
+        result = output_value(self.graph)
+        shape = shape_of(result)
+        if result.op == "placeholder" or shape is None or not isinstance(shape[-1], int) or shape[-1] < self.ranks.size:
+            return
+        own = tuple(self.ranks.part(shape[-1]))
+        self.parts.begin()
+        part = self.parts.part(result, -1, own)
+        if not self.parts.cut and any(_is_product(node) for node in self.parts.touched):
+            self._together(result, part, len(shape) - 1, own, shape[-1])
+            self.counts["vocabulary"] += 1
 
     # -- the end -------------------------------------------------------------------------------------------------------
+
+    def _say(self, node: Node, what: str) -> None:
+        self.whole.append(f"{describe(node)} {what}")
 
     def finished(self) -> GraphModule:
         for node in reversed(self.graph.nodes):
@@ -236,11 +352,23 @@ class _Cut:
         self.parts.store()
         return copy_graph_module(finish(self.body))
 
-    def note(self) -> str:
-        ranks = self.ranks
+    def note(self, before: Program, after: Program) -> str:
+        """What this process has, and what every process has whole."""
+        own, whole = weights_of(after), weights_of(before)
+        shared = [name for name, x in own.items() if x.dim() > 1 and name in whole and whole[name] is x]
+        sizes = [sum(x.numel() for x in {id(x): x for x in each.values()}.values()) for each in (own, whole)]
         counted = ", ".join(f"{count} {kind}" for kind, count in sorted(self.counts.items()))
-        whole = "".join(f"; {line}" for line in dict.fromkeys(self.whole))
-        return f"{NAME}: rank {ranks.rank} of {ranks.size}: {counted}{whole}"
+        note = f"{NAME}: rank {self.ranks.rank} of {self.ranks.size} holds {sizes[0] / max(1, sizes[1]):.3f} of the weights: {counted}"
+        if shared:
+            note += f"; whole in every process: {', '.join(shared[:NAMED])}"
+            note += f" and {len(shared) - NAMED} more" if len(shared) > NAMED else ""
+        return note + "".join(f"; {line}" for line in dict.fromkeys(self.whole))
+
+
+def weights_of(program: Program) -> dict[str, Tensor]:
+    """The parameters of body and head, by name."""
+    modules = (program.body, program.head)
+    return {name: x for module in modules if module is not None for name, x in module.named_parameters(remove_duplicate=False)}
 
 
 def _is_product(node: Node) -> bool:
@@ -295,8 +423,31 @@ def _sizes(graph: Any, like: Node, axis: int, size: int) -> list[Any]:
     return sizes
 
 
-def _head(head: GraphModule, ranks: Ranks) -> GraphModule:
-    return head
+def _alone_behind(node: Node) -> Node | None:
+    """The product that a value is made of by operators on single numbers alone; None where there is another way."""
+    while node.op == "call_function" and is_pointwise(node.target):
+        made_of = [x for x in node.all_input_nodes if shape_of(x)]
+        if len(made_of) != 1:
+            return None
+        (node,) = made_of
+    return node if _is_product(node) else None
 
 
-__all__ = ["Heads", "ShardHeads", "heads_of", "output_value", "resized"]
+SUMS = frozenset({aten.sum.dim_IntList})
+SCALED = frozenset({aten.mul.Tensor, aten.div.Tensor, aten.unsqueeze.default, aten.index.Tensor, *VIEWS, *SUMS})
+"""Operators to which a sum of parts may be added up behind them as well."""
+
+
+def _last_of_sum(product: Node) -> Node:
+    """The sum over a token's experts that alone reads what they make, by operators to which it makes no difference; else the product."""
+    node, last = product, product
+    while True:
+        users = [user for user in node.users if not _is_dead(user)]
+        if len(users) != 1 or users[0].target not in SCALED or users[0].args[0] is not node or node in users[0].args[1:]:
+            return last
+        (node,) = users
+        if node.target in SUMS:
+            last = node
+
+
+__all__ = ["Heads", "ShardHeads", "heads_of", "weights_of"]

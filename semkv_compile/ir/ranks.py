@@ -37,6 +37,13 @@ class Ranks:
         """`x` over all processes: their sum, largest or smallest number at each place; every process gets the same bits."""
         return collectives.wait_tensor(collectives.all_reduce(x.contiguous(), how, self.group))
 
+    def lookup(self, table: Tensor, ids: Tensor, first: int) -> Tensor:
+        """Embeddings [..., H] of ids, where this process has the rows of `first` on, table [n, H], and the others have the rest."""
+        own = ids - first
+        outside = (own < 0) | (own >= len(table))
+        found = torch.nn.functional.embedding(own.clamp(0, len(table) - 1), table)
+        return self.reduce(found.masked_fill(outside[..., None], 0.0), "sum")
+
 
 def ranks_of(group: ProcessGroup) -> Ranks:
     """This process among those of `group`. `ConfigError` where it is no group, or this process is not in it."""
