@@ -28,7 +28,7 @@ from semkv.ir.graph import (
 )
 from semkv.ir.ops import attention, linear
 from semkv.ir.program import Program
-from semkv.ir.ranks import Ranks, collectives
+from semkv.ir.ranks import Among, Ranks, collectives
 from semkv.ir.seams import Seams
 from semkv.ir.site import AttentionSite
 from semkv.passes.base import Pass, PassOptions
@@ -74,11 +74,12 @@ class ShardHeads(Pass):
 @dataclass(frozen=True)
 class Heads:
     """Which heads of a site a process has. kv: KV heads. query: query heads, those that read them. own: of these, places of those whose
-    output it adds to the sum: where processes share a KV head, each has some."""
+    output it adds to the sum: where `sharers` processes have the same KV head, each has some."""
 
     kv: Index
     query: Index
     own: Index
+    sharers: int = 1
 
 
 def heads_of(site: AttentionSite, ranks: Ranks) -> Heads:
@@ -92,7 +93,7 @@ def heads_of(site: AttentionSite, ranks: Ranks) -> Heads:
     sharing = [rank for rank in range(ranks.size) if rank * site.kv_heads // ranks.size == head]
     place, count = sharing.index(ranks.rank), len(sharing)
     own = tuple(range(group * place // count, group * (place + 1) // count))
-    return Heads((head,), tuple(head * group + i for i in range(group)), own)
+    return Heads((head,), tuple(head * group + i for i in range(group)), own, count)
 
 
 @dataclass(eq=False)
@@ -126,6 +127,7 @@ class _Cut:
                     kv_heads=len(heads.kv),
                     head_order=tuple(order[head] for head in heads.kv),
                     roles=tuple(site.roles[head] for head in heads.kv) if site.roles else (),
+                    among=Among(self.ranks, heads.kv, heads.query, site.kv_heads, heads.sharers),
                 )
             )
         return tuple(sites)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed import ProcessGroup
 
 from semkv.artifact.fingerprint import model_fingerprint
 from semkv.capture.checks import check_model
@@ -27,6 +26,9 @@ from semkv.profiles.schema import Profile
 from semkv.runtime.modes import undisturbed
 from semkv.runtime.state import State
 from semkv.wrappers import unwrapped
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 @undisturbed

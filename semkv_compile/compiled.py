@@ -13,7 +13,7 @@ from transformers.generation.configuration_utils import GenerationConfig
 import semkv.kernels  # noqa: F401 - registers the operators
 from semkv.capture.device import device_of
 from semkv.config import CompileConfig, check_budget
-from semkv.errors import BudgetError
+from semkv.errors import ArtifactError, BudgetError, ConfigError
 from semkv.generation import Generation
 from semkv.huggingface import register_causal_lm
 from semkv.ir.program import Program
@@ -79,6 +79,11 @@ class CompiledModel(Generation):
             )
         if not method.compresses and budget is not None:
             raise BudgetError(f"method {method.name!r} keeps everything: pass no budget with it (got {budget!r})")
+        if source.ranks is not None and not method.shares_heads:
+            raise ConfigError(
+                f"method {method.name!r} divides a layer's budget among its KV heads, or lets heads follow another, which processes that "
+                "share a model cannot do yet: take another method, or compile without group="
+            )
         self.method, self.budget, self.settings, self.tuning = method, budget, settings, tuning
         self._live, self._lowered = live, lowered
         self._assemble(source, profile, fingerprint)
@@ -197,6 +202,7 @@ class CompiledModel(Generation):
         """Write an artifact folder that `semkv.load` runs without the modelling code; see docs/artifact.md."""
         from semkv.saving import save_compiled
 
+        self._alone("saved")
         self._follow()
         save_compiled(self, path)
 
@@ -218,6 +224,7 @@ class CompiledModel(Generation):
         """
         from semkv.export.write import export_step
 
+        self._alone("exported")
         self._follow()
         return export_step(self, path, format, example=example)
 
@@ -245,6 +252,13 @@ class CompiledModel(Generation):
 
         self._follow()
         return load_state(self, path)
+
+    def _alone(self, what: str) -> None:
+        if self.program.ranks is not None:
+            raise ArtifactError(
+                f"this is what process {self.program.ranks.rank} of {self.program.ranks.size} has of a model, which cannot be {what}: compile "
+                "the model without group=, save that, and load it with semkv.load(path, group=...)"
+            )
 
     def __repr__(self) -> str:
         sites = len(self.program.sites)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
-import torch.distributed._functional_collectives  # noqa: F401 - registers the collectives that graphs call
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from semkv.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 collectives = torch.ops._c10d_functional
 """Collectives as operators of a graph, which name their group."""
@@ -25,6 +26,9 @@ class Ranks:
     rank: int
     size: int
     group: str
+
+    def __post_init__(self) -> None:
+        import torch.distributed._functional_collectives  # noqa: F401 - registers the collectives that graphs call
 
     def part(self, count: int) -> range:
         """Which of `count` equal things this process has: runs, as even as they can be."""
@@ -45,8 +49,29 @@ class Ranks:
         return self.reduce(found.masked_fill(outside[..., None], 0.0), "sum")
 
 
+@dataclass(frozen=True)
+class Among:
+    """What a process has of an attention that it shares with others.
+
+    kv, query: which of the attention's heads, in the order of the program before it was shared. kv_heads: of the whole attention. sharers:
+    processes that have the same heads.
+    """
+
+    ranks: Ranks
+    kv: tuple[int, ...]
+    query: tuple[int, ...]
+    kv_heads: int
+    sharers: int = 1
+
+    def sum(self, x: Tensor) -> Tensor:
+        """A sum over this process's heads, over all heads."""
+        return self.ranks.reduce(x / self.sharers if self.sharers > 1 else x, "sum")
+
+
 def ranks_of(group: ProcessGroup) -> Ranks:
     """This process among those of `group`. `ConfigError` where it is no group, or this process is not in it."""
+    from torch.distributed import ProcessGroup
+
     if not isinstance(group, ProcessGroup):
         raise ConfigError(
             f"group is {group!r}; expected a process group: torch.distributed.init_process_group(), then torch.distributed.group.WORLD "
@@ -55,4 +80,4 @@ def ranks_of(group: ProcessGroup) -> Ranks:
     return Ranks(group.rank(), group.size(), group.group_name)
 
 
-__all__ = ["Ranks", "Reduction", "collectives", "ranks_of"]
+__all__ = ["Among", "Ranks", "Reduction", "collectives", "ranks_of"]

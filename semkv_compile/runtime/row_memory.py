@@ -373,7 +373,7 @@ class RowMemory:
     def _fits(self, site: AttentionSite, components: Components, n: int, allowance: float) -> bool:
         pages = -(-n // self.placement.page_size) + 1  # sinks may take a page of their own
         tokens = pages * self.placement.page_size
-        return tokens * (site.kv_heads * exact_nbytes(site, components, self.placement.budget.dtype) + 4) <= allowance
+        return tokens * (site.kv_heads * exact_nbytes(site, components, self.placement.budget.dtype) + 4 * site.once) <= allowance
 
     def _spans(self, made: PromptPart) -> FoldedSpans:
         placement = self.placement
@@ -391,6 +391,7 @@ class RowMemory:
     ) -> SiteMemory:
         placement, site, k, v = self.placement, made.site, made.k, made.v
         device, page = placement.device, placement.page_size
+        alike = kept.dim() == 1 or getattr(made.components.keeper, "alike", False)
         kept = kept if kept.dim() == 2 else kept[None]
         per_head = kept.expand(site.kv_heads, -1)
         heads = torch.arange(site.kv_heads, dtype=torch.int64, device="cpu")[:, None]
@@ -404,6 +405,7 @@ class RowMemory:
                 kept.to(device),
                 page,
                 scores=scored[0],
+                once=site.once if alike else 1,
             ),
             TokenStore(
                 made.held(k[:, recent], device),
@@ -412,6 +414,7 @@ class RowMemory:
                 page,
                 reserve=placement.uncapped(site),
                 scores=scored[1],
+                once=site.once,
             ),
             spans,
             made.record.ids[recent].clone(),
