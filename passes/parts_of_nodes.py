@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,9 +52,9 @@ def is_grouped(target: Any) -> bool:
 class Parts:
     """Makes parts of the values of `body`, for the pass `by`; new nodes stand right behind those that they are parts of.
 
-    given: nodes of which a part exists already, (axis, its index, the node). cut: nodes whose whole value a part was taken of. touched: all
-    nodes of which a part was made. Both are of all calls; `begin` empties them. weights: what new `get_attr` nodes will read, (axis, index);
-    `store` makes those that are still used.
+    given: nodes of which a part exists already, (axis, its index, the node). cut: nodes whose whole value a part was taken of. touched:
+    all nodes of which a part was made. Both are of all calls; `begin` empties them. weights: what new `get_attr` nodes will read, (tensor,
+    axis, index); `store` makes those that are still used. made: the nodes. passed: for each of them what was cut and touched.
     """
 
     body: GraphModule
@@ -112,8 +113,11 @@ class Parts:
     def store(self) -> int:
         """Have the parts of weights that the graph reads; how many there are."""
         stored, count = self.stored, 0
+        reads = Counter(str(node.target) for node in self.body.graph.nodes if node.op == "get_attr")
+        alive = [node for node in self.weights if not node._erased]
+        kinds = Counter(self.weights[node][0] for node in alive)
         for node, (target, axis, index) in self.weights.items():
-            if node.graph is not self.body.graph or node._erased:
+            if node._erased:
                 continue
             held = attribute(self.body, target)
             assert isinstance(held, Tensor)
@@ -121,7 +125,11 @@ class Parts:
             if key not in stored:
                 places = torch.tensor(index, dtype=torch.int64, device=held.device)
                 own = held.detach().index_select(axis, places)
-                stored[key] = torch.nn.Parameter(own, requires_grad=False) if isinstance(held, torch.nn.Parameter) else own
+                stored[key] = (
+                    torch.nn.Parameter(own, requires_grad=False) if isinstance(held, torch.nn.Parameter) else own
+                )
+            if not reads[target] and kinds[target] == 1:  # all that is left of it may have its name
+                node.target = target
             path, _, leaf = str(node.target).rpartition(".")
             owner = self.body.get_submodule(path)
             if isinstance(stored[key], torch.nn.Parameter):
@@ -131,7 +139,9 @@ class Parts:
             count += 1
         return count
 
-    def _node(self, like: Node, axis: int, size: int, target: Callable, args: tuple, kwargs: dict | None = None) -> Node:
+    def _node(
+        self, like: Node, axis: int, size: int, target: Callable, args: tuple, kwargs: dict | None = None
+    ) -> Node:
         new = self.body.graph.call_function(target, args, kwargs or {})
         copy_context(new, like, self.by)
         new.meta["val"] = resized(like.meta.get("val"), axis, size)
@@ -147,7 +157,7 @@ class Parts:
             return new if places == tuple(range(len(has))) else self.taken(new, axis, places)
         if node.op == "get_attr":
             with self.body.graph.inserting_before(node.next):
-                new = self.body.graph.get_attr(f"{node.target}_part{len(self.weights)}")
+                new = self.body.graph.create_node("get_attr", f"{node.target}_part{len(self.weights)}")
             new.meta = {**node.meta, "val": resized(node.meta.get("val"), axis, len(index))}
             self.weights[new] = (str(node.target), axis, index)
             return new
@@ -245,7 +255,9 @@ def _view(parts: Parts, node: Node, axis: int, index: Index, after: tuple) -> Ca
     sizes = list(node.args[1])
     sizes[axis] = len(index)
     places = torch.arange(math.prod(inner), dtype=torch.int64, device="cpu")
-    wanted = places.view(outer).index_select(axis - first, torch.tensor(index, dtype=torch.int64, device="cpu")).flatten()
+    wanted = (
+        places.view(outer).index_select(axis - first, torch.tensor(index, dtype=torch.int64, device="cpu")).flatten()
+    )
     for at in range(len(inner)):
         own = torch.unique((wanted // math.prod(inner[at + 1 :])) % inner[at])
         if torch.equal(places.view(inner).index_select(at, own).flatten(), wanted):

@@ -39,7 +39,9 @@ aten = torch.ops.aten
 NAME = "shard_heads"
 NAMED = 4
 """Weights that a note names."""
-PRODUCTS = frozenset({aten.linear.default, linear, aten.matmul.default, aten.mm.default, aten.bmm.default, aten.addmm.default})
+PRODUCTS = frozenset(
+    {aten.linear.default, linear, aten.matmul.default, aten.mm.default, aten.bmm.default, aten.addmm.default}
+)
 
 
 class ShardHeads(Pass):
@@ -216,8 +218,15 @@ class _Cut:
             return False
         self.parts.begin()
         own = self.parts.part(x, -1, index)
-        touched, made_of = self.parts.touched, [node for node in self.parts.touched if _is_product(node) or node in self.parts.given]
-        if self.parts.cut or not made_of or any(self._read_elsewhere(node, touched, product) for node in touched if node.op != "get_attr"):
+        touched, made_of = (
+            self.parts.touched,
+            [node for node in self.parts.touched if _is_product(node) or node in self.parts.given],
+        )
+        if (
+            self.parts.cut
+            or not made_of
+            or any(self._read_elsewhere(node, touched, product) for node in touched if node.op != "get_attr")
+        ):
             return False
         with self.graph.inserting_before(product.next):
             partial, bias = self._partial(product, own, index)
@@ -291,7 +300,9 @@ class _Cut:
             if self.parts.cut:
                 continue
             with self.graph.inserting_before(max(node, own, key=lambda x: x._sort_key).next):
-                total = emit(self.graph, aten.sum.dim_IntList, (own, *node.args[1:]), dict(node.kwargs), like=node, by=NAME)
+                total = emit(
+                    self.graph, aten.sum.dim_IntList, (own, *node.args[1:]), dict(node.kwargs), like=node, by=NAME
+                )
             added = self._reduced(total, node)
             if node.target == aten.mean.dim:
                 with self.graph.inserting_before(added.next):
@@ -309,7 +320,12 @@ class _Cut:
         """Each process has the embeddings of some ids, and zeros for all others; they are added up, which is exact."""
         ids = placeholders(self.graph)["input_ids"]
         for node in list(self.graph.nodes):
-            if node.target != aten.embedding.default or node.args[1] is not ids or node.args[0].op != "get_attr" or _is_dead(node):
+            if (
+                node.target != aten.embedding.default
+                or node.args[1] is not ids
+                or node.args[0].op != "get_attr"
+                or _is_dead(node)
+            ):
                 continue
             rows = (shape_of(node.args[0]) or (None,))[0]
             if not isinstance(rows, int) or rows < self.ranks.size:
@@ -370,7 +386,12 @@ class _Cut:
 def weights_of(program: Program) -> dict[str, Tensor]:
     """The parameters of body and head, by name."""
     modules = (program.body, program.head)
-    return {name: x for module in modules if module is not None for name, x in module.named_parameters(remove_duplicate=False)}
+    return {
+        name: x
+        for module in modules
+        if module is not None
+        for name, x in module.named_parameters(remove_duplicate=False)
+    }
 
 
 def _is_product(node: Node) -> bool:
@@ -445,7 +466,12 @@ def _last_of_sum(product: Node) -> Node:
     node, last = product, product
     while True:
         users = [user for user in node.users if not _is_dead(user)]
-        if len(users) != 1 or users[0].target not in SCALED or users[0].args[0] is not node or node in users[0].args[1:]:
+        if (
+            len(users) != 1
+            or users[0].target not in SCALED
+            or users[0].args[0] is not node
+            or node in users[0].args[1:]
+        ):
             return last
         (node,) = users
         if node.target in SUMS:

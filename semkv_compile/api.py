@@ -123,14 +123,18 @@ def _refuse_budget(name: str, compresses: bool, budget: Any) -> None:
 
 
 @undisturbed
-def load(path: str | os.PathLike[str], *, device: str | torch.device = "cpu") -> CompiledModel:
+def load(
+    path: str | os.PathLike[str], *, device: str | torch.device = "cpu", group: ProcessGroup | None = None
+) -> CompiledModel:
     """A compiled model from an artifact folder written by `CompiledModel.save`.
+
+    group: processes that share the model, as in `compile`; the file is mapped, and each copies its parts of it alone.
 
     Needs no modelling code and unpickles nothing. Raises `ArtifactError` for anything damaged, altered or foreign.
     """
     from semkv.saving import load_compiled
 
-    return load_compiled(path, device=device)
+    return load_compiled(path, device=device, ranks=None if group is None else ranks_of(group))
 
 
 def explain(compiled: CompiledModel, state: State | None = None, *, verbose: bool = False) -> str:

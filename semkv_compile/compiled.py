@@ -100,7 +100,7 @@ class CompiledModel(Generation):
         dtype = settings.torch_kv_dtype(source.dtype)
         cap = Budget(budget, dtype, page_size=settings.page_size)
         decided = method.for_budget(source, profile, cap)
-        program = source if lowered else lower(source, _pass_options(source, decided, profile))
+        program = source if lowered else lower(source, pass_options(source, decided, profile))
         plan = decided.plan(program, profile)
         check_choices(program, plan, method.name)
         minimum = in_pages(method.minimum_tokens, settings.page_size)
@@ -256,8 +256,8 @@ class CompiledModel(Generation):
     def _alone(self, what: str) -> None:
         if self.program.ranks is not None:
             raise ArtifactError(
-                f"this is what process {self.program.ranks.rank} of {self.program.ranks.size} has of a model, which cannot be {what}: compile "
-                "the model without group=, save that, and load it with semkv.load(path, group=...)"
+                f"this is what process {self.program.ranks.rank} of {self.program.ranks.size} has of a model, which cannot be {what}: "
+                "compile the model without group=, save that, and load it with semkv.load(path, group=...)"
             )
 
     def __repr__(self) -> str:
@@ -268,7 +268,7 @@ class CompiledModel(Generation):
 __all__ = ["CompiledModel"]
 
 
-def _pass_options(source: Program, method: Method, profile: Profile | None) -> PassOptions:
+def pass_options(source: Program, method: Method, profile: Profile | None) -> PassOptions:
     return PassOptions(
         method=method.name,
         layer_shares=method.layer_shares(source, profile),

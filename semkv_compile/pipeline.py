@@ -32,6 +32,7 @@ from semkv.passes.open_seams import OpenSeams
 from semkv.passes.pin_defaults import PinDefaults
 from semkv.passes.place_memory import PlaceMemory
 from semkv.passes.rewrite_attention import RewriteAttention
+from semkv.passes.shapes import with_shapes
 from semkv.passes.shard_heads import ShardHeads
 from semkv.passes.stream_weights import StreamWeights
 from semkv.passes.surprisal_head import SurprisalHead
@@ -120,6 +121,22 @@ def on_latents(program: Program) -> Program:
 def among_ranks(program: Program, ranks: Ranks) -> Program:
     """What this process has of a `captured_program` that `ranks` share; the program itself where it is alone."""
     return run_passes(program, AMONG_RANKS, PassOptions(ranks=ranks), ran=[p.name for p in UNDERSTAND])
+
+
+@undisturbed
+def lowered_among_ranks(program: Program, ranks: Ranks, options: PassOptions, device: torch.device) -> Program:
+    """What this process has, on `device`, of a lowered program that an artifact brought, without shapes: they are found anew. Its sites
+    stay as they were annotated.
+
+    Raises
+    ------
+    ArtifactError: the shapes of its graph cannot be found.
+    """
+    found = with_shapes(program.evolve(stage="found", prefill=None, extend=None, decode=None, selector=None))
+    shared = run_passes(found, AMONG_RANKS, PassOptions(ranks=ranks), ran=[p.name for p in UNDERSTAND])
+    first = next(place for place, step in enumerate(LOWER) if step.needs != "found" and step.leaves == "lowered")
+    ran = [p.name for p in (*UNDERSTAND, *LOWER[:first])]
+    return run_passes(moved(shared, device).evolve(stage="annotated"), LOWER[first:], options, ran=ran)
 
 
 @undisturbed

@@ -18,11 +18,15 @@ from semkv.artifact.fingerprint import program_fingerprint, weights_digest
 from semkv.artifact.load import load_program
 from semkv.artifact.save import save_program
 from semkv.artifact.state_file import load_tensors, save_tensors
-from semkv.compiled import CompiledModel
+from semkv.capture.device import usable
+from semkv.compiled import CompiledModel, pass_options
 from semkv.errors import ArtifactError, SemkvError
+from semkv.ir.ranks import Ranks
 from semkv.kernels.tuning import Tuning
 from semkv.methods import find_method
+from semkv.pipeline import lowered_among_ranks
 from semkv.profiles.schema import Profile
+from semkv.runtime.budget import Budget
 from semkv.runtime.components import Components
 from semkv.runtime.modes import undisturbed
 from semkv.runtime.row_memory import RowMemory
@@ -57,9 +61,11 @@ def save_compiled(compiled: CompiledModel, path: str | os.PathLike[str]) -> None
 
 
 @undisturbed
-def load_compiled(path: str | os.PathLike[str], *, device: str | torch.device = "cpu") -> CompiledModel:
-    """The compiled model of an artifact folder; `ArtifactError` where it is damaged, altered or foreign."""
-    program, manifest = load_program(path, device)
+def load_compiled(
+    path: str | os.PathLike[str], *, device: str | torch.device = "cpu", ranks: Ranks | None = None
+) -> CompiledModel:
+    """The compiled model of an artifact folder, or what one of `ranks` has of it; `ArtifactError`: damaged, altered or foreign."""
+    program, manifest = load_program(path, device if ranks is None else "cpu")
     if program.stage != "lowered" or program.head is None:
         raise ArtifactError(f"{path}: holds a program at stage {program.stage!r}, expected a compiled model")
     profile = None if manifest.profile_path is None else Profile.load(manifest.profile_path)
@@ -72,6 +78,10 @@ def load_compiled(path: str | os.PathLike[str], *, device: str | torch.device = 
         generation = None if model.generation_config is None else GenerationConfig.from_dict(model.generation_config)
         layouts = manifest.extra.get(KERNELS)
         settings = facts.config
+        if ranks is not None:
+            dtype = settings.torch_kv_dtype(program.dtype)
+            decided = method.for_budget(program, profile, Budget(facts.budget, dtype, page_size=settings.page_size))
+            program = lowered_among_ranks(program, ranks, pass_options(program, decided, profile), usable(device))
         if settings.cuda_graphs and torch.device(device).type != "cuda":
             warnings.warn(f"{path} was saved with cuda_graphs=True; on {device} it runs without", stacklevel=3)
             settings = settings.model_copy(update={"cuda_graphs": False})

@@ -34,7 +34,7 @@ MISSING = (
 @dataclass(frozen=True)
 class HeadVotes(WindowKeeper):
     """Attention of the chosen query heads, summed over the window, pooled, and averaged over those heads; one choice for
-    all KV heads. heads: per KV store the query heads that choose, of all that the model's site has; all of them where a store is missing."""
+    all KV heads. heads: per KV store the query heads that choose, of all of the model's site; all of them where a store is missing."""
 
     alike: ClassVar[bool] = True
     heads: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
