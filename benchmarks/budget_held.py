@@ -49,9 +49,9 @@ from semkv.profiles.calibration import (
 )
 from semkv.profiles.calibration.needles import NeedleQuestion, NeedleTest
 from semkv.profiles.calibration.samples import SampleSet
+from semkv.runtime.decode.row_turns import GraphedSteps
 from semkv.runtime.row_memory import RowMemory
-from semkv.runtime.row_turns import GraphedSteps
-from semkv.runtime.site_memory import SiteMemory
+from semkv.runtime.store.site_memory import SiteMemory
 
 RESULTS = Path(__file__).resolve().parent / "results" / "budget_held.json"
 PROMPT, NEW = 2048, 500

@@ -25,9 +25,9 @@ from real_model import MODELS, fetch
 from torch import Tensor
 
 import semkv
-from semkv.cache_folder import cache_folder
 from semkv.cli.gguf import load_gguf
 from semkv.evaluation.environment import describe, now
+from semkv.io.cache_folder import cache_folder
 from semkv.profiles.calibration.codebooks import LEVELS, learn, root_of
 from semkv.profiles.schema.codes import Codebooks
 

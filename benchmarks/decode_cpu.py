@@ -40,13 +40,13 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 import semkv
 from semkv.artifact.fingerprint import model_fingerprint
 from semkv.evaluation.environment import describe, now
-from semkv.huggingface import CACHE
 from semkv.ir.ops import mixed_attention
+from semkv.model.huggingface import CACHE
 from semkv.profiles.calibration.calibrate import annotated_program, model_facts
 from semkv.profiles.schema import Profile, ProfileInfo, SketchSection
 from semkv.profiles.schema.retrieval_head import RetrievalHeadSection
-from semkv.runtime.host_tier import HostTier
-from semkv.runtime.record import RowRecord
+from semkv.runtime.host.tier import HostTier
+from semkv.runtime.prompt.record import RowRecord
 from semkv.runtime.state import State
 
 RESULTS = Path(__file__).resolve().parent / "results" / "decode_cpu.json"

@@ -41,8 +41,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import semkv
 from semkv.evaluation.environment import describe, now
-from semkv.huggingface import CACHE
-from semkv.runtime.record import RowRecord
+from semkv.model.huggingface import CACHE
+from semkv.runtime.prompt.record import RowRecord
 
 ROOT = Path(__file__).resolve().parent.parent
 SHAPE = {

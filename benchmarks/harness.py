@@ -24,8 +24,8 @@ from grids import RESULTS, measured_on, table, write_document
 from real import texts
 from real_model import MODELS, fetch
 
-from semkv.cache_folder import cache_folder
 from semkv.evaluation.environment import describe, now
+from semkv.io.cache_folder import cache_folder
 
 CHARACTERS = 5000
 """Of the manual, in each context: more than 1,000 tokens."""

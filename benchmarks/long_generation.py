@@ -39,7 +39,7 @@ from torch import Tensor
 
 import semkv
 from semkv.evaluation.environment import describe, now
-from semkv.runtime.costs import waiting_cost_bytes
+from semkv.runtime.budgets.costs import waiting_cost_bytes
 from semkv.runtime.state import State
 
 RESULTS = Path(__file__).resolve().parent / "results" / "long_generation.json"

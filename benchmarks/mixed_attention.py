@@ -25,14 +25,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from semkv.compiler.kernel_layouts import tuning_file
 from semkv.evaluation.environment import describe, now
-from semkv.kernel_layouts import tuning_file
 from semkv.kernels.mixed_attention import mixed_attention_blocked
 from semkv.kernels.mixed_attention.configuration import Configuration
 from semkv.kernels.mixed_attention.triton import mixed_attention_launches, mixed_attention_triton
 from semkv.kernels.timing import device_us
 from semkv.kernels.tuning import Tuning, problem_name
-from semkv.runtime.quantization import Quantized, quantize
+from semkv.runtime.store.quantization import Quantized, quantize
 
 RESULTS = Path(__file__).resolve().parent / "results" / "mixed_attention.json"
 LLAMA, TINY = (32, 8, 128), (4, 2, 16)

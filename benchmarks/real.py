@@ -21,10 +21,10 @@ from pathlib import Path
 from grids import ROOT, provenance_of, table, write_document, write_results
 from real_model import MODELS, fetch
 
-from semkv.cache_folder import cache_folder
 from semkv.evaluation import Report
 from semkv.evaluation.schema import CellResult, Interval
 from semkv.evaluation.tables import percent
+from semkv.io.cache_folder import cache_folder
 
 METHODS = "full,streaming_llm,snapkv,quest,sketch"
 BUDGETS = "0.03,0.05,0.1"

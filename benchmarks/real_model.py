@@ -19,7 +19,7 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from semkv.cache_folder import cache_folder
+from semkv.io.cache_folder import cache_folder
 
 
 @dataclass(frozen=True)

@@ -24,11 +24,11 @@ from real_model import MODELS, fetch
 from torch import Tensor
 
 import semkv
-from semkv.cache_folder import cache_folder
 from semkv.cli.models import load_model
 from semkv.compiled import CompiledModel
 from semkv.evaluation.environment import describe, now
-from semkv.runtime.record import RowRecord
+from semkv.io.cache_folder import cache_folder
+from semkv.runtime.prompt.record import RowRecord
 from semkv.runtime.state import State
 
 HERE = Path(__file__).resolve().parent

@@ -24,7 +24,6 @@ from real import write_texts
 from real_model import MODELS, fetch
 
 from semkv.api import compile as compile_model
-from semkv.cache_folder import cache_folder
 from semkv.cli.common import progress_bar, quiet_libraries, whole_numbers, words
 from semkv.cli.models import load_model
 from semkv.config import CompileConfig
@@ -36,6 +35,7 @@ from semkv.evaluation.schema import CellResult, Interval
 from semkv.evaluation.subject import Subject
 from semkv.evaluation.tasks import build_tasks
 from semkv.evaluation.tasks.base import Task
+from semkv.io.cache_folder import cache_folder
 from semkv.methods import METHODS
 from semkv.profiles.schema import Profile
 

@@ -18,14 +18,14 @@ from torch import Tensor
 from semkv.ir.site import AttentionSite
 from semkv.methods.speculation import SpeculativeRouter
 from semkv.runtime.components import Bringer, Brought
-from semkv.runtime.roomy import room_for
+from semkv.runtime.decode.row_turns import POSITIONS
+from semkv.runtime.decode.units import Units
 from semkv.runtime.row_memory import RowMemory
-from semkv.runtime.row_turns import POSITIONS
-from semkv.runtime.site_memory import SiteMemory
-from semkv.runtime.spans import FoldedSpans
 from semkv.runtime.state import State
 from semkv.runtime.step import Step
-from semkv.runtime.units import Units
+from semkv.runtime.store.roomy import room_for
+from semkv.runtime.store.site_memory import SiteMemory
+from semkv.runtime.views import UnitsView
 
 AHEAD = 1024
 """Units that may be folded after the scores were drawn; they are not chosen."""
@@ -60,11 +60,11 @@ def drawing(router: Any, drawn: tuple[Tensor, ...]) -> Any:
     kind: Any = type(router)
 
     class Drawn(kind):
-        def score(self, site: AttentionSite, q: Tensor, spans: FoldedSpans, step: Step) -> Tensor:
+        def score(self, site: AttentionSite, q: Tensor, spans: UnitsView, step: Step) -> Tensor:
             own = super().score(site, q, spans, step)
             return drawn[step.tokens % 2][..., : spans.count].to(own.device)
 
-        def bring(self, site: AttentionSite, step: Step, spans: FoldedSpans) -> Brought:
+        def bring(self, site: AttentionSite, step: Step, spans: UnitsView) -> Brought:
             own = super().bring(site, step, spans) if isinstance(router, Bringer) else Brought({})
             score = drawn[step.tokens % 2][:, 0].unflatten(0, (site.kv_heads, site.group_size))
             columns = room_for(spans.count)

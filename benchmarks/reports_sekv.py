@@ -25,8 +25,8 @@ from semkv.evaluation.environment import describe, now
 from semkv.evaluation.plots import zoom_heatmap
 from semkv.evaluation.subject import add_zooms, as_ids
 from semkv.evaluation.tables import size
-from semkv.runtime.site_memory import SiteMemory
-from semkv.runtime.spans import FACTORS
+from semkv.runtime.store.site_memory import SiteMemory
+from semkv.runtime.store.spans import FACTORS
 
 NAME = "reports_sekv"
 BUDGET = 0.1

@@ -21,11 +21,11 @@ from costs import spread
 from grids import FAMILIES, Bench, parser, provenance_of, read_parts, table, write_document
 from reports import Claim, Figures, claims_table, over_contexts, together, verdict, write_parts
 
+from semkv.compiler.offload import offload_demand
 from semkv.config import CompileConfig
 from semkv.evaluation import Grid, Variant
 from semkv.evaluation.subject import as_ids
 from semkv.evaluation.tables import markdown, percent, size
-from semkv.offload import offload_demand
 from semkv.profiles.schema.memory import UNBOUNDED, offloaded_stores
 from semkv.runtime.state import State
 

@@ -34,8 +34,8 @@ from transformers import DynamicCache
 
 import semkv
 from semkv.evaluation.environment import commit, describe, now
-from semkv.huggingface import CACHE
-from semkv.runtime.host_tier import HostTier
+from semkv.model.huggingface import CACHE
+from semkv.runtime.host.tier import HostTier
 
 RESULTS = Path(__file__).resolve().parent / "results" / "resident_memory.json"
 PLAIN = ("full", "DynamicCache")

@@ -23,9 +23,9 @@ from real_model import MODELS, fetch
 from servers import SETTINGS, listening, native_command
 
 import semkv
-from semkv.cache_folder import cache_folder
 from semkv.cli.models import load_model
 from semkv.evaluation.environment import describe, now
+from semkv.io.cache_folder import cache_folder
 
 PROMPT, ANSWER, LONGEST = 2048, 32, 4096
 MEMORY = 4

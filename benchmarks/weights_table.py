@@ -59,7 +59,7 @@ def nbytes(*modules: Any) -> int:
     """Bytes of all parameters and buffers, each memory once, with what wrapping tensors hold."""
     import torch
 
-    from semkv.plain_tensors import named_plain_tensors
+    from semkv.model.plain_tensors import named_plain_tensors
 
     held = [x for module in modules for _, x in named_plain_tensors(module)]
     for module in modules:  # HQQ keeps scales in a dict

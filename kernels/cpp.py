@@ -24,9 +24,9 @@ from threading import Lock, Thread
 
 import torch
 
-from semkv.cache_folder import FOLDER, cache_folder
 from semkv.errors import ConfigError
-from semkv.files import replace_file
+from semkv.io.cache_folder import FOLDER, cache_folder
+from semkv.io.files import replace_file
 
 COMPILERS = ("g++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fPIC", "-shared", "-w")

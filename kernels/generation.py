@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from semkv.errors import ConfigError
-from semkv.files import replace_file
+from semkv.io.files import replace_file
 from semkv.kernels.resources import Resources, read_resources
 
 TYPES = {

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from semkv.errors import ConfigError
-from semkv.files import parse_json, read_bytes, replace_file
+from semkv.io.files import parse_json, read_bytes, replace_file
 from semkv.kernels.mixed_attention.configuration import Configuration
 
 Problem = tuple[torch.dtype, int, int, int]

@@ -89,7 +89,11 @@ def _store_roles(program: Program, options: PassOptions) -> dict[int, tuple[str,
 
 def _own_roles(site: AttentionSite, roles: tuple[str, ...]) -> tuple[str, ...]:
     """Of the roles of the user's model's heads those of the site's, in its order."""
-    return tuple(roles[head] for head in site.head_order) if site.head_order and max(site.head_order) < len(roles) else roles
+    return (
+        tuple(roles[head] for head in site.head_order)
+        if site.head_order and max(site.head_order) < len(roles)
+        else roles
+    )
 
 
 def _annotate(

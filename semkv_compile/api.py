@@ -13,19 +13,19 @@ from semkv.artifact.fingerprint import model_fingerprint
 from semkv.capture.checks import check_model
 from semkv.capture.device import usable
 from semkv.compiled import CompiledModel
+from semkv.compiler.kernel_builds import check_graphs
+from semkv.compiler.pipeline import among_ranks
 from semkv.config import CompileConfig, check_budget
 from semkv.errors import ConfigError
-from semkv.generation_arguments import own_configuration
+from semkv.generation.arguments import own_configuration
 from semkv.ir.ranks import ranks_of
-from semkv.kernel_builds import check_graphs
-from semkv.live_model import LiveModel, program_of
+from semkv.live.model import LiveModel, program_of
 from semkv.methods import find_method
 from semkv.methods.auto import AUTO, measured_best
-from semkv.pipeline import among_ranks
+from semkv.model.wrappers import unwrapped
 from semkv.profiles.schema import Profile
 from semkv.runtime.modes import undisturbed
 from semkv.runtime.state import State
-from semkv.wrappers import unwrapped
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -132,7 +132,7 @@ def load(
 
     Needs no modelling code and unpickles nothing. Raises `ArtifactError` for anything damaged, altered or foreign.
     """
-    from semkv.saving import load_compiled
+    from semkv.loading import load_compiled
 
     return load_compiled(path, device=device, ranks=None if group is None else ranks_of(group))
 

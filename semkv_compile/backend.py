@@ -11,13 +11,13 @@ from torch.fx import GraphModule, Node
 
 from semkv import kernels  # noqa: F401 - registers the operators
 from semkv.capture.export import capture
+from semkv.compiler.pipeline import run_passes
 from semkv.errors import CaptureError, ConfigError
 from semkv.ir.graph import copy_graph_module
 from semkv.passes.base import PassOptions
 from semkv.passes.canonicalise import Canonicalise
 from semkv.passes.find_attention import FindAttention
 from semkv.passes.pin_defaults import PinDefaults
-from semkv.pipeline import run_passes
 
 INTEGERS = (torch.int64, torch.int32)
 HELD = "held_"

@@ -11,29 +11,36 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.generation.configuration_utils import GenerationConfig
 
 import semkv.kernels  # noqa: F401 - registers the operators
+from semkv.artifact.json_values import plain
+from semkv.artifact.save import save_program
 from semkv.capture.device import device_of
+from semkv.compiler.kernel_builds import as_between, as_step, as_turns, check_graphs, start_builds
+from semkv.compiler.kernel_layouts import site_layouts, tune_program
+from semkv.compiler.offload import offload_thresholds
+from semkv.compiler.pipeline import lower, place
 from semkv.config import CompileConfig, check_budget
 from semkv.errors import ArtifactError, BudgetError, ConfigError
-from semkv.generation import Generation
-from semkv.huggingface import register_causal_lm
+from semkv.export.write import export_state, export_step
+from semkv.generation.generate import Generation
 from semkv.ir.program import Program
-from semkv.kernel_builds import as_between, as_step, as_turns, check_graphs, start_builds
-from semkv.kernel_layouts import site_layouts, tune_program
 from semkv.kernels.mixed_attention.dispatch import form_of
 from semkv.kernels.tuning import Tuning
-from semkv.live_model import LiveModel
+from semkv.live.model import LiveModel
 from semkv.methods import Method, find_method
-from semkv.offload import offload_thresholds
+from semkv.model.huggingface import register_causal_lm
 from semkv.passes.base import PassOptions
-from semkv.pipeline import lower, place
 from semkv.profiles.schema import Profile
-from semkv.runtime.budget import Budget
+from semkv.runtime.budgets.budget import Budget
+from semkv.runtime.budgets.floor import Demand, with_floor
 from semkv.runtime.choices import check_choices
-from semkv.runtime.floor import Demand, with_floor
-from semkv.runtime.host_tier import HostTier
+from semkv.runtime.decode.row_turns import GraphedSteps, serves
+from semkv.runtime.host.tier import HostTier
+from semkv.runtime.modes import undisturbed
 from semkv.runtime.placement import Placement, in_pages
-from semkv.runtime.row_turns import GraphedSteps, serves
 from semkv.runtime.state import State
+
+KERNELS = "kernels"
+"""Under which a manifest's `extra` keeps tuned layouts."""
 
 
 class CompiledModel(Generation):
@@ -198,13 +205,27 @@ class CompiledModel(Generation):
 
     # -- files ---------------------------------------------------------------------------------------------------------
 
+    @undisturbed
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write an artifact folder that `semkv.load` runs without the modelling code; see docs/artifact.md."""
-        from semkv.saving import save_compiled
-
         self._alone("saved")
         self._follow()
-        save_compiled(self, path)
+        if self.profile is not None and self.fingerprint is not None:
+            self.profile.check_model(self.fingerprint)  # who loads it checks it as well
+        config = self.config
+        save_program(
+            self.program,
+            path,
+            method=self.method.name,
+            method_options=self.settings.method_options,
+            budget=self.budget,
+            config=self.settings,
+            profile=self.profile,
+            model_fingerprint=self.fingerprint,
+            model_config=None if config is None else plain(config.to_dict()),
+            generation_config=plain(self.generation_config.to_dict()),
+            extra=None if self.tuning is None else {KERNELS: self.tuning.to_json()},
+        )
 
     def export(self, path: str | os.PathLike[str], format: str = "onnx", *, example: State | None = None) -> Path:
         """Write the decode step as a folder that runs without semkv: the step, and `step.json`, which says what each input and output is.
@@ -222,11 +243,9 @@ class CompiledModel(Generation):
         ------
         ConfigError: an unknown format, a missing package, a method that cannot be exported, a path that is taken; before work begins.
         """
-        from semkv.export.write import export_step
-
         self._alone("exported")
         self._follow()
-        return export_step(self, path, format, example=example)
+        return export_step(self.placement, self.prefill, path, format, example=example)
 
     def export_state(
         self, state: State, path: str | os.PathLike[str], *, step: str | os.PathLike[str] | None = None
@@ -241,17 +260,13 @@ class CompiledModel(Generation):
         ------
         ConfigError: no room was reserved. StateError: a row whose form is not that of the step. ArtifactError: a step of another model.
         """
-        from semkv.export.write import export_state
-
         self._follow()
-        return export_state(self, state, path, step)
+        return export_state(self.placement, state, path, step)
 
     def load_state(self, path: str | os.PathLike[str]) -> State:
         """A state that this model, or one compiled alike, saved with `State.save`."""
-        from semkv.saving import load_state
-
         self._follow()
-        return load_state(self, path)
+        return State.load(path, self.placement)
 
     def _alone(self, what: str) -> None:
         if self.program.ranks is not None:

@@ -69,7 +69,7 @@ class CompileConfig(Settings):
         denominator, is that of the latents then, a small part of that of the heads; a method chooses tokens for all heads at once;
         prompts take longer to read, as heads compare latents, which are wider. Results are the same but for rounding.
     cache: keep the captured program on disk, and take it from there when the same model is compiled again with the same
-        versions (`semkv.program_cache`).
+        versions (`semkv.compiler.program_cache`).
     method_options: parameters of the method, by name; see each method's docstring.
     """
 

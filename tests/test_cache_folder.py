@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from semkv.cache_folder import FOLDER, cache_folder
+from semkv.io.cache_folder import FOLDER, cache_folder
 
 
 def test_the_folder(monkeypatch, tmp_path):

@@ -305,7 +305,7 @@ def test_bad_arguments_are_refused_before_any_work(model, monkeypatch, arguments
     def never(*args, **kwargs):
         raise AssertionError("capture ran")
 
-    monkeypatch.setattr("semkv.live_model.captured_program", never)
+    monkeypatch.setattr("semkv.live.model.captured_program", never)
     arguments = dict(arguments)
     config = semkv.CompileConfig(method_options=arguments.pop("options", {}))
     with pytest.raises(error, match=message):

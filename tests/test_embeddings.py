@@ -13,8 +13,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 import semkv
 from semkv.compiled import CompiledModel
 from semkv.errors import ConfigError, InputError
-from semkv.huggingface import CACHE
-from semkv.runtime.content import UNKNOWN
+from semkv.model.huggingface import CACHE
+from semkv.runtime.prompt.content import UNKNOWN
 
 VOCAB, HIDDEN = 61, 32
 GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import semkv
 from semkv.compiled import CompiledModel
-from semkv.eager_prompt import decoder_inputs
 from semkv.errors import CaptureError, ConfigError, InputError, StateError
-from semkv.huggingface import CACHE
+from semkv.generation.eager_prompt import decoder_inputs
+from semkv.model.huggingface import CACHE
 from tests.conftest import quick_ones
 from tests.vlms import IMAGE, MROPE, VIDEO, images, other, own_logits, vlm
 

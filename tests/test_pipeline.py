@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from semkv import pipeline
+from semkv.compiler import pipeline
+from semkv.compiler.pipeline import LOWER, UNDERSTAND, captured_program, check_order, lower, run_passes
 from semkv.errors import CaptureError, SpecError
 from semkv.ir.plain_memory import PlainMemory
 from semkv.passes.base import Pass, PassOptions
 from semkv.passes.surprisal_head import SurprisalHead
-from semkv.pipeline import LOWER, UNDERSTAND, captured_program, check_order, lower, run_passes
 
 
 class Nothing(Pass):

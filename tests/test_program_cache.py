@@ -12,15 +12,16 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import semkv
-from semkv import live_model, program_cache
 from semkv.artifact.fingerprint import model_fingerprint, program_fingerprint
 from semkv.artifact.state_file import load_tensors, save_tensors
 from semkv.compiled import CompiledModel
+from semkv.compiler import program_cache
+from semkv.compiler.pipeline import captured_program
 from semkv.config import CompileConfig
 from semkv.errors import ArtifactError, InputError
 from semkv.ir.program import Program
+from semkv.live import model as live_model
 from semkv.methods import find_method
-from semkv.pipeline import captured_program
 
 CACHED = CompileConfig(cache=True)
 

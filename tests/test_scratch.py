@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import semkv
 from semkv.errors import StaleModelError
-from semkv.scratch import written_by_forward
+from semkv.live.scratch import written_by_forward
 
 VOCAB = 41
 

@@ -16,10 +16,10 @@ from grids import ROOT
 from real_model import MODELS, fetch
 from real_table import BUDGETS, NEEDLES, WHOLE, tasks_of
 
-from semkv.cache_folder import cache_folder
 from semkv.cli.common import quiet_libraries, whole_numbers
 from semkv.cli.models import load_weights
 from semkv.evaluation.tasks.base import Task
+from semkv.io.cache_folder import cache_folder
 
 
 def samples(tokenizer: Any, tasks: dict[str, Task], length: int) -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ def gate_scores_reference(
 
     (W q).(W mean key) / norm / sqrt(d') + log length - offset - threshold. q [Hq, T, D]; weight W [Hq, d', D]; codes uint8
     [Hkv, M, D] at 8 bits or [Hkv, M, ceil(D / 2)] at 4, the low half first, with scale [Hkv, M, 1]: mean keys as
-    `semkv.runtime.quantization` stores them; norms [Hq, M, 1] of W mean key; lengths [Hkv|1, M] in tokens; offset and threshold
+    `semkv.runtime.store.quantization` stores them; norms [Hq, M, 1] of W mean key; lengths [Hkv|1, M] in tokens; offset and threshold
     [Hq]. Computed in the dtype of `weight`.
     """
     dtype = weight.dtype

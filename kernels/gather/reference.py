@@ -18,7 +18,7 @@ def copy_tokens_reference(
     """Write the tokens at `places` int64 [n] of `heads` int64 [n] into the rows `at` int64 [n], which are distinct.
 
     waiting: [Hkv, N, D] each, keys and values. Where `scales` has float16 [Hkv, N, 1], they are the codes uint8 of
-    `semkv.runtime.quantization` in 8 bits, which stand for (code - 128) * scale. into: [rows, D] each.
+    `semkv.runtime.store.quantization` in 8 bits, which stand for (code - 128) * scale. into: [rows, D] each.
     """
     for x, scale, out in zip(waiting, scales, into):
         for head, place, row in zip(heads.tolist(), places.tolist(), at.tolist()):

@@ -7,11 +7,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from semkv.ir.memory import Entries
 from semkv.ir.ops import value_dim
 from semkv.kernels.mixed_attention.blocks import Block, flat_blocks, kv_heads_of
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+"""Of the numbers that kernels take; codes have a scale beside them."""
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,11 @@ from semkv.errors import ConfigError
 from semkv.kernels.cpp import MISSING, compiler
 from semkv.kernels.mixed_attention.blocked import attend_blocked
 from semkv.kernels.mixed_attention.blocks import each
-from semkv.kernels.mixed_attention.call import AttentionCall
+from semkv.kernels.mixed_attention.call import DTYPES, AttentionCall
 from semkv.kernels.mixed_attention.configuration import Configuration
 from semkv.kernels.mixed_attention.cpp import MAX_DIM, MAX_ROWS, attend_cpp, attention_library
 
 KERNELS = ("auto", "torch", "cpp", "triton")
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def mixed_attention(*arguments: Any, kernel: str = "auto", layout: Sequence[int] = (), **keywords: Any) -> Tensor:

@@ -13,9 +13,9 @@ from semkv.errors import InputError
 from semkv.kernels.generation import Launch, padded
 from semkv.kernels.mixed_attention.block_table import FIELDS, PLACE_FIELDS, BlockTable, block_table
 from semkv.kernels.mixed_attention.blocks import flat_blocks
-from semkv.kernels.mixed_attention.call import AttentionCall
+from semkv.kernels.mixed_attention.call import DTYPES, AttentionCall
 from semkv.kernels.mixed_attention.configuration import Configuration
-from semkv.kernels.mixed_attention.dispatch import DTYPES, MAX_ROWS
+from semkv.kernels.mixed_attention.cpp import MAX_ROWS
 from semkv.kernels.mixed_attention.paged import PagedTokens
 from semkv.kernels.mixed_attention.template import decode_partials, merge_partials
 

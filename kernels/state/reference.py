@@ -43,7 +43,8 @@ def append_reference(
 
 
 def quantized(x: Tensor, bits: int = 8) -> tuple[Tensor, Tensor]:
-    """Codes uint8 [..., ceil(D * bits / 8)] and scales float16 [..., 1], to the bit those of `semkv.runtime.quantization.quantize`."""
+    """Codes uint8 [..., ceil(D * bits / 8)] and scales float16 [..., 1], to the bit those of
+    `semkv.runtime.store.quantization.quantize`."""
     top = 2 ** (bits - 1) - 1
     scale = (x.abs().amax(dim=-1, keepdim=True).float() / top).clamp(min=HALF.smallest_normal * HALF.eps, max=HALF.max)
     scale = scale.to(torch.float16)

@@ -22,7 +22,7 @@ import transformers
 from torch import Tensor
 from transformers import AutoTokenizer, DynamicCache, LlamaForCausalLM, PreTrainedTokenizerBase
 
-from semkv.huggingface import CACHE
+from semkv.model.huggingface import CACHE
 
 from . import MODEL_DIR
 from .tasks import FAMILIES, Haystack, Question, make_haystack

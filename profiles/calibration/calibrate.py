@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from semkv.artifact.fingerprint import model_fingerprint
+from semkv.compiler.pipeline import captured_program, on_latents
 from semkv.errors import ConfigError
 from semkv.ir.program import Program
 from semkv.passes.assign_budgets import AssignBudgets
 from semkv.passes.base import PassOptions
-from semkv.pipeline import captured_program, on_latents
 from semkv.profiles.schema import ModelFacts, Profile, ProfileInfo, Provenance, SekvSection, SiteFacts
 
 from .data import CalibrationData

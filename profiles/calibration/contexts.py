@@ -10,9 +10,9 @@ from torch import Tensor
 
 from semkv.errors import ConfigError
 from semkv.ir.program import Program
-from semkv.runtime.quantization import dequantize, quantize
-from semkv.runtime.record import chunked_surprisal
-from semkv.runtime.segments import Folding, Segmentation
+from semkv.runtime.prompt.record import chunked_surprisal
+from semkv.runtime.store.quantization import dequantize, quantize
+from semkv.runtime.store.segments import Folding, Segmentation
 
 from .interpreter import SiteCall, full_attention, run_body, scores
 from .segmentation import Divider

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from semkv.ir.program import Program
-from semkv.runtime.segments import Segmentation
+from semkv.runtime.store.segments import Segmentation
 
 from .codebooks import centroids
 from .contexts import SiteRecord, candidates, record_of

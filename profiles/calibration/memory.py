@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from semkv.compiler.offload import weight_bytes
 from semkv.errors import BudgetError
 from semkv.ir.program import Program
-from semkv.offload import weight_bytes
 from semkv.profiles.schema import MemoryModel
 
 from .interpreter import Handler, SiteInterpreter, full_attention

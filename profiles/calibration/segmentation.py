@@ -7,8 +7,8 @@ from torch import Tensor
 from semkv.config import CompileConfig
 from semkv.ir.program import Program
 from semkv.methods.sekv import SeKV
-from semkv.runtime.costs import unit_cost_bytes
-from semkv.runtime.segments import Segmentation
+from semkv.runtime.budgets.costs import unit_cost_bytes
+from semkv.runtime.store.segments import Segmentation
 
 from .settings import CalibrationSettings
 

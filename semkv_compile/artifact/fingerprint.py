@@ -20,8 +20,8 @@ from semkv.artifact.graph_json import graph_tensors, graph_to_json
 from semkv.artifact.recurrences import bodies_of, body_graphs
 from semkv.errors import CaptureError
 from semkv.ir.program import Program
-from semkv.plain_tensors import plain_tensors
-from semkv.wrappers import unwrapped
+from semkv.model.plain_tensors import plain_tensors
+from semkv.model.wrappers import unwrapped
 
 MIXED_ATTENTION = "semkv::mixed_attention.default"
 BOUND = ("kernel", "layout")

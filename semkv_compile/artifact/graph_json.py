@@ -15,7 +15,7 @@ from semkv.artifact.arguments import DTYPE_NAME, check_call, decode, encode
 from semkv.artifact.operators import ARITY, KINDS, resolve, target_name
 from semkv.artifact.schema import GRAPH_SCHEMA, GraphJson, NodeJson, attribute_path, identifier
 from semkv.errors import ArtifactError
-from semkv.files import validate
+from semkv.io.files import validate
 from semkv.ir.memory import GRAPH_FUNCTIONS
 from semkv.ir.recurrence import Pieces, distinct_pieces, held_pieces
 

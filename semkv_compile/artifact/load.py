@@ -26,12 +26,12 @@ from semkv.artifact.manifest import (
 from semkv.artifact.recurrences import bodies_from, is_body_graph, sites_from
 from semkv.artifact.weights import check_views, unpack
 from semkv.errors import ArtifactError, ConfigError, SpecError
-from semkv.files import read_json
+from semkv.io.files import read_json
+from semkv.io.tensor_file import read_header, read_tensors
 from semkv.ir import spec
 from semkv.ir.graph import placeholders
 from semkv.ir.program import Program
 from semkv.ir.recurrence import Pieces
-from semkv.tensor_file import read_header, read_tensors
 
 
 def load_program(path: str | os.PathLike[str], device: str | torch.device | None = None) -> tuple[Program, Manifest]:

@@ -26,7 +26,7 @@ from semkv.artifact.recurrences import NAME, BodyFacts, SiteFacts
 from semkv.artifact.weights import TensorView
 from semkv.config import CompileConfig, check_budget
 from semkv.errors import ArtifactError
-from semkv.files import check_sha256, describe, dump_json, file_size, member, parse_json, read_bytes, validate
+from semkv.io.files import check_sha256, describe, dump_json, file_size, member, parse_json, read_bytes, validate
 from semkv.ir.seams import Seams
 from semkv.ir.site import AttentionSite
 

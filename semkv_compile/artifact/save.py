@@ -33,9 +33,9 @@ from semkv.artifact.recurrences import bodies_of, body_graphs, body_values, site
 from semkv.artifact.weights import pack
 from semkv.config import CompileConfig, check_budget
 from semkv.errors import ArtifactError
-from semkv.files import dump_json, member, replace_folder, sha256_of, validate
+from semkv.io.files import dump_json, member, replace_folder, sha256_of, validate
+from semkv.io.tensor_file import write_tensors
 from semkv.ir.program import Program
-from semkv.tensor_file import write_tensors
 
 
 class SavesToFolder(Protocol):

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from semkv.artifact.schema import Strict
 from semkv.errors import ArtifactError, SemkvError
-from semkv.files import parse_json, replace_file, validate
-from semkv.tensor_file import read_header, read_tensors, write_tensors
+from semkv.io.files import parse_json, replace_file, validate
+from semkv.io.tensor_file import read_header, read_tensors, write_tensors
 
 STATE_SCHEMA = 1
 """Version of the container; a reader refuses any other."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from semkv.artifact.schema import Strict
 from semkv.errors import ArtifactError
-from semkv.tensor_file import TensorEntry
+from semkv.io.tensor_file import TensorEntry
 
 
 class TensorView(Strict):

@@ -18,7 +18,7 @@ from semkv.errors import ConfigError
 from semkv.ir.graph import copy_graph_module
 from semkv.ir.program import Program
 from semkv.ir.recurrence import Pieces, held_pieces
-from semkv.plain_tensors import plain_tensors
+from semkv.model.plain_tensors import plain_tensors
 
 Key = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
 

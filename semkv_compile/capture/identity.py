@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from semkv.errors import CaptureError
-from semkv.plain_tensors import Wrapper, plain_tensors, wraps
+from semkv.model.plain_tensors import Wrapper, plain_tensors, wraps
 
 PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size)
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from semkv.plain_tensors import Wrapper, plain_tensors, wraps
+from semkv.model.plain_tensors import Wrapper, plain_tensors, wraps
 
 
 class InnerWeights(nn.Module):

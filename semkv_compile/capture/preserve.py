@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from semkv.wrappers import unwrapped
+from semkv.model.wrappers import unwrapped
 
 CONTAINERS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 

@@ -16,7 +16,7 @@ from semkv.capture.checks import accepts, text_config
 from semkv.capture.state_cache import Key, StateCache, cache_argument, cache_kind
 from semkv.errors import CaptureError
 from semkv.ir.recurrence import Form
-from semkv.plain_tensors import wraps
+from semkv.model.plain_tensors import wraps
 
 ROWS, LENGTH = 3, 17
 """Of the run in which sites are found."""

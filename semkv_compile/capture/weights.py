@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from semkv.errors import CaptureError
-from semkv.plain_tensors import wraps
+from semkv.model.plain_tensors import wraps
 
 REMOVE_HOOKS = "accelerate.hooks.remove_hook_from_module(model, recurse=True)"
 
@@ -17,7 +17,7 @@ def check_weights(model: nn.Module) -> None:
     """Raise `CaptureError` for the first module whose weights are not tensors that are here: TorchScript, packed, offloaded,
     sharded, or on several devices.
 
-    Tensors that wrap plain ones (`semkv.plain_tensors`) are none of these.
+    Tensors that wrap plain ones (`semkv.model.plain_tensors`) are none of these.
     """
     for path, module in model.named_modules():
         for check in (_script, _packed, _moving, _sharded, _hooked):

@@ -134,7 +134,7 @@ def floor_ms(timing: Timing, decoder: Decoder, machine: Machine) -> float:
 
 def print_timings(console: Console, timings: list[Timing], floors: list[float | None]) -> None:
     """Two tables with a line per method and budget: times and sizes, and what steps moved."""
-    from semkv.cli.profile_tables import simple_table
+    from semkv.cli.tables import simple_table
     from semkv.evaluation.bench import PERCENTILES
     from semkv.evaluation.tables import size
 

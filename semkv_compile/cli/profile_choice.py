@@ -159,7 +159,7 @@ def choice_seconds(passes: Any, *, bundled: bool, length: int, workers: int = 1)
 
 def choice_table(console: Console, profile: Any) -> None:
     """Scores of methods by budget, the best of each first."""
-    from semkv.cli.profile_tables import simple_table
+    from semkv.cli.tables import simple_table
 
     budgets = sorted({cell.budget for cell in profile.info.choices})
     table = simple_table(

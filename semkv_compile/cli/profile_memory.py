@@ -16,7 +16,7 @@ SHOWN = 12
 
 def memory_table(console: Console, profile: Any) -> None:
     """Constants, and for some numbers of layers on the host the longest sequence."""
-    from semkv.cli.profile_tables import simple_table
+    from semkv.cli.tables import simple_table
     from semkv.evaluation.tables import size
 
     section = profile.info.memory_model

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from semkv.cli.profile_memory import memory_table
+from semkv.cli.tables import simple_table
 
 SHOWN_ROWS = 48
 """Layers that a table shows; of a deeper model every n-th."""
@@ -40,14 +40,6 @@ def print_step(console: Console, step: str, profile: Any, note: str = "") -> Non
     TABLES[step](console, profile)
     if note:
         console.print(f"{step}: {note}", highlight=False)
-
-
-def simple_table(title: str, *columns: str) -> Table:
-    """A table without rules, its columns right-aligned."""
-    table = Table(title=title, box=None, padding=(0, 1), pad_edge=False, title_justify="left")
-    for column in columns:
-        table.add_column(column, justify="right")
-    return table
 
 
 def _shown(count: int) -> range:

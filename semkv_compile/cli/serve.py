@@ -13,14 +13,14 @@ from typing import Any
 import typer
 
 from semkv.artifact.manifest import is_artifact
-from semkv.cache_folder import cache_folder
 from semkv.cli.models import BUNDLED, load_model, load_tokenizer
 from semkv.errors import ConfigError
-from semkv.files import sha256_of
+from semkv.io.cache_folder import cache_folder
+from semkv.io.files import sha256_of
 from semkv.serving.admission import Admission, units
 from semkv.serving.command import ENVIRONMENT, Server, check_vllm
 from semkv.serving.folder import Served, default_memory
-from semkv.serving.vllm import ARCHITECTURE
+from semkv.serving.vllm.names import ARCHITECTURE
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from semkv.evaluation.schema import Mass
 from semkv.ir.site import AttentionSite
-from semkv.runtime.blocks import zoomed_units
-from semkv.runtime.record import RowRecord
-from semkv.runtime.site_memory import SiteMemory
+from semkv.runtime.prompt.record import RowRecord
+from semkv.runtime.store.blocks import zoomed_units
+from semkv.runtime.store.site_memory import SiteMemory
 
 SINKS, WINDOW = 4, 32
 """First and recent tokens that are not far."""

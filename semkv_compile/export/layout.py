@@ -12,12 +12,12 @@ from semkv.errors import ConfigError, StateError
 from semkv.ir.state_ops import EMPTY
 from semkv.methods.speculation import KEYS, Speculation, SpeculativeRouter
 from semkv.runtime.components import Bringer, Components, Giver, Passer
-from semkv.runtime.layer_step import NUMBERS, PLACES, Layer
+from semkv.runtime.decode.layer_step import NUMBERS, PLACES, Layer
+from semkv.runtime.decode.row_turns import Layers, turns_of
+from semkv.runtime.decode.step_graph import Turn
 from semkv.runtime.placement import Placement
 from semkv.runtime.row_memory import RowMemory
-from semkv.runtime.row_turns import Layers, turns_of
 from semkv.runtime.state import State
-from semkv.runtime.step_graph import Turn
 
 RANKING = "ranking"
 AXES = {"recent": "capacity", "kept": "kept", "slots": "slots", "waiting": "waiting"}

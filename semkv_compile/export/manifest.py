@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from semkv.artifact.fingerprint import program_fingerprint
 from semkv.errors import ArtifactError
 from semkv.export.layout import Field, Layout, StepPart
-from semkv.files import dump_json, read_json
+from semkv.io.files import dump_json, read_json
 from semkv.methods.speculation import Speculation
-from semkv.runtime.layer_step import NUMBERS
-
-if TYPE_CHECKING:
-    from semkv.compiled import CompiledModel
+from semkv.runtime.decode.layer_step import NUMBERS
+from semkv.runtime.placement import Placement
 
 FORMAT, VERSION, NAME = "semkv-step", 1, "step.json"
 NEXT = "next."
@@ -49,9 +47,9 @@ LOOP = [
 ]
 
 
-def describe(compiled: CompiledModel, layout: Layout, file: str, kind: str, **more: Any) -> dict[str, Any]:
+def describe(placement: Placement, layout: Layout, file: str, kind: str, **more: Any) -> dict[str, Any]:
     """What `step.json` holds."""
-    program, placement = compiled.program, compiled.placement
+    program = placement.program
     rows: int | str = "rows" if program.batched else 1
     numbers = [len(layout.parts), len(NUMBERS), rows]
     first = [
@@ -87,7 +85,7 @@ def describe(compiled: CompiledModel, layout: Layout, file: str, kind: str, **mo
             "program": program_fingerprint(program),
         },
         "method": placement.method,
-        "budget": compiled.budget,
+        "budget": placement.budget.value,
         "sizes": {name: _size(name) for name in layout.symbols()},
         "inputs": inputs,
         "outputs": outputs,
@@ -102,7 +100,7 @@ def write_manifest(folder: Path, told: dict[str, Any]) -> None:
     (folder / NAME).write_bytes(dump_json(told, folder / NAME, error=ArtifactError))
 
 
-def read_layout(compiled: CompiledModel, folder: Path) -> Layout:
+def read_layout(placement: Placement, folder: Path) -> Layout:
     """The layout of the step in `folder`, without its turns: what rows have to be brought to.
 
     Raises
@@ -113,8 +111,7 @@ def read_layout(compiled: CompiledModel, folder: Path) -> Layout:
     told = read_json(path, error=ArtifactError)
     if not isinstance(told, dict) or (told.get("format"), told.get("version")) != (FORMAT, VERSION):
         raise ArtifactError(f"{path}: not a step of version {VERSION}; export it again")
-    placement = compiled.placement
-    mine = (placement.method, compiled.budget, program_fingerprint(compiled.program))
+    mine = (placement.method, placement.budget.value, program_fingerprint(placement.program))
     try:
         theirs = (told["method"], told["budget"], told["model"]["program"])
         if theirs != mine:

@@ -13,8 +13,8 @@ from semkv.export.plain import InPlainOperators
 from semkv.ir.memory import TextInputs
 from semkv.methods.speculation import KEYS
 from semkv.profiles.schema.retrieval_head import matched_heads
-from semkv.runtime.attending import attending
-from semkv.runtime.layer_step import NUMBERS, attend_step
+from semkv.runtime.decode.attending import attending
+from semkv.runtime.decode.layer_step import NUMBERS, attend_step
 
 NONE = float("-inf")
 

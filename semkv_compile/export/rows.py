@@ -11,10 +11,10 @@ from torch import Tensor
 from semkv.errors import ConfigError, StateError
 from semkv.export.layout import BOUNDS, RANKING, Field, Layout, StepPart, axis_of, next_turns
 from semkv.methods.speculation import KEYS, NEWEST, UNREAD
-from semkv.runtime.layer_step import NUMBERS, PLACES
+from semkv.runtime.decode.layer_step import NUMBERS, PLACES
+from semkv.runtime.decode.step_graph import Turn
 from semkv.runtime.row_memory import RowMemory
 from semkv.runtime.state import State
-from semkv.runtime.step_graph import Turn
 
 AT, COUNT, ROOM, START, SHIFT = range(len(NUMBERS))
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
+from torch import Tensor
 
 from semkv.artifact.recurrences import bodies_of, body_values
 from semkv.errors import BudgetError, ConfigError, InputError, StateError
@@ -16,15 +17,16 @@ from semkv.export.layout import Layout, check_plan
 from semkv.export.manifest import NEXT, describe, read_layout, write_manifest
 from semkv.export.module import StepModule, dynamic_shapes, example_inputs
 from semkv.export.rows import rows_of
-from semkv.files import replace_file, replace_folder
+from semkv.io.files import replace_file, replace_folder
+from semkv.ir.program import Program
 from semkv.kernels.cpp import MISSING, compiler
+from semkv.runtime.decode.step_graph import TRACING
 from semkv.runtime.modes import undisturbed
+from semkv.runtime.placement import Placement
 from semkv.runtime.state import State
-from semkv.runtime.step_graph import TRACING
 
-if TYPE_CHECKING:
-    from semkv.compiled import CompiledModel
-
+Prefill = Callable[[Tensor], State]
+"""ids int64 [B, n] -> their state."""
 Format = Literal["onnx", "aoti"]
 FORMATS: tuple[str, ...] = get_args(Format)
 OPSET = 20
@@ -52,11 +54,11 @@ def check_path(folder: Path) -> None:
         raise ConfigError(f"{folder}: there is something already; give a path that does not exist, or an empty folder")
 
 
-def check_recurrences(compiled: CompiledModel) -> None:
+def check_recurrences(program: Program) -> None:
     """Raise `ConfigError` for a model with recurrent states, which exported steps have no inputs for; `ArtifactError` for one of which a
     module runs as its own code."""
-    body_values(bodies_of(compiled.program))
-    names = [site.name for site in compiled.program.recurrences if site.states]
+    body_values(bodies_of(program))
+    names = [site.name for site in program.recurrences if site.states]
     if names:
         more = f", as {len(names) - 1} more modules do" if len(names) > 1 else ""
         raise ConfigError(
@@ -65,9 +67,9 @@ def check_recurrences(compiled: CompiledModel) -> None:
         )
 
 
-def check_chunks(compiled: CompiledModel) -> None:
+def check_chunks(program: Program) -> None:
     """Raise `ConfigError` for attention in chunks, which exported steps do not mask."""
-    chunks = [site for site in compiled.program.sites if site.chunk]
+    chunks = [site for site in program.sites if site.chunk]
     if chunks:
         raise ConfigError(
             f"{chunks[0].name} attends within chunks of {chunks[0].chunk} tokens, which no exported step has; save the compiled model with "
@@ -77,18 +79,23 @@ def check_chunks(compiled: CompiledModel) -> None:
 
 @undisturbed
 def export_step(
-    compiled: CompiledModel, path: str | os.PathLike[str], form: str = "onnx", *, example: State | None = None
+    placement: Placement,
+    prefill: Prefill,
+    path: str | os.PathLike[str],
+    form: str = "onnx",
+    *,
+    example: State | None = None,
 ) -> Path:
-    """See `CompiledModel.export`."""
+    """See `CompiledModel.export`; `prefill` makes the example where none is given."""
     folder = Path(path)
     check_tools(form)
     check_path(folder)
-    check_recurrences(compiled)
-    check_chunks(compiled)
-    check_plan(compiled.placement)
-    if example is not None and example.placement is not compiled.placement:
+    check_recurrences(placement.program)
+    check_chunks(placement.program)
+    check_plan(placement)
+    if example is not None and example.placement is not placement:
         raise ConfigError("example: a state of another compiled model; prefill one with this model")
-    layout = Layout.of(compiled.placement, example_state(compiled) if example is None else example)
+    layout = Layout.of(placement, example_state(placement, prefill) if example is None else example)
     with TRACING:
         step = torch.export.export(
             StepModule(layout).eval(), example_inputs(layout), dynamic_shapes=dynamic_shapes(layout), strict=False
@@ -101,7 +108,7 @@ def export_step(
             else:
                 _write_package(step, made / "step.pt2")
             write_manifest(
-                made, describe(compiled, layout, "step.onnx" if form == "onnx" else "step.pt2", form, **told)
+                made, describe(placement, layout, "step.onnx" if form == "onnx" else "step.pt2", form, **told)
             )
     return folder
 
@@ -148,40 +155,40 @@ def _write_package(step: torch.export.ExportedProgram, file: Path) -> None:
     aoti_compile_and_package(step, package_path=str(file))
 
 
-def example_state(compiled: CompiledModel) -> State:
+def example_state(placement: Placement, prefill: Prefill) -> State:
     """A state of a prompt of random tokens, long enough for the method to have something to do.
 
     Raises
     ------
     ConfigError: no such prompt was found.
     """
-    budget, most = compiled.placement.budget, compiled.program.max_positions or LONGEST_EXAMPLE
+    budget, most = placement.budget, placement.program.max_positions or LONGEST_EXAMPLE
     share = budget.value if isinstance(budget.value, float) else 1.0
-    tokens = max(256, 2 * budget.floor + 64, int(1.5 * compiled.placement.minimum_tokens / share))
+    tokens = max(256, 2 * budget.floor + 64, int(1.5 * placement.minimum_tokens / share))
     if isinstance(budget.value, int):
         tokens = max(tokens, 2 * budget.value + 64)
     failure: Exception | None = None
     for length in dict.fromkeys(min(tokens << doubled, most - 1) for doubled in range(4)):
         generator = torch.Generator(device="cpu").manual_seed(0)
         size = (1, length)
-        ids = torch.randint(compiled.program.vocab_size, size, generator=generator, dtype=torch.int64, device="cpu")
+        ids = torch.randint(placement.program.vocab_size, size, generator=generator, dtype=torch.int64, device="cpu")
         try:
-            state = compiled.prefill(ids)
+            state = prefill(ids)
         except (BudgetError, InputError) as error:
             failure = error
             continue
         if all(not memory.unfolds or memory.reads_units for row in state.rows for memory in row.budgeted()):
             return state
     raise ConfigError(
-        f"no prompt of random tokens, from {min(tokens, most - 1)} on, has folded tokens in every layer with {compiled.placement.method!r} "
-        f"and budget {compiled.budget}: give example=state, a state whose form the step is for"
+        f"no prompt of random tokens, from {min(tokens, most - 1)} on, has folded tokens in every layer with {placement.method!r} "
+        f"and budget {budget.value}: give example=state, a state whose form the step is for"
         + (f" ({failure})" if failure else "")
     )
 
 
 @undisturbed
 def export_state(
-    compiled: CompiledModel, state: State, path: str | os.PathLike[str], step: str | os.PathLike[str] | None = None
+    placement: Placement, state: State, path: str | os.PathLike[str], step: str | os.PathLike[str] | None = None
 ) -> Path:
     """See `CompiledModel.export_state`."""
     from safetensors.torch import save_file
@@ -192,8 +199,8 @@ def export_state(
             "others: go on with compiled.generate"
         )
     file = Path(path)
-    layout = read_layout(compiled, file.parent if step is None else Path(step))
-    if state.placement is not compiled.placement:
+    layout = read_layout(placement, file.parent if step is None else Path(step))
+    if state.placement is not placement:
         raise ConfigError("a state of another compiled model: prefill it with this one")
     with state.in_use():
         rows = rows_of(layout, state)

@@ -29,7 +29,7 @@ class Entries(NamedTuple):
     all. Every place has a block, which may be empty.
 
     Keys or values of a block that has a scale for them are packed codes uint8 [B, Hkv, N, width], 8 bits where the width is the head
-    dim and 4 where it is half of it, rounded up (`semkv.runtime.quantization.Quantized`); see `semkv.ir.ops.value_dim` for that of
+    dim and 4 where it is half of it, rounded up (`semkv.runtime.store.quantization.Quantized`); see `semkv.ir.ops.value_dim` for that of
     values. Scales have no gradient.
     """
 

@@ -17,7 +17,7 @@ EMPTY = torch.iinfo(torch.int32).max
 library.define(
     # Token t of row b goes to place (at[b] + t) % W of its window. k [B, H, W, D], v [B, H, W, Dv], positions int32 [B, 1, W];
     # new_k [B, H, T, D], new_v [B, H, T, Dv], new_positions int64 [B, T], at int64 [B]; T <= W. With scales float16 [B, H, W, 1], k and v
-    # are codes of 8 or 4 bits, made as `semkv.runtime.quantization.quantize` makes them.
+    # are codes of 8 or 4 bits, made as `semkv.runtime.store.quantization.quantize` makes them.
     "append_(Tensor(a!) k, Tensor(b!) v, Tensor(c!) positions, Tensor new_k, Tensor new_v, Tensor new_positions, Tensor at, "
     "Tensor(d!)? k_scale=None, Tensor(e!)? v_scale=None) -> ()"
 )

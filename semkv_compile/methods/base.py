@@ -15,7 +15,7 @@ from semkv.methods.options import Allowed
 from semkv.profiles.schema import Profile
 from semkv.profiles.schema.codes import KeyBalance
 from semkv.profiles.schema.retrieval_head import RetrievalHead
-from semkv.runtime.budget import Budget
+from semkv.runtime.budgets.budget import Budget
 from semkv.runtime.components import Components, Generated, Part, Plan
 
 

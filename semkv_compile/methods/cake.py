@@ -16,7 +16,7 @@ from semkv.methods.options import AboveZero, FromZero, Queries, Width
 from semkv.methods.window_scores import mean_of_heads, pooled
 from semkv.profiles.schema import Profile
 from semkv.runtime.components import Components, Plan
-from semkv.runtime.record import RowRecord
+from semkv.runtime.prompt.record import RowRecord
 
 
 def _variance(weights: Tensor) -> Tensor:

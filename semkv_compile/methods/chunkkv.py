@@ -16,7 +16,7 @@ from semkv.methods.options import Count, Queries, Tokens, TokensOrNone
 from semkv.methods.window_scores import mean_of_heads
 from semkv.profiles.schema import Profile
 from semkv.runtime.components import Components
-from semkv.runtime.record import RowRecord
+from semkv.runtime.prompt.record import RowRecord
 
 
 @dataclass(frozen=True)

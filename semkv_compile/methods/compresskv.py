@@ -21,7 +21,7 @@ from semkv.methods.window_scores import pooled, shared_votes
 from semkv.profiles.schema import Profile
 from semkv.profiles.schema.allocation import layer_budgets
 from semkv.runtime.components import Components, Plan, Summary
-from semkv.runtime.record import RowRecord
+from semkv.runtime.prompt.record import RowRecord
 
 Selection = Literal["semantic", "classic", "classic_top_k", "all"]
 
@@ -44,9 +44,17 @@ class HeadVotes(WindowKeeper):
         if site.among is None:
             return shared_votes(weights, self.heads.get(site.store), self.kernel, self.pool)[None]
         chosen = self.heads.get(site.store)
-        places = range(site.q_heads) if chosen is None else [at for at, head in enumerate(site.among.query) if head in chosen]
+        places = (
+            range(site.q_heads)
+            if chosen is None
+            else [at for at, head in enumerate(site.among.query) if head in chosen]
+        )
         count = site.among.kv_heads * site.group_size if chosen is None else len(chosen)
-        votes = pooled(weights[list(places)].sum(dim=1), self.kernel, self.pool).sum(dim=0) if len(places) else weights[0, 0] * 0
+        votes = (
+            pooled(weights[list(places)].sum(dim=1), self.kernel, self.pool).sum(dim=0)
+            if len(places)
+            else weights[0, 0] * 0
+        )
         return (site.among.sum(votes) / count)[None]
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from semkv.ir.site import AttentionSite
 from semkv.kernels.low_rank import randomized_svd
-from semkv.runtime.quantization import bytes_per_vector
+from semkv.runtime.store.quantization import bytes_per_vector
 
 RankGates = Callable[[AttentionSite, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """(site, key spectrum [H, m, R], value spectrum, mean key [Hkv, m, D], lengths [m]) -> gates of keys and of values [H, m, r], r <= R, of

@@ -17,7 +17,7 @@ from semkv.methods.options import Inner
 from semkv.methods.window_scores import attention_received, softmax_weights
 from semkv.profiles.schema import Profile
 from semkv.runtime.components import Components, ExactKeys
-from semkv.runtime.record import RowRecord
+from semkv.runtime.prompt.record import RowRecord
 
 
 @dataclass(frozen=True)

@@ -17,15 +17,15 @@ from semkv.methods.pages import Frame, Pages
 from semkv.methods.routers import MeansSuffice
 from semkv.profiles.schema import Profile
 from semkv.runtime.components import Components
-from semkv.runtime.spans import FoldedSpans
 from semkv.runtime.step import CHOSEN, Step
+from semkv.runtime.views import UnitsView
 
 
 @dataclass(frozen=True)
 class OwnChoice(MeansSuffice):
     """The places that the model's indexer gave for this step, in its order; no other unit is unfolded."""
 
-    def score(self, site: AttentionSite, q: Tensor, spans: FoldedSpans, step: Step) -> Tensor:
+    def score(self, site: AttentionSite, q: Tensor, spans: UnitsView, step: Step) -> Tensor:
         """See `semkv.runtime.components.Router.score`."""
         chosen = step.passing[CHOSEN]
         assert isinstance(chosen, Tensor)

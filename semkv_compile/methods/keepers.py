@@ -12,7 +12,7 @@ from torch import Tensor
 from semkv.errors import ConfigError
 from semkv.ir.site import AttentionSite
 from semkv.methods.window_scores import Pool, observed_weights, pooled
-from semkv.runtime.record import OBSERVED_QUERIES, RowRecord
+from semkv.runtime.prompt.record import OBSERVED_QUERIES, RowRecord
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from semkv.ir.site import AttentionSite
 from semkv.methods.pages import page_lengths
-from semkv.runtime.record import RowRecord
-from semkv.runtime.segments import Segmentation
+from semkv.runtime.prompt.record import RowRecord
+from semkv.runtime.store.segments import Segmentation
 
 
 class SharedKeeper(Protocol):

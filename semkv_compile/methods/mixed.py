@@ -26,9 +26,9 @@ from semkv.profiles.schema import Profile
 from semkv.profiles.schema.retrieval_head import RetrievalHead
 from semkv.runtime.components import Brought, Components, Plan
 from semkv.runtime.components import Part as Runs
-from semkv.runtime.spans import FoldedSpans
+from semkv.runtime.decode.units import Units
 from semkv.runtime.step import Step
-from semkv.runtime.units import Units
+from semkv.runtime.views import UnitsView
 
 NEEDED = {
     "spans": ("sekv", "sekv", "others='window'"),
@@ -62,7 +62,7 @@ class MixedRouter(SketchRouter):
     sentence: float = 0.0
     prior: float = 0.0
 
-    def score(self, site: AttentionSite, q: Tensor, spans: FoldedSpans, step: Step) -> Tensor:
+    def score(self, site: AttentionSite, q: Tensor, spans: UnitsView, step: Step) -> Tensor:
         mixed = super().score(site, q, spans, step) + math.log1p(-self.sentence - self.prior)
         if self.sentences is not None:
             theirs = super().score(site, self._means(site, step).to(q.device), spans, step)
@@ -72,7 +72,7 @@ class MixedRouter(SketchRouter):
             mixed = torch.logaddexp(mixed, told.to(mixed.device) + math.log(self.prior))
         return mixed
 
-    def bring(self, site: AttentionSite, step: Step, spans: FoldedSpans) -> Brought:
+    def bring(self, site: AttentionSite, step: Step, spans: UnitsView) -> Brought:
         """See `semkv.runtime.components.Bringer`."""
         brought: dict[str, Tensor] = {}
         if self.sentences is not None:
@@ -108,7 +108,7 @@ class MixedRouter(SketchRouter):
         return super().rest(site, units.passing["own"], chosen, own, units)
 
     def attend(
-        self, site: AttentionSite, q: Tensor, score: Tensor, seen: Tensor, spans: FoldedSpans
+        self, site: AttentionSite, q: Tensor, score: Tensor, seen: Tensor, spans: UnitsView
     ) -> tuple[Tensor, Tensor] | None:
         own = super().score(site, q, spans, Step.alone(site, q))  # by the query alone, as attention is
         return super().attend(site, q, own, seen.to(own.device), spans)

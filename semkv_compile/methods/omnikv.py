@@ -23,9 +23,9 @@ from semkv.methods.routers import MeansSuffice
 from semkv.methods.window_scores import CHUNK_SCORES
 from semkv.profiles.schema import Profile
 from semkv.runtime.components import Brought, Components, ExactKeys, Part, Plan
-from semkv.runtime.spans import FoldedSpans
+from semkv.runtime.decode.units import Units
 from semkv.runtime.step import Step
-from semkv.runtime.units import Units
+from semkv.runtime.views import UnitsView
 
 DENSE = 2
 """First layers that never filter, where there are enough: the paper's first filter is the third layer."""
@@ -80,7 +80,7 @@ class FilterRouter(MeansSuffice):
         """See `semkv.runtime.components.Taker`."""
         return (f"omnikv.{self.leaders[site.store]}",)
 
-    def bring(self, site: AttentionSite, step: Step, spans: FoldedSpans) -> Brought:
+    def bring(self, site: AttentionSite, step: Step, spans: UnitsView) -> Brought:
         """See `semkv.runtime.components.Bringer`: scores are of all tokens, of which the first ones are no units."""
         skipped = spans.places.start + spans.places.shift
         return Brought({"first": torch.tensor([skipped], dtype=torch.int64, device="cpu")}, skipped)
@@ -91,7 +91,7 @@ class FilterRouter(MeansSuffice):
         before = torch.ones_like(weights, dtype=torch.int64).cumsum(-1) <= units.tensors["first"]
         return weights.masked_fill(before, float("-inf"))[:, None, None].expand(-1, site.kv_heads, -1, -1)
 
-    def score(self, site: AttentionSite, q: Tensor, spans: FoldedSpans, step: Step) -> Tensor:
+    def score(self, site: AttentionSite, q: Tensor, spans: UnitsView, step: Step) -> Tensor:
         weights: Tensor = step.passing[f"omnikv.{self.leaders[site.store]}"]  # type: ignore[assignment]
         return weights[:, spans.positions[0].long()].expand(site.q_heads, -1, -1)
 

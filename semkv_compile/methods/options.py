@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from semkv.runtime.record import OBSERVED_QUERIES
+from semkv.runtime.prompt.record import OBSERVED_QUERIES
 
 
 @dataclass(frozen=True)

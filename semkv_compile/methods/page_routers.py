@@ -12,11 +12,11 @@ from semkv.ir import state_ops
 from semkv.ir.site import AttentionSite
 from semkv.kernels.log_softmax import log_softmax
 from semkv.runtime.components import IndexPart, Summary
-from semkv.runtime.record import RowRecord
-from semkv.runtime.segments import Folding
-from semkv.runtime.spans import FoldedSpans
+from semkv.runtime.decode.units import Units
+from semkv.runtime.prompt.record import RowRecord
 from semkv.runtime.step import Step
-from semkv.runtime.units import Units
+from semkv.runtime.store.segments import Folding
+from semkv.runtime.views import UnitsView
 
 
 def grouped(site: AttentionSite, q: Tensor) -> Tensor:
@@ -36,7 +36,7 @@ class PageRouter(ABC):
         raise ValueError(f"the index {name!r} merges by itself")
 
     @abstractmethod
-    def logits(self, site: AttentionSite, q: Tensor, spans: FoldedSpans | Units) -> Tensor:
+    def logits(self, site: AttentionSite, q: Tensor, spans: UnitsView | Units) -> Tensor:
         """Unnormalised scores [..., Hkv, R, M] of grouped queries [..., Hkv, R, D], to which they are linear, but for a number
         that is the same for all units of a query. A tensor of its own: it is written over."""
 
@@ -48,7 +48,7 @@ class PageRouter(ABC):
         """See `semkv.runtime.components.Scorer`."""
         return state_ops.scores(self.logits(site, q * site.scale, units), units.count)[0]
 
-    def score(self, site: AttentionSite, q: Tensor, spans: FoldedSpans, step: Step) -> Tensor:
+    def score(self, site: AttentionSite, q: Tensor, spans: UnitsView, step: Step) -> Tensor:
         logits = self.logits(site, grouped(site, q) * site.scale, spans)
         return ungrouped(site, log_softmax(logits), q.shape[1])
 
@@ -76,7 +76,7 @@ class MinMaxRouter(PageRouter):
         k = folding.k.float()
         return {"low": folding.smallest(k), "high": folding.largest(k)}
 
-    def logits(self, site: AttentionSite, q: Tensor, spans: FoldedSpans | Units) -> Tensor:
+    def logits(self, site: AttentionSite, q: Tensor, spans: UnitsView | Units) -> Tensor:
         return spans.products(q.clamp(min=0), "high") + spans.products(q.clamp(max=0), "low")
 
 
@@ -97,7 +97,7 @@ class MeanKeyRouter(PageRouter):
         mean = folding.mean(folding.k)
         return {"mean": torch.nn.functional.normalize(mean, dim=-1) if self.direction else mean}
 
-    def logits(self, site: AttentionSite, q: Tensor, spans: FoldedSpans | Units) -> Tensor:
+    def logits(self, site: AttentionSite, q: Tensor, spans: UnitsView | Units) -> Tensor:
         return spans.products(q, "mean")
 
 
@@ -146,7 +146,7 @@ class RepresentativeRouter(PageRouter):
             record.known[name] = representative_scores(site, record, self.local)
         return record.known[name]
 
-    def logits(self, site: AttentionSite, q: Tensor, spans: FoldedSpans | Units) -> Tensor:
+    def logits(self, site: AttentionSite, q: Tensor, spans: UnitsView | Units) -> Tensor:
         return torch.stack([spans.products(q, f"key{place}") for place in range(self.count)]).sum(0)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from semkv.methods.segmenters import BySurprisal, Pieces, division_of
-from semkv.runtime.segments import Boundary, Segmentation
+from semkv.runtime.store.segments import Boundary, Segmentation
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,11 @@ from semkv.ir.site import AttentionSite
 from semkv.methods.routers import MeansSuffice
 from semkv.methods.window_scores import attention_logits, pooled
 from semkv.runtime.components import Brought, Cap, Note
-from semkv.runtime.record import RowRecord
-from semkv.runtime.site_memory import SiteMemory
-from semkv.runtime.spans import FoldedSpans
+from semkv.runtime.decode.units import Units
+from semkv.runtime.prompt.record import RowRecord
 from semkv.runtime.step import Step
-from semkv.runtime.token_store import plain
-from semkv.runtime.units import Units
+from semkv.runtime.store.token_store import plain
+from semkv.runtime.views import PartView, UnitsView
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ class PivotRouter(MeansSuffice):
     heads: Heads = Heads(0, 1)
     recent: int = 32
 
-    def score(self, site: AttentionSite, q: Tensor, spans: FoldedSpans, step: Step) -> Tensor:
+    def score(self, site: AttentionSite, q: Tensor, spans: UnitsView, step: Step) -> Tensor:
         at = spans.positions[0].long()
         end = int(at[-1]) + 1
         known: dict[int, Tensor] = {}
@@ -81,7 +80,7 @@ class PivotRouter(MeansSuffice):
         """See `semkv.runtime.components.Scorer`."""
         return {}
 
-    def bring(self, site: AttentionSite, step: Step, spans: FoldedSpans) -> Brought:
+    def bring(self, site: AttentionSite, step: Step, spans: UnitsView) -> Brought:
         """See `semkv.runtime.components.Bringer`: what the units score, made again when they or the ranking change."""
         orders = [
             step.notes[order_note(step.site, head)] for head in range(site.first_head, site.first_head + site.kv_heads)
@@ -247,7 +246,7 @@ def keys_of(step: Step, site: AttentionSite) -> Found:
     return []
 
 
-def tokens_of(memory: SiteMemory, head: int) -> Found:
+def tokens_of(memory: PartView, head: int) -> Found:
     """The keys of all tokens of one KV head of a memory, on the device and on the host."""
     found = []
     for store in (memory.kept, memory.recent):

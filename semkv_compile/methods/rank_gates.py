@@ -91,7 +91,9 @@ class ProfileRankGates:
         """Spectra [Hkv, m, r], mean keys [Hkv, m, D], lengths [m] -> gates of keys and of values, of the first min(r, trained)
         components, [Hkv, m, min(r, trained)]."""
         key_sigma, value_sigma = (sigma[..., : self.trained] for sigma in (key_sigma, value_sigma))
-        router = own_heads(site, self.routers[f"sekv.router.{site.index}"]).unflatten(0, (site.kv_heads, site.group_size))
+        router = own_heads(site, self.routers[f"sekv.router.{site.index}"]).unflatten(
+            0, (site.kv_heads, site.group_size)
+        )
         projected = torch.einsum("hgrd,hsd->hgsr", router, mean_k.float())
         summary = nn.functional.normalize(projected, dim=-1).mean(1)
         size = lengths.float().log().expand(key_sigma.shape[:2])

@@ -11,12 +11,13 @@ from torch import Tensor
 from semkv.ir import state_ops
 from semkv.ir.site import AttentionSite
 from semkv.runtime.components import Brought, IndexPart, Summary
-from semkv.runtime.device_index import log_sizes
-from semkv.runtime.quantization import Quantized, norms, products
-from semkv.runtime.segments import Folding
-from semkv.runtime.spans import FACTORS, FoldedSpans
+from semkv.runtime.decode.units import Units
 from semkv.runtime.step import Step
-from semkv.runtime.units import Units
+from semkv.runtime.store.device_index import log_sizes
+from semkv.runtime.store.quantization import Quantized, norms, products
+from semkv.runtime.store.segments import Folding
+from semkv.runtime.store.spans import FACTORS
+from semkv.runtime.views import UnitsView
 
 
 class MeansSuffice:
@@ -87,7 +88,7 @@ class GateRouter:
     def _norms(vectors: Tensor) -> Tensor:
         return vectors.norm(dim=-1, keepdim=True).clamp(1e-4, 6e4)
 
-    def score(self, site: AttentionSite, q: Tensor, spans: FoldedSpans, step: Step) -> Tensor:
+    def score(self, site: AttentionSite, q: Tensor, spans: UnitsView, step: Step) -> Tensor:
         if step.kernels and "norms" in spans.index and isinstance(spans.mean_k, Quantized):
             return self._score_there(site, q, spans)
         w = self._weight(site)
@@ -110,7 +111,7 @@ class GateRouter:
             return torch.cat(limits).mean().expand(site.q_heads)
         return (self.offsets[site.index] + self.thresholds[site.index])[site.query_heads]
 
-    def _score_there(self, site: AttentionSite, q: Tensor, spans: FoldedSpans) -> Tensor:
+    def _score_there(self, site: AttentionSite, q: Tensor, spans: UnitsView) -> Tensor:
         """The same by the kernel, on the device of the queries."""
         from semkv.kernels.gate_scores.triton import gate_scores_triton
 
@@ -151,7 +152,7 @@ class GateRouter:
             raw = units.products(back, "mean_k") / units.tensors["norms"].view(*query.shape[:3], -1)
         return raw / w.shape[2] ** 0.5 + size - limit[..., None]
 
-    def derived(self, spans: FoldedSpans) -> dict[str, Quantized | Tensor]:
+    def derived(self, spans: UnitsView) -> dict[str, Quantized | Tensor]:
         """See `semkv.runtime.components.Scorer`."""
         if "vectors" not in spans.index:
             return {}
@@ -170,7 +171,7 @@ class CoarseRouter(MeansSuffice):
     alike the span's keys are rather than what they hold, does not count.
     """
 
-    def score(self, site: AttentionSite, q: Tensor, spans: FoldedSpans, step: Step) -> Tensor:
+    def score(self, site: AttentionSite, q: Tensor, spans: UnitsView, step: Step) -> Tensor:
         grouped = q.float().cpu().unflatten(0, (site.kv_heads, site.group_size)).flatten(1, 2)
         return products(grouped, spans.mean_directions).reshape(site.q_heads, q.shape[1], -1)
 
@@ -182,7 +183,7 @@ class CoarseRouter(MeansSuffice):
         """See `semkv.runtime.components.Scorer`."""
         return units.products(q, "direction")
 
-    def derived(self, spans: FoldedSpans) -> dict[str, Quantized | Tensor]:
+    def derived(self, spans: UnitsView) -> dict[str, Quantized | Tensor]:
         """See `semkv.runtime.components.Scorer`."""
         return {"direction": spans.mean_directions}
 
@@ -198,7 +199,7 @@ class OracleRouter(MeansSuffice):
     budget would give.
     """
 
-    def score(self, site: AttentionSite, q: Tensor, spans: FoldedSpans, step: Step) -> Tensor:
+    def score(self, site: AttentionSite, q: Tensor, spans: UnitsView, step: Step) -> Tensor:
         if bool((spans.segment_kind == FACTORS).any()):
             raise ValueError("oracle selection reads raw tokens: use it with forms='raw' or 'int8'")
         unit = spans.segment_unit.repeat_interleave(spans.segment_length, dim=1)  # [Hkv|1, n]
@@ -226,7 +227,7 @@ class OracleRouter(MeansSuffice):
         """See `semkv.runtime.components.Scorer`."""
         return {}
 
-    def bring(self, site: AttentionSite, step: Step, spans: FoldedSpans) -> Brought:
+    def bring(self, site: AttentionSite, step: Step, spans: UnitsView) -> Brought:
         """See `semkv.runtime.components.Bringer`: scores are of all places where tokens wait."""
         skipped = spans.places.start
         return Brought({"first": torch.tensor([skipped], dtype=torch.int64, device="cpu")}, skipped)

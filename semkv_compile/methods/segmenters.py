@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from semkv.ir.site import AttentionSite
-from semkv.runtime.record import RowRecord
-from semkv.runtime.segments import Boundary, Segmentation
+from semkv.runtime.prompt.record import RowRecord
+from semkv.runtime.store.segments import Boundary, Segmentation
 
 
 @dataclass(frozen=True)

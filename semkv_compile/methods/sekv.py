@@ -188,7 +188,9 @@ class SeKV(Method):
             for part in ("router", "offset", "threshold")
         }
         if self.shared_threshold:  # the mean of all heads, whichever of them are here
-            limits = [tensors[f"sekv.offset.{s.index}"].float() + tensors[f"sekv.threshold.{s.index}"].float() for s in stores]
+            limits = [
+                tensors[f"sekv.offset.{s.index}"].float() + tensors[f"sekv.threshold.{s.index}"].float() for s in stores
+            ]
             mean = torch.cat(limits).mean()
             pick["offset"] = {index: torch.zeros_like(x) for index, x in pick["offset"].items()}
             pick["threshold"] = {index: mean.expand(len(x)) for index, x in pick["threshold"].items()}

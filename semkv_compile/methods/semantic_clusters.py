@@ -12,8 +12,8 @@ from torch import Tensor
 from semkv.errors import BudgetError
 from semkv.ir.site import AttentionSite
 from semkv.methods.sentences import BROKEN, ENDED, FULL, HARD, SOFT
-from semkv.runtime.record import RowRecord
-from semkv.runtime.segments import Segmentation
+from semkv.runtime.prompt.record import RowRecord
+from semkv.runtime.store.segments import Segmentation
 
 MARKS = ".!?;:\n。！？；：…"
 """Characters that end a chunk."""

@@ -19,11 +19,11 @@ from semkv.methods.sentences import START, advance, bucket_lengths, sentence_sta
 from semkv.methods.window_scores import observed_mass, pooled
 from semkv.profiles.schema import Profile
 from semkv.runtime.components import Brought, Components, Note, Plan
-from semkv.runtime.record import RowRecord
-from semkv.runtime.segments import Segmentation
-from semkv.runtime.spans import FoldedSpans
+from semkv.runtime.decode.units import Units
+from semkv.runtime.prompt.record import RowRecord
 from semkv.runtime.step import Step
-from semkv.runtime.units import Units
+from semkv.runtime.store.segments import Segmentation
+from semkv.runtime.views import UnitsView
 
 MISSING = (
     "method 'sentencekv' needs a profile with sentences: make it with `semkv-profile MODEL --steps sentences -o OUT`, or run the "
@@ -122,7 +122,7 @@ class SentenceRouter(MeanKeyRouter):
 
     classes: Tensor | None = None
 
-    def bring(self, site: AttentionSite, step: Step, spans: FoldedSpans) -> Brought:
+    def bring(self, site: AttentionSite, step: Step, spans: UnitsView) -> Brought:
         """See `semkv.runtime.components.Bringer`: the sum of the sentence's queries, to which `scores` adds the token's, and one over their
         number."""
         if self.classes is None:
@@ -149,7 +149,7 @@ class SentenceRouter(MeanKeyRouter):
     def scores(self, site: AttentionSite, q: Tensor, units: Units) -> Tensor:
         return super().scores(site, q if self.classes is None else mean_query(q, units), units)
 
-    def score(self, site: AttentionSite, q: Tensor, spans: FoldedSpans, step: Step) -> Tensor:
+    def score(self, site: AttentionSite, q: Tensor, spans: UnitsView, step: Step) -> Tensor:
         if self.classes is not None:
             q = self.sentence_queries(site, q, step)
         return PageRouter.score(self, site, q, spans, step)

@@ -16,8 +16,8 @@ from semkv.methods.page_routers import MeanKeyRouter
 from semkv.methods.pages import Frame, Pages
 from semkv.profiles.schema import Profile
 from semkv.runtime.components import Components
-from semkv.runtime.record import RowRecord
-from semkv.runtime.segments import Segmentation
+from semkv.runtime.prompt.record import RowRecord
+from semkv.runtime.store.segments import Segmentation
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from semkv.kernels.sketch_scores import sketch_logits
 from semkv.methods.page_routers import PageRouter, ungrouped
 from semkv.profiles.schema.codes import Codebooks
 from semkv.runtime.components import IndexPart, Summary
-from semkv.runtime.segments import Folding
-from semkv.runtime.spans import FoldedSpans
+from semkv.runtime.decode.units import Units
 from semkv.runtime.step import Step
-from semkv.runtime.units import Units
+from semkv.runtime.store.segments import Folding
+from semkv.runtime.views import UnitsView
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +47,7 @@ class SketchRouter(PageRouter):
         made = {"codes": self._books(site).encode(folding.k)}
         return made if values is None else made | {"values": values.encode(folding.v)}
 
-    def score(self, site: AttentionSite, q: Tensor, spans: FoldedSpans, step: Step) -> Tensor:
+    def score(self, site: AttentionSite, q: Tensor, spans: UnitsView, step: Step) -> Tensor:
         if not step.kernels:
             return super().score(site, q, spans, step)
         from semkv.kernels.sketch_scores.triton import sketch_scores_triton
@@ -92,13 +92,13 @@ class SketchRouter(PageRouter):
         codes, shift = units.tensors["values"], units.passing["shift"]
         return state_ops.coarse_attention(score, shift, chosen, units.count, codes, books, mean, site.softcap, own)
 
-    def logits(self, site: AttentionSite, q: Tensor, spans: FoldedSpans) -> Tensor:  # type: ignore[override]
+    def logits(self, site: AttentionSite, q: Tensor, spans: UnitsView) -> Tensor:  # type: ignore[override]
         codes = spans.index["codes"]
         assert isinstance(codes, Tensor)
         return sketch_logits(self._books(site).tables(q), codes)
 
     def attend(
-        self, site: AttentionSite, q: Tensor, score: Tensor, seen: Tensor, spans: FoldedSpans
+        self, site: AttentionSite, q: Tensor, score: Tensor, seen: Tensor, spans: UnitsView
     ) -> tuple[Tensor, Tensor] | None:
         values = self.values.get((site.store, site.first_head))
         if values is None or site.has_bias:

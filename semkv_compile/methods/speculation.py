@@ -14,11 +14,11 @@ from semkv.kernels.mixed_attention.streaming import scores
 from semkv.methods.routers import MeansSuffice
 from semkv.profiles.schema.retrieval_head import RetrievalHeadSection, group_scores, matched_heads
 from semkv.runtime.components import Brought, Cap, Charge, Note
-from semkv.runtime.quantization import Quantized, bytes_per_vector, products, quantize
-from semkv.runtime.record import RowRecord
-from semkv.runtime.spans import FoldedSpans
+from semkv.runtime.decode.units import Units
+from semkv.runtime.prompt.record import RowRecord
 from semkv.runtime.step import Step
-from semkv.runtime.units import Units
+from semkv.runtime.store.quantization import Quantized, bytes_per_vector, products, quantize
+from semkv.runtime.views import UnitsView
 
 KEYS, SCALE, UNREAD = "retrieval.keys", "retrieval.scale", "retrieval.unread"
 NEWEST = ".newest"
@@ -215,7 +215,7 @@ def own_heads_of(logs: Tensor, site: AttentionSite, whole: AttentionSite) -> Ten
 class SpeculativeRouter(MeansSuffice):
     """Single tokens in the order of the ranking that `Speculation` left for this step: the same in every layer."""
 
-    def score(self, site: AttentionSite, q: Tensor, spans: FoldedSpans, step: Step) -> Tensor:
+    def score(self, site: AttentionSite, q: Tensor, spans: UnitsView, step: Step) -> Tensor:
         ranking, known = step.passing[RANKING], step.passing.setdefault(SCORES, {})
         assert isinstance(ranking, Ranking)
         assert isinstance(known, dict)
@@ -239,7 +239,7 @@ class SpeculativeRouter(MeansSuffice):
         """See `semkv.runtime.components.Scorer`."""
         return {}
 
-    def bring(self, site: AttentionSite, step: Step, spans: FoldedSpans) -> Brought:
+    def bring(self, site: AttentionSite, step: Step, spans: UnitsView) -> Brought:
         """See `semkv.runtime.components.Bringer`: the ranking for the site's KV heads, which begins before or behind the first unit."""
         ranking, known = step.passing[RANKING], step.passing.setdefault(SCORES, {})
         assert isinstance(ranking, Ranking)

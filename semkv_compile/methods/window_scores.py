@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from semkv.ir.site import AttentionSite
-from semkv.runtime.record import RowRecord
+from semkv.runtime.prompt.record import RowRecord
 
 CHUNK_SCORES = 1 << 22
 """Scores held at once by `attention_received`: 16 MiB in float32."""

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from semkv.errors import ConfigError
-from semkv.huggingface import CACHE
-from semkv.runtime.quantization import bytes_per_vector
+from semkv.model.huggingface import CACHE
+from semkv.runtime.store.quantization import bytes_per_vector
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")

@@ -19,7 +19,7 @@ from semkv.errors import BudgetError, ConfigError
 from semkv.planning.decoder import Decoder
 from semkv.planning.machine import Machine
 from semkv.profiles.schema.memory import RUNTIME_SHARE, UNBOUNDED, MemoryDemand, offloaded_stores, thresholds
-from semkv.runtime.host_pool import AHEAD
+from semkv.runtime.host.pool import AHEAD
 
 WAYS = ("full", "full-offload", "budget", "progressive")
 FORMS = ("int8", "raw", "none")
@@ -134,7 +134,7 @@ class Estimator:
         return sum(size * min(tokens, window) for size, window in self.windows)
 
     def demand(self, tokens: int, rows: int) -> MemoryDemand:
-        """Of progressive offload, with windows as long as `tokens` makes them; as `semkv.offload.offload_demand`."""
+        """Of progressive offload, with windows as long as `tokens` makes them; as `semkv.compiler.offload.offload_demand`."""
         assert self.workload.budget is not None
         ahead = AHEAD * sum(self.waiting)
         return MemoryDemand(

@@ -5,20 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from semkv.ir.site import AttentionSite
-from semkv.runtime.quantization import Quantized, bytes_per_vector
-from semkv.runtime.segments import Boundary, Folding, Segmentation
-
-if TYPE_CHECKING:
-    from semkv.runtime.record import RowRecord
-    from semkv.runtime.spans import FoldedSpans
-    from semkv.runtime.step import Step
-    from semkv.runtime.units import Units
+from semkv.runtime.decode.units import Units
+from semkv.runtime.prompt.record import RowRecord
+from semkv.runtime.step import Step
+from semkv.runtime.store.quantization import Quantized, bytes_per_vector
+from semkv.runtime.store.segments import Boundary, Folding, Segmentation
+from semkv.runtime.views import UnitsView
 
 
 class Segmenter(Protocol):
@@ -139,7 +137,7 @@ class Allocator(Protocol):
 class IndexPart:
     """One tensor of an index: `rows` x units x `dim` on the device.
 
-    bits: quantised per vector (4 or 8, see `semkv.runtime.quantization`); None: plain numbers of `dtype`. merge: what becomes
+    bits: quantised per vector (4 or 8, see `semkv.runtime.store.quantization`); None: plain numbers of `dtype`. merge: what becomes
     of it when units merge: the mean by size, the smaller, the larger; `rebuild`: the router computes it from the units'
     means (`Router.rebuild`); `never`: such units do not merge.
     """
@@ -169,7 +167,7 @@ class Router(Protocol):
     def rebuild(self, site: AttentionSite, name: str, mean_k: Tensor) -> Tensor:
         """One tensor of `index` with the merge rule `rebuild`, from the means [Hkv, units, D] of merged units."""
 
-    def score(self, site: AttentionSite, q: Tensor, spans: FoldedSpans, step: Step) -> Tensor:
+    def score(self, site: AttentionSite, q: Tensor, spans: UnitsView, step: Step) -> Tensor:
         """q [Hq, T, D] -> logits [Hq, T, M]; a unit is unfolded by default where its logit exceeds the threshold, and
         never where it is -inf."""
 
@@ -216,7 +214,7 @@ class Brought:
 class Bringer(Protocol):
     """What a `Scorer` has that reads more of a row than its units."""
 
-    def bring(self, site: AttentionSite, step: Step, spans: FoldedSpans) -> Brought:
+    def bring(self, site: AttentionSite, step: Step, spans: UnitsView) -> Brought:
         """For the turn of `site` in a step over one token, before any layer runs (`step.q` has no numbers). A tensor that `scores` writes
         to must be the row's own: `step.notes` are shared with copies of the row."""
 
@@ -256,7 +254,7 @@ class Passer(Protocol):
 class Derived(Protocol):
     """What a router has that reads more than the index, made again whenever units change."""
 
-    def derived(self, spans: FoldedSpans) -> Mapping[str, Quantized | Tensor]:
+    def derived(self, spans: UnitsView) -> Mapping[str, Quantized | Tensor]:
         """Tensors [H, M, ...] by the names under which `Units.tensors` has them."""
 
 
@@ -265,7 +263,7 @@ class Coarse(Protocol):
     """What a router has that knows enough of the units that stay folded to attend to them, where the method has no summaries."""
 
     def attend(
-        self, site: AttentionSite, q: Tensor, score: Tensor, seen: Tensor, spans: FoldedSpans
+        self, site: AttentionSite, q: Tensor, score: Tensor, seen: Tensor, spans: UnitsView
     ) -> tuple[Tensor, Tensor] | None:
         """For queries q [Hq, T, D] whose units have `score` [Hq, T, M] by this router, and read those of `seen` bool [Hq, T|1, M] unfolded:
         what attention to all others gives, [Hq, T, Dv], and the logarithm of its mass [Hq, T] (the sum of the exponentials of their
@@ -281,7 +279,7 @@ class FormChooser(Protocol):
         """Factors of those spans for which they are the smaller faithful form, per KV head.
 
         k [Hkv, n, D], v [Hkv, n, Dv] hold the spans' tokens in order, mean_k [Hkv, m, D] their summaries. Each entry maps
-        the six kinds of `semkv.runtime.host_pool.HostFactors.KINDS` to tensors; spans left out wait as tokens.
+        the six kinds of `semkv.runtime.host.pool.HostFactors.KINDS` to tensors; spans left out wait as tokens.
         """
 
 
@@ -299,6 +297,10 @@ class Summary:
     routing: Literal["derived", "uniform"] = "derived"
 
 
+Form = Literal["raw", "int8", "int4"]
+"""Of tokens on the device: in the KV dtype, or codes with a scale per token and KV head."""
+
+
 @dataclass(frozen=True)
 class Components:
     """A method for the runtime.
@@ -312,6 +314,8 @@ class Components:
     forms: in which form spans wait, see `host_form` for those that it leaves as tokens.
     exact_form: of exact and unfolded tokens on the device, `raw` in the KV dtype, or `int8` or `int4`, codes with a scale per token and
         KV head, which need the same `host_form`: a token's codes are made once, and move as they are.
+    kept_form: of exact tokens that stay for good; None: `exact_form`. The first tokens of a text, which all queries attend to, are worth
+        8 bits beside 4.
     host_form: `raw`, `int8`, `int4`, or `none`: folded tokens are not kept, their summary is all that is left of them.
     outside: where tokens go that are neither exact nor folded: `folded` on or `dropped`.
     fixed_share: part of the budget that fixed parts (exact tokens, window, summaries, indexes) may take; the rest is for
@@ -334,7 +338,8 @@ class Components:
     summary: Summary | None = None
     router: Router | None = None
     forms: FormChooser | None = None
-    exact_form: Literal["raw", "int8", "int4"] = "raw"
+    exact_form: Form = "raw"
+    kept_form: Form | None = None
     host_form: Literal["raw", "int8", "int4", "none"] = "int8"
     outside: Literal["folded", "dropped"] = "dropped"
     fixed_share: float = 1.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,13 +14,10 @@ from semkv.errors import BudgetError
 from semkv.ir.program import Program
 from semkv.ir.site import AttentionSite
 from semkv.profiles.schema.memory import UNBOUNDED
-from semkv.runtime.budget import Budget
+from semkv.runtime.budgets.budget import Budget
 from semkv.runtime.components import Components, Part, Plan
-from semkv.runtime.host_tier import HostTier
+from semkv.runtime.host.tier import HostTier
 from semkv.runtime.weights import Weights
-
-if TYPE_CHECKING:
-    from semkv.runtime.row_memory import RowMemory
 
 PAGE = 8
 """Tokens in a page at which methods declare their smallest sizes."""
@@ -32,15 +29,15 @@ def in_pages(tokens: int, page_size: int) -> int:
 
 
 class Steps(Protocol):
-    """Decode steps as graphs, see `semkv.runtime.row_turns.GraphedSteps`."""
+    """Decode steps as graphs, see `semkv.runtime.decode.row_turns.GraphedSteps`; rows: each a `RowMemory`."""
 
-    def serves(self, rows: Sequence[RowMemory]) -> bool: ...
+    def serves(self, rows: Sequence[Any]) -> bool: ...
 
     def reasons(self) -> list[str]: ...
 
     def step(
         self,
-        rows: Sequence[RowMemory],
+        rows: Sequence[Any],
         ids: Tensor,
         positions: Tensor,
         known: Tensor,

@@ -13,24 +13,24 @@ from torch import Tensor
 from semkv.errors import BudgetError
 from semkv.ir.memory import Entries
 from semkv.ir.site import AttentionSite
-from semkv.kernels.mixed_attention.dispatch import DTYPES
+from semkv.kernels.mixed_attention.call import DTYPES
 from semkv.profiles.schema.memory import UNBOUNDED, offloaded_stores
-from semkv.runtime.budget import bounded_shares
+from semkv.runtime.budgets.budget import bounded_shares
+from semkv.runtime.budgets.costs import exact_nbytes, unit_cost_bytes
+from semkv.runtime.budgets.page_shares import exact_token_nbytes, shares_in_pages
+from semkv.runtime.budgets.part_shares import part_shares, whole_nbytes
 from semkv.runtime.components import Components, Cutting, Evictor, Part
-from semkv.runtime.costs import exact_nbytes, unit_cost_bytes
-from semkv.runtime.join import join_parts
-from semkv.runtime.page_shares import exact_token_nbytes, shares_in_pages
-from semkv.runtime.part_shares import part_shares, whole_nbytes
-from semkv.runtime.past import Past
+from semkv.runtime.decode.join import join_parts
+from semkv.runtime.decode.traffic import Traffic
 from semkv.runtime.placement import Placement, in_pages
-from semkv.runtime.prompt_part import PromptPart
-from semkv.runtime.record import RowRecord, copied
-from semkv.runtime.segments import Boundary, Folding, Segmentation
-from semkv.runtime.site_memory import SiteMemory
-from semkv.runtime.spans import FoldedSpans
+from semkv.runtime.prompt.part import PromptPart
+from semkv.runtime.prompt.past import Past
+from semkv.runtime.prompt.record import RowRecord, copied
 from semkv.runtime.step import CHOSEN, Step
-from semkv.runtime.token_store import TokenStore
-from semkv.runtime.traffic import Traffic
+from semkv.runtime.store.segments import Boundary, Folding, Segmentation
+from semkv.runtime.store.site_memory import SiteMemory
+from semkv.runtime.store.spans import FoldedSpans
+from semkv.runtime.store.token_store import TokenStore
 
 FOLD_BLOCK, FOLD_BLOCKS = 1024, 16
 """A prompt is folded in at most `FOLD_BLOCKS` blocks of at least `FOLD_BLOCK` tokens: what is computed of one is freed before the next."""
@@ -45,7 +45,7 @@ class RowMemory:
 
     ids: the tokens that it has read; prompt: how many it was built from. stores: per KV store the memories of its parts, in the order of
     their heads. shares: per budgeted store, its part of the row's budget in bytes. notes: what components remember between steps.
-    recurrent: of each recurrent site its states [1, ...], which steps write in place. turned: see `semkv.runtime.content`.
+    recurrent: of each recurrent site its states [1, ...], which steps write in place. turned: see `semkv.runtime.prompt.content`.
     chosen: of each site that chooses tokens, the places [T, n] of this step.
     stepping: a step has begun and not ended, so that layers may differ in what they hold. exact: the row holds every token, whatever the
     method; past: what the method will need when the row outgrows the budget's floor, None where it cannot.
@@ -371,9 +371,10 @@ class RowMemory:
         return self._site(made, kept, made.everything[recent:], scores=scores)
 
     def _fits(self, site: AttentionSite, components: Components, n: int, allowance: float) -> bool:
-        pages = -(-n // self.placement.page_size) + 1  # sinks may take a page of their own
-        tokens = pages * self.placement.page_size
-        return tokens * (site.kv_heads * exact_nbytes(site, components, self.placement.budget.dtype) + 4 * site.once) <= allowance
+        page, dtype = self.placement.page_size, self.placement.budget.dtype
+        each, sinks = (exact_nbytes(site, components, dtype, kept=kept) * site.kv_heads for kept in (False, True))
+        each, sinks = each + 4 * site.once, sinks + 4 * site.once
+        return -(-n // page) * page * each + page * sinks <= allowance  # sinks may take a page of their own
 
     def _spans(self, made: PromptPart) -> FoldedSpans:
         placement = self.placement
@@ -400,8 +401,8 @@ class RowMemory:
             site,
             made.components,
             TokenStore(
-                made.held(k[heads, per_head], device),
-                made.held(v[heads, per_head], device),
+                made.held(k[heads, per_head], device, kept=True),
+                made.held(v[heads, per_head], device, kept=True),
                 kept.to(device),
                 page,
                 scores=scored[0],

@@ -9,19 +9,20 @@ import torch
 from torch import Tensor
 
 from semkv.ir.site import AttentionSite
+from semkv.runtime.budgets.costs import form_of
+from semkv.runtime.budgets.part_shares import sharing_parts
 from semkv.runtime.components import Cutting, Part
-from semkv.runtime.content import UNKNOWN
-from semkv.runtime.part_shares import sharing_parts
-from semkv.runtime.past import Past
+from semkv.runtime.decode.traffic import Traffic
 from semkv.runtime.placement import Placement
-from semkv.runtime.quantization import CODE_BITS, Quantized, code_width
+from semkv.runtime.prompt.content import UNKNOWN
+from semkv.runtime.prompt.past import Past
 from semkv.runtime.row_memory import RowMemory
-from semkv.runtime.segments import Boundary
-from semkv.runtime.site_memory import SiteMemory
-from semkv.runtime.slots import Slots
-from semkv.runtime.spans import FACTORS, FoldedSpans
-from semkv.runtime.token_store import TokenStore
-from semkv.runtime.traffic import Traffic
+from semkv.runtime.store.quantization import CODE_BITS, Quantized, code_width
+from semkv.runtime.store.segments import Boundary
+from semkv.runtime.store.site_memory import SiteMemory
+from semkv.runtime.store.slots import Slots
+from semkv.runtime.store.spans import FACTORS, FoldedSpans
+from semkv.runtime.store.token_store import TokenStore
 
 LARGEST_TURN = 1 << 31
 """How far rotary positions may lie above places: users may give any."""
@@ -193,8 +194,9 @@ def _memory(
     for name in ("kept", "recent"):
         positions = own[f"{name}.positions"]
         n = positions.shape[1] if positions.dim() == 2 else -1
+        form = form_of(part.components, kept=name == "kept")
         k, v = (
-            _held(own, f"{name}.{kind}", (heads, n, dim), dtype, part.components.exact_form, device)
+            _held(own, f"{name}.{kind}", (heads, n, dim), dtype, form, device)
             for kind, dim in (("k", site.key_dim), ("v", site.value_dim))
         )
         _expect(positions, f"{name}.positions", (positions.shape[0], n), torch.int32)

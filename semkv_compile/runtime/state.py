@@ -15,14 +15,14 @@ from torch import Tensor
 from semkv.errors import ConfigError, StateError
 from semkv.ir.memory import Entries
 from semkv.ir.site import AttentionSite
-from semkv.runtime.content import UNKNOWN, Content, Contents
-from semkv.runtime.join import stack_rows
+from semkv.runtime.decode.join import stack_rows
 from semkv.runtime.modes import undisturbed
 from semkv.runtime.placement import Placement
+from semkv.runtime.prompt.content import UNKNOWN, Content, Contents
 from semkv.runtime.recurrent import keep_states, stacked_states
 from semkv.runtime.row_memory import RowMemory
-from semkv.runtime.site_memory import SiteMemory
-from semkv.runtime.turn import Turn
+from semkv.runtime.state_file import read_state, write_state
+from semkv.runtime.store.site_memory import SiteMemory
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,25 @@ class Stats:
     excess_share: float = 0.0
     excess_share_mean: float = 0.0
     alpha: float | None = None
+
+
+@dataclass
+class Turn:
+    """One call of `generate`.
+
+    rows, contents: of a prompt or turn whose tokens are more than ids, those of each row, int64 [n], and what they are besides; else None.
+    unread: what each row reads first, int64 [n] each, where that is not the call's ids themselves. seen: columns of the call's ids that
+    were read. finished: bool [B], the rows that ended; None where they cannot, or before the first token. keeps_prompt: `prompt` is to be
+    kept: the state after the prompts that differ, and the place of each row among them.
+    """
+
+    rows: list[Tensor] | None = None
+    contents: list[Content] | None = None
+    unread: list[Tensor] | None = None
+    seen: int = 0
+    finished: Tensor | None = None
+    keeps_prompt: bool = False
+    prompt: tuple[State, list[int]] | None = None
 
 
 class Watch(Protocol):
@@ -210,11 +229,17 @@ class State(Contents):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write all tiers of all rows as one file; `CompiledModel.load_state` reads it."""
-        from semkv.saving import save_state
-
         with self.in_use():
             self.check_whole()
-            save_state(self, path)
+            write_state(path, self.placement, self.rows, self.logits, self.pending)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], placement: Placement) -> State:
+        """The state in a file that `save` wrote, of a model compiled as this `placement` says; `ArtifactError` for any other."""
+        rows, logits, pending = read_state(path, placement)
+        state = cls(placement, rows, logits)
+        state.pending = pending
+        return state
 
     # -- copies --------------------------------------------------------------------------------------------------------
 
@@ -430,7 +455,7 @@ class State(Contents):
             row.stepping = False
 
     def turned_rows(self) -> list[int]:
-        """See `semkv.runtime.content.Contents`."""
+        """See `semkv.runtime.prompt.content.Contents`."""
         return [row.turned for row in self.rows]
 
     def record(

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from semkv.ir.site import AttentionSite
-
-if TYPE_CHECKING:
-    from semkv.runtime.site_memory import SiteMemory
-
+from semkv.runtime.views import PartView
 
 CHOSEN = "chosen"
 """Of `Step.passing`: the places, whole numbers [T, n], of the tokens that the model's own indexer chose; below 0: none."""
@@ -36,7 +32,7 @@ class Step:
     tokens: int
     site: AttentionSite
     q: Tensor
-    parts: tuple[SiteMemory, ...] = ()
+    parts: tuple[PartView, ...] = ()
     caps: tuple[float, ...] = ()
     notes: dict[str, Tensor] = field(default_factory=dict)
     passing: dict[str, object] = field(default_factory=dict)

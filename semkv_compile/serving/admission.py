@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from semkv.errors import ConfigError
-from semkv.runtime.request_bytes import RequestBytes
+from semkv.runtime.budgets.request_bytes import RequestBytes
 
 UNIT = 1 << 20
 """Bytes that one unit stands for."""

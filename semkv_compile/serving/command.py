@@ -10,7 +10,7 @@ from pathlib import Path
 
 from semkv.errors import ConfigError
 from semkv.serving.admission import units
-from semkv.serving.vllm import BLOCK_BYTES, LOAD_FORMAT, SCHEDULER, WORKER
+from semkv.serving.vllm.names import BLOCK_BYTES, LOAD_FORMAT, SCHEDULER, WORKER
 
 SERIES = "0.32"
 """Of vLLM, that the plugin was written for and tested with: it uses parts of it that change from one to the next."""

@@ -12,10 +12,10 @@ import torch
 
 from semkv.compiled import CompiledModel
 from semkv.errors import ConfigError
-from semkv.files import read_json, replace_folder
+from semkv.io.files import read_json, replace_folder
+from semkv.loading import load_compiled
 from semkv.methods import find_method
 from semkv.methods.auto import AUTO, measured_best
-from semkv.saving import load_compiled
 
 CONFIG, KEY = "config.json", "semkv"
 

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from semkv.errors import StateError, StepError
-from semkv.prompt import Prompt
-from semkv.runtime.heap import return_freed
+from semkv.generation.prompt import Prompt
+from semkv.runtime.host.heap import return_freed
 from semkv.runtime.state import State
 
 logger = logging.getLogger(__name__)
 
 
 class Compiled(Protocol):
-    """What is asked of a compiled model; see `semkv.engine_steps`."""
+    """What is asked of a compiled model; see `semkv.generation.engine_steps`."""
 
     def begin(self, tokens: int | None = None) -> Prompt: ...
 

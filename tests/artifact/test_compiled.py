@@ -23,7 +23,7 @@ class Block(importlib.abc.MetaPathFinder):
             raise ImportError(name + " is not installed here")
 sys.meta_path.insert(0, Block())
 import torch
-import semkv, semkv.api, semkv.saving
+import semkv, semkv.api, semkv.loading
 def refuse(event, arguments):
     if event in ("pickle.find_class", "marshal.loads") and watching:
         raise AssertionError(event)

@@ -13,9 +13,9 @@ from semkv.artifact.graph_json import graph_from_json, graph_to_json
 from semkv.artifact.load import load_program
 from semkv.artifact.recurrences import BodyFacts, bodies_from, bodies_of, body_graphs, body_values
 from semkv.artifact.save import save_program
+from semkv.compiler.pipeline import captured_program, lower
 from semkv.errors import ArtifactError
 from semkv.passes.base import PassOptions
-from semkv.pipeline import captured_program, lower
 from tests.hybrids import hybrid, ids
 
 

@@ -7,7 +7,7 @@ import torch
 
 from semkv.artifact.weights import TensorView, check_views, pack, unpack
 from semkv.errors import ArtifactError
-from semkv.tensor_file import read_header, read_tensors, write_tensors
+from semkv.io.tensor_file import read_header, read_tensors, write_tensors
 
 
 def through_file(tmp_path, tensors):

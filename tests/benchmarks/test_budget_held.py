@@ -8,8 +8,8 @@ import pytest
 
 import semkv
 from semkv.methods import METHODS
-from semkv.runtime.roomy import SHARE
 from semkv.runtime.row_memory import RowMemory
+from semkv.runtime.store.roomy import SHARE
 from tests.conftest import quick_ones
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"

@@ -15,11 +15,11 @@ from semkv.capture.choosers import LENGTH, ROWS, ChoiceSite, check_chooser, find
 from semkv.capture.recurrent_sites import CACHE
 from semkv.capture.state_cache import StateCache
 from semkv.errors import CaptureError, ConfigError
-from semkv.huggingface import CACHE as STATE
 from semkv.ir.choices import chosen_bias
 from semkv.ir.memory import Entries, read_chosen
 from semkv.ir.ops import attention
 from semkv.ir.recurrence import Form
+from semkv.model.huggingface import CACHE as STATE
 from tests.hybrids import Alone, difference, draw
 
 WIDTH, MOST, VOCAB = 6, 8, 61

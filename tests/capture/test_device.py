@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 import semkv
 from semkv.capture.device import device_of, moved, on_cpu
+from semkv.compiler.pipeline import captured_program
 from semkv.errors import ConfigError
-from semkv.pipeline import captured_program
 
 
 class Decoder(nn.Module):

@@ -14,8 +14,8 @@ import semkv
 from semkv.capture.local_modules import COPIES, find_local, prove_local, trace_local
 from semkv.capture.value_branches import EveryPlace
 from semkv.errors import ArtifactError, CaptureError
-from semkv.huggingface import CACHE
 from semkv.ir.recurrence import Live
+from semkv.model.huggingface import CACHE
 from tests.hybrids import Alone, difference
 
 WIDTH, EXPERTS, VOCAB, HEADS = 32, 5, 61, 4

@@ -139,7 +139,7 @@ def test_a_prompt_ends_once(base, ids):
 
 
 def test_a_piece_that_fails_ends_its_prompt(base, ids, monkeypatch):
-    from semkv.runtime.recorder import Recorder
+    from semkv.runtime.prompt.recorder import Recorder
 
     compiled, keep = made(base, "snapkv"), Recorder.record
     prompt, other = compiled.begin(), compiled.begin()

@@ -14,7 +14,7 @@ from transformers import MistralConfig, MistralForCausalLM
 import semkv
 from semkv.errors import ConfigError
 from semkv.methods import METHODS
-from semkv.runtime.host_tier import HostTier
+from semkv.runtime.host.tier import HostTier
 from semkv.runtime.state import State
 
 OPTIONS = {"heterocache": {"strict": True}, "omnikv": {"strict": True}}

@@ -11,10 +11,10 @@ from torch import Tensor
 import semkv
 from semkv.capture.device import moved
 from semkv.compiled import CompiledModel
+from semkv.compiler.offload import offload_demand
 from semkv.errors import StateError
-from semkv.live_model import LiveModel
+from semkv.live.model import LiveModel
 from semkv.methods import find_method
-from semkv.offload import offload_demand
 from tests.eager_steps import eagerly
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a device that is there needs no pretence")

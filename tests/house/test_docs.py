@@ -59,7 +59,7 @@ def test_settings_of_a_compilation() -> None:
 
 
 def test_passes_are_documented_in_order() -> None:
-    from semkv.pipeline import LOWER, ON_LATENTS, PLACE, UNDERSTAND
+    from semkv.compiler.pipeline import LOWER, ON_LATENTS, PLACE, UNDERSTAND
 
     rows = re.findall(
         r"^\| [\w →]+ \| `(\w+)` \| ", _section("docs/architecture.md", "From a model to a program"), re.MULTILINE

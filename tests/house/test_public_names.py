@@ -43,7 +43,7 @@ PUBLIC = {
         "find_method",
     ],
     "semkv.profiles.calibration": ["CalibrationSettings", "bundled_data", "calibrate", "text_data"],
-    "semkv.pipeline": ["LOWER", "UNDERSTAND", "captured_program", "lower", "run_passes"],
+    "semkv.compiler.pipeline": ["LOWER", "UNDERSTAND", "captured_program", "lower", "run_passes"],
     "semkv.passes.base": ["Pass", "PassOptions"],
     "semkv.ir.site": ["AttentionSite"],
     "semkv.ir.program": ["Program"],

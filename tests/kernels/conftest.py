@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from semkv.ir.memory import Entries
-from semkv.runtime.quantization import quantize
+from semkv.runtime.store.quantization import quantize
 
 
 def make_entries(

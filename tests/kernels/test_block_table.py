@@ -6,7 +6,7 @@ import torch
 
 from semkv.kernels.mixed_attention.block_table import FIELDS, PLACE_FIELDS, block_table
 from semkv.kernels.mixed_attention.blocks import Block
-from semkv.runtime.quantization import Quantized, dequantize, quantize
+from semkv.runtime.store.quantization import Quantized, dequantize, quantize
 
 DIMS = (16, 16)
 

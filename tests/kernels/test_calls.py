@@ -24,7 +24,7 @@ from semkv.kernels.mixed_attention.cpp import (
     mixed_attention_cpp,
 )
 from semkv.kernels.state.bmm import bmm, describe_bmm
-from semkv.runtime.quantization import quantize
+from semkv.runtime.store.quantization import quantize
 
 NEEDS_CPP = pytest.mark.skipif(compiler() is None, reason="kernels in C++ need g++ or clang++")
 SCALE = 0.3

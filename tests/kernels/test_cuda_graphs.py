@@ -16,7 +16,7 @@ import semkv
 from semkv.errors import ConfigError
 from semkv.kernels import cuda_graphs
 from semkv.kernels.cuda_graphs import RecordedRun, is_recordable, record_runs
-from semkv.runtime.steps import extend
+from semkv.runtime.decode.steps import extend
 from tests.conftest import quick_ones
 from tests.eager_steps import eagerly
 

@@ -10,8 +10,8 @@ import torch
 from semkv.errors import InputError
 from semkv.kernels.gate_scores import gate_scores_reference
 from semkv.methods.routers import GateRouter
-from semkv.runtime.quantization import quantize
 from semkv.runtime.step import Step
+from semkv.runtime.store.quantization import quantize
 
 CASES = [
     # bits, width, kv heads, group, tokens, dim, units, own lengths, dtype

@@ -13,9 +13,9 @@ from semkv.errors import InputError
 from semkv.kernels.cpp import compiler
 from semkv.kernels.gather import copy_tokens_reference
 from semkv.kernels.gather.cpp import copies_tokens, copy_tokens_cpp
-from semkv.runtime.host_pool import HostTokens
-from semkv.runtime.host_tier import HostTier
-from semkv.runtime.quantization import Quantized, dequantize, quantize
+from semkv.runtime.host.pool import HostTokens
+from semkv.runtime.host.tier import HostTier
+from semkv.runtime.store.quantization import Quantized, dequantize, quantize
 
 HEADS, TOKENS, SLOTS = 3, 301, 400
 KINDS = [torch.float32, torch.bfloat16, torch.float16, "codes", "codes of keys"]

@@ -16,7 +16,7 @@ from semkv.errors import InputError
 from semkv.ir.memory import Entries
 from semkv.ir.ops import mixed_attention
 from semkv.kernels.mixed_attention import FLOAT_ARGUMENTS, mixed_attention_blocked, mixed_attention_reference
-from semkv.runtime.quantization import Quantized, dequantize, quantize
+from semkv.runtime.store.quantization import Quantized, dequantize, quantize
 
 SCALE = 0.4
 SHAPES = {

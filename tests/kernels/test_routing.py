@@ -12,11 +12,11 @@ from semkv.methods.routers import GateRouter
 from semkv.methods.sketch_router import SketchRouter
 from semkv.profiles.schema.codes import Codebooks
 from semkv.runtime.components import Components, Router, Summary
-from semkv.runtime.segments import Folding
-from semkv.runtime.site_memory import SiteMemory
-from semkv.runtime.spans import FoldedSpans
 from semkv.runtime.step import Step
-from semkv.runtime.token_store import TokenStore
+from semkv.runtime.store.segments import Folding
+from semkv.runtime.store.site_memory import SiteMemory
+from semkv.runtime.store.spans import FoldedSpans
+from semkv.runtime.store.token_store import TokenStore
 
 pytest.importorskip("triton", reason='kernels need triton: pip install -e ".[triton]"')
 

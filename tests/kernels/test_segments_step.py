@@ -16,7 +16,7 @@ from semkv.ir import ops, state_ops
 from semkv.ir.state_ops import EMPTY
 from semkv.kernels.cpp import compiler
 from semkv.kernels.segments import whole
-from semkv.runtime.quantization import quantize
+from semkv.runtime.store.quantization import quantize
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 LAYERS, HIDDEN, HEADS, KV_HEADS, DIM, VOCABULARY = 3, 136, 6, 2, 24, 211

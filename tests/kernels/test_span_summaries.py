@@ -7,7 +7,7 @@ import torch
 
 from semkv.errors import InputError
 from semkv.kernels.span_summaries import span_summaries_reference
-from semkv.runtime.segments import Folding
+from semkv.runtime.store.segments import Folding
 
 LENGTHS = torch.tensor([1, 31, 7, 16, 8])
 STARTS = LENGTHS.cumsum(0) - LENGTHS

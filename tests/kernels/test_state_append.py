@@ -14,7 +14,7 @@ from semkv.kernels.codes import code_bits
 from semkv.kernels.cpp import compiler
 from semkv.kernels.state import IN_CPP, REFERENCES
 from semkv.kernels.state.append import append_library, describe_append
-from semkv.runtime.quantization import quantize
+from semkv.runtime.store.quantization import quantize
 
 FORMS = ["reference", pytest.param("cpp", marks=pytest.mark.skipif(compiler() is None, reason="no C++ compiler"))]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

@@ -15,7 +15,7 @@ from semkv.ir import state_ops
 from semkv.kernels.calls import OPERATORS, UnsupportedCall, run
 from semkv.kernels.cpp import compiler
 from semkv.kernels.state import IN_CPP, REFERENCES
-from semkv.runtime.quantization import dequantize, quantize
+from semkv.runtime.store.quantization import dequantize, quantize
 
 NONE = float("-inf")
 SIZES = [(1, 1, 1, 1), (2, 3, 5, 63), (3, 2, 2, 111)]

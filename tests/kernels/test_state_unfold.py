@@ -18,7 +18,7 @@ from semkv.kernels import calls
 from semkv.kernels.cpp import compiler
 from semkv.kernels.state import IN_CPP, REFERENCES
 from semkv.kernels.state.unfold import waits_in_file
-from semkv.runtime.quantization import quantize
+from semkv.runtime.store.quantization import quantize
 
 NEEDS_COMPILER = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 FORMS = ["reference", pytest.param("cpp", marks=NEEDS_COMPILER)]

@@ -9,8 +9,8 @@ from semkv import bundled
 from semkv.api import compile as compile_model
 from semkv.compiled import CompiledModel
 from semkv.config import CompileConfig
-from semkv.runtime.roomy import room_for
 from semkv.runtime.state import State
+from semkv.runtime.store.roomy import room_for
 
 
 @pytest.fixture(scope="session")

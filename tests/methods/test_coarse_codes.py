@@ -11,11 +11,11 @@ from semkv.ir.site import AttentionSite
 from semkv.methods.sketch_router import SketchRouter
 from semkv.profiles.schema.codes import Codebooks
 from semkv.runtime.components import Components
-from semkv.runtime.segments import Folding
-from semkv.runtime.site_memory import SiteMemory
-from semkv.runtime.spans import FoldedSpans
 from semkv.runtime.step import Step
-from semkv.runtime.token_store import TokenStore
+from semkv.runtime.store.segments import Folding
+from semkv.runtime.store.site_memory import SiteMemory
+from semkv.runtime.store.spans import FoldedSpans
+from semkv.runtime.store.token_store import TokenStore
 
 SITE = AttentionSite(index=0, name="layer", store=0, q_heads=4, kv_heads=2, key_dim=16, value_dim=12, scale=0.25)
 FOLDED, EXACT = 40, 5

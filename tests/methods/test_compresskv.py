@@ -20,7 +20,7 @@ from semkv.methods.kept_and_runs import KeptAndRuns
 from semkv.profiles.bundled.tasks import make_text
 from semkv.profiles.schema import Profile
 from semkv.profiles.schema.allocation import layer_budgets
-from semkv.runtime.record import RowRecord
+from semkv.runtime.prompt.record import RowRecord
 
 SITE = AttentionSite(index=0, name="layer", store=0, q_heads=6, kv_heads=3, key_dim=7, value_dim=5, scale=0.4)
 NEXT = replace(SITE, index=1, store=1, name="next", budget_share=0.25)

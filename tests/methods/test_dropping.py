@@ -14,8 +14,8 @@ from semkv.methods.cake import LayerPreference, SteadyVotes
 from semkv.methods.chunkkv import ChunkVotes
 from semkv.methods.h2o import HeavyHitters
 from semkv.methods.window_scores import attention_received, observed_mass, observed_weights, pooled
-from semkv.runtime.budget import bounded_shares
-from semkv.runtime.record import RowRecord
+from semkv.runtime.budgets.budget import bounded_shares
+from semkv.runtime.prompt.record import RowRecord
 
 SITE = AttentionSite(
     index=0, name="layer", store=0, q_heads=6, kv_heads=3, key_dim=7, value_dim=5, scale=0.4, softcap=3.0

@@ -11,7 +11,7 @@ from semkv.errors import ConfigError
 from semkv.ir.site import AttentionSite
 from semkv.methods import METHODS, find_method
 from semkv.methods.keepers import ObservationWindow, Sinks
-from semkv.runtime.record import RowRecord
+from semkv.runtime.prompt.record import RowRecord
 
 SITE = AttentionSite(index=0, name="layer", store=0, q_heads=4, kv_heads=2, key_dim=6, value_dim=6, scale=0.4)
 

@@ -14,12 +14,12 @@ from semkv.methods.pages import Frame, Pages
 from semkv.methods.shadowkv import OutlierPages, page_cosines
 from semkv.methods.sketch_router import SketchRouter
 from semkv.profiles.schema.codes import Codebooks
+from semkv.runtime.budgets.costs import unit_cost_bytes
 from semkv.runtime.components import Components
-from semkv.runtime.costs import unit_cost_bytes
-from semkv.runtime.record import RowRecord
-from semkv.runtime.segments import Folding
-from semkv.runtime.spans import FoldedSpans
+from semkv.runtime.prompt.record import RowRecord
 from semkv.runtime.step import Step
+from semkv.runtime.store.segments import Folding
+from semkv.runtime.store.spans import FoldedSpans
 
 SITE = AttentionSite(index=0, name="layer", store=0, q_heads=6, kv_heads=3, key_dim=8, value_dim=5, scale=0.35)
 LENGTHS = [5, 9, 3, 7, 1]

@@ -22,13 +22,13 @@ from semkv.methods.routers import CoarseRouter, GateRouter, OracleRouter
 from semkv.profiles.calibration.parameters import RouterParameters
 from semkv.profiles.calibration.settings import CalibrationSettings
 from semkv.runtime.components import Components, Summary
-from semkv.runtime.join import stack_rows
-from semkv.runtime.quantization import dequantize
-from semkv.runtime.segments import Folding
-from semkv.runtime.site_memory import SiteMemory
-from semkv.runtime.spans import FoldedSpans
+from semkv.runtime.decode.join import stack_rows
 from semkv.runtime.step import Step
-from semkv.runtime.token_store import TokenStore
+from semkv.runtime.store.quantization import dequantize
+from semkv.runtime.store.segments import Folding
+from semkv.runtime.store.site_memory import SiteMemory
+from semkv.runtime.store.spans import FoldedSpans
+from semkv.runtime.store.token_store import TokenStore
 from tests.eager_steps import eagerly
 
 SITE = AttentionSite(index=0, name="layer", store=0, q_heads=4, kv_heads=2, key_dim=8, value_dim=6, scale=0.35)

@@ -17,10 +17,10 @@ from semkv.ir.site import AttentionSite
 from semkv.methods import SemantiCache, delimiter_ids, find_method
 from semkv.methods.semantic_clusters import SemanticClusters, cluster, sentence_delimiters, shared_out
 from semkv.methods.sentences import sentence_ends, token_class
-from semkv.runtime.quantization import dequantize
-from semkv.runtime.record import RowRecord
-from semkv.runtime.segments import Folding
-from semkv.runtime.spans import FoldedSpans
+from semkv.runtime.prompt.record import RowRecord
+from semkv.runtime.store.quantization import dequantize
+from semkv.runtime.store.segments import Folding
+from semkv.runtime.store.spans import FoldedSpans
 
 SITE = AttentionSite(index=0, name="layer", store=0, q_heads=4, kv_heads=2, key_dim=6, value_dim=4, scale=0.4)
 

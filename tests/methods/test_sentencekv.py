@@ -20,7 +20,7 @@ from semkv.methods.pages import Frame
 from semkv.methods.sentencekv import SentenceBuckets, SentenceRouter
 from semkv.methods.sentences import sentence_classes, sentence_ends
 from semkv.profiles.schema import Profile, SentenceSection
-from semkv.runtime.record import RowRecord
+from semkv.runtime.prompt.record import RowRecord
 from semkv.runtime.step import Step
 from tests.eager_steps import eagerly
 

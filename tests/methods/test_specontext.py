@@ -18,8 +18,8 @@ from semkv.methods.speculation import KEYS, NEWEST, RANKING, SCALE, UNREAD, Rank
 from semkv.passes.retrieval_graph import head_graph
 from semkv.profiles.calibration.steps import with_section
 from semkv.profiles.schema.retrieval_head import PREFIX, RetrievalHead, RetrievalHeadSection, Yarn
-from semkv.runtime.record import RowRecord
-from semkv.runtime.spans import FoldedSpans
+from semkv.runtime.prompt.record import RowRecord
+from semkv.runtime.store.spans import FoldedSpans
 
 SIZES = {
     "hidden": 192,

@@ -20,7 +20,7 @@ import semkv
 from semkv.artifact.fingerprint import model_fingerprint
 from semkv.compiled import CompiledModel
 from semkv.errors import ProfileError, StaleModelError, StateError
-from semkv.live_model import LiveModel, program_of
+from semkv.live.model import LiveModel, program_of
 from semkv.methods import StreamingLLM, find_method
 
 VOCAB = 41

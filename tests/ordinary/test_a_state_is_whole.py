@@ -8,7 +8,7 @@ from transformers import StoppingCriteria
 
 import semkv
 from semkv.errors import ConfigError, InputError
-from semkv.huggingface import CACHE
+from semkv.model.huggingface import CACHE
 
 NEW = {"do_sample": False, "pad_token_id": 0}
 

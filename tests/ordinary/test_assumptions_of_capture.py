@@ -10,9 +10,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import semkv
 from semkv.capture.export import capture
+from semkv.compiler.pipeline import captured_program
 from semkv.errors import CaptureError, InputError
 from semkv.ir.program import Program
-from semkv.pipeline import captured_program
 
 VOCAB, DIM = 199, 32
 

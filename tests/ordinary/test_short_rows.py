@@ -15,7 +15,7 @@ from semkv.compiled import CompiledModel
 from semkv.config import CompileConfig
 from semkv.errors import ArtifactError, BudgetError, ConfigError
 from semkv.methods import METHODS
-from semkv.runtime.budget import Budget
+from semkv.runtime.budgets.budget import Budget
 from semkv.runtime.row_memory import RowMemory
 from semkv.runtime.state import State
 from tests.conftest import quick_ones

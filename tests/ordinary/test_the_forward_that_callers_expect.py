@@ -11,7 +11,7 @@ import transformers
 
 import semkv
 from semkv.errors import ConfigError, InputError
-from semkv.huggingface import CACHE
+from semkv.model.huggingface import CACHE
 
 
 @pytest.fixture

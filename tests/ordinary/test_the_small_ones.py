@@ -13,7 +13,7 @@ from transformers import DynamicCache, GenerationConfig, StoppingCriteria
 
 import semkv
 from semkv.errors import BatchError, BudgetError, ConfigError, InputError, StateError
-from semkv.huggingface import CACHE
+from semkv.model.huggingface import CACHE
 from semkv.runtime.row_memory import RowMemory
 
 NEW = {"do_sample": False, "pad_token_id": 0}

@@ -21,9 +21,9 @@ import semkv
 from semkv.artifact.fingerprint import model_fingerprint, program_fingerprint
 from semkv.capture.device import on_cpu
 from semkv.capture.identity import model_identity
+from semkv.compiler.pipeline import captured_program
 from semkv.config import CompileConfig
 from semkv.errors import CaptureError, StaleModelError
-from semkv.pipeline import captured_program
 
 VOCAB = 61
 

@@ -19,7 +19,7 @@ from semkv.passes.rewrite_attention import RewriteAttention
 from semkv.passes.surprisal_head import SurprisalHead
 from semkv.profiles.calibration.codebooks import balance_of
 from semkv.profiles.schema.codes import Codebooks, KeyBalance
-from semkv.runtime.quantization import dequantize, quantize
+from semkv.runtime.store.quantization import dequantize, quantize
 
 ROLES = ("volatile", "pivot", "volatile", "satellite")
 

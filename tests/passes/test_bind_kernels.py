@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from semkv.artifact.fingerprint import program_fingerprint
+from semkv.compiler.pipeline import lower, place
 from semkv.ir.ops import mixed_attention
 from semkv.passes.base import PassOptions
 from semkv.passes.bind_kernels import BindKernels
 from semkv.passes.surprisal_head import SurprisalHead
-from semkv.pipeline import lower, place
 
 
 @pytest.fixture

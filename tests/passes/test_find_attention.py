@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from semkv.capture.export import capture
+from semkv.compiler.pipeline import run_passes
 from semkv.errors import CaptureError
 from semkv.ir import spec
 from semkv.ir.graph import attention_nodes
@@ -18,7 +19,6 @@ from semkv.passes.base import PassOptions
 from semkv.passes.canonicalise import Canonicalise
 from semkv.passes.find_attention import FindAttention
 from semkv.passes.pin_defaults import PinDefaults
-from semkv.pipeline import run_passes
 
 aten = torch.ops.aten
 VOCAB, HIDDEN, HEADS, KV_HEADS, DIM = 41, 24, 4, 2, 6

@@ -8,13 +8,13 @@ import transformers
 from transformers import PreTrainedModel
 
 from semkv.capture.export import capture
+from semkv.compiler.pipeline import run_passes
 from semkv.ir import spec
 from semkv.ir.program import Program
 from semkv.passes.base import PassOptions
 from semkv.passes.canonicalise import Canonicalise
 from semkv.passes.find_attention import FindAttention
 from semkv.passes.pin_defaults import PinDefaults
-from semkv.pipeline import run_passes
 
 VOCAB = 67
 COMMON = {

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from semkv.compiler.pipeline import run_passes
 from semkv.errors import ConfigError, SpecError
 from semkv.ir import memory, spec
 from semkv.ir.plain_memory import PlainMemory
@@ -18,7 +19,6 @@ from semkv.passes.residual_stream import stream_before_sites
 from semkv.passes.retrieval_graph import EMBEDDING, FREQUENCIES, head_graph, queries_and_keys
 from semkv.passes.rewrite_attention import RewriteAttention
 from semkv.passes.surprisal_head import SurprisalHead
-from semkv.pipeline import run_passes
 from semkv.profiles.schema.retrieval_head import (
     PREFIX,
     RetrievalHead,

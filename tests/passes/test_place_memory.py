@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from semkv.compiler.pipeline import lower, place
 from semkv.errors import ConfigError
 from semkv.passes.base import PassOptions
 from semkv.passes.place_memory import PlaceMemory
 from semkv.passes.surprisal_head import SurprisalHead
-from semkv.pipeline import lower, place
 
 
 @pytest.fixture

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from semkv.compiler.pipeline import captured_program, lower
 from semkv.errors import CaptureError, SpecError
 from semkv.ir import memory, spec
 from semkv.ir.plain_memory import PlainMemory
 from semkv.ir.recurrence import Pieces, RecurrentSite, distinct_pieces, held_pieces, recur, recurrent_nodes
 from semkv.passes.base import PassOptions
-from semkv.pipeline import captured_program, lower
 from tests.hybrids import Alone, difference, hybrid, ids
 
 

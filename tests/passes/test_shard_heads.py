@@ -25,10 +25,10 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from semkv.compiler.pipeline import among_ranks, captured_program
 from semkv.ir.ranks import Ranks, collectives
 from semkv.passes.shapes import with_shapes
 from semkv.passes.shard_heads import heads_of, weights_of
-from semkv.pipeline import among_ranks, captured_program
 
 SIZES = {
     "vocab_size": 101,

@@ -18,8 +18,8 @@ from transformers import (
     T5Config,
 )
 
+from semkv.compiler.pipeline import captured_program, on_latents
 from semkv.errors import ConfigError
-from semkv.pipeline import captured_program, on_latents
 from semkv.planning.decoder import Decoder, LayerCache, decoder_of, load_config
 
 LLAMA_8B = {

@@ -9,9 +9,9 @@ import torch
 
 import semkv
 from semkv import bundled
+from semkv.compiler.offload import weight_bytes
 from semkv.config import CompileConfig
 from semkv.errors import BudgetError, ConfigError
-from semkv.offload import weight_bytes
 from semkv.planning.decoder import Decoder, LayerCache, decoder_of
 from semkv.planning.machine import Machine
 from semkv.planning.plan import UNFOLDED_SHARE, WAYS, Estimator, Workload, plan_memory, ways_of

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import semkv
+from semkv.compiler.pipeline import among_ranks
 from semkv.errors import ArtifactError, ConfigError
 from semkv.ir.ranks import Ranks, ranks_of
-from semkv.pipeline import among_ranks
 
 HERE = Path(__file__).parent
 SPEC = importlib.util.spec_from_file_location("ranks_worker", HERE / "worker.py")

@@ -15,7 +15,13 @@ import semkv
 from semkv.errors import SemkvError
 
 SETTINGS = semkv.CompileConfig(floor=0, kernels="torch")
-SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 
 
 def model() -> torch.nn.Module:

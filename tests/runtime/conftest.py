@@ -10,15 +10,15 @@ from torch import Tensor, nn
 
 from semkv.capture.dependence import CheckDependence
 from semkv.compiled import CompiledModel
+from semkv.compiler.pipeline import run_passes
 from semkv.config import CompileConfig
 from semkv.ir.program import Program
 from semkv.methods import find_method
 from semkv.passes.base import PassOptions
 from semkv.passes.lift_positions import LiftPositions
 from semkv.passes.surprisal_head import SurprisalHead
-from semkv.pipeline import run_passes
-from semkv.runtime.roomy import room_for
 from semkv.runtime.row_memory import RowMemory
+from semkv.runtime.store.roomy import room_for
 
 VOCAB = 61
 UNTRAINED = {"sekv": {"router": "coarse"}, "compresskv": {"selection": "all", "allocation": "uniform"}}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from semkv.runtime import row_memory
-from semkv.runtime.host_pool import ROOM
+from semkv.runtime.host.pool import ROOM
 from semkv.runtime.snapshot import row_to_tensors
 
 CASES = {

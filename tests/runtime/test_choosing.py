@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from semkv.kernels.cpp import compiler
-from semkv.runtime import choosing
-from semkv.runtime.choosing import choose_units, in_order
+from semkv.runtime.decode import choosing
+from semkv.runtime.decode.choosing import choose_units, in_order
 
 
 def naive(best, costs, room):

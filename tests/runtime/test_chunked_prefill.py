@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from semkv.compiled import CompiledModel
+from semkv.compiler.pipeline import captured_program
 from semkv.config import CompileConfig
 from semkv.methods import find_method
-from semkv.pipeline import captured_program
-from semkv.runtime.host_tier import HostTier, on_disk
-from semkv.runtime.record import OBSERVED_QUERIES, RowRecord
-from semkv.runtime.recorder import Recorder
-from semkv.runtime.steps import prefill_row
+from semkv.runtime.decode.steps import prefill_row
+from semkv.runtime.host.tier import HostTier, on_disk
+from semkv.runtime.prompt.record import OBSERVED_QUERIES, RowRecord
+from semkv.runtime.prompt.recorder import Recorder
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 

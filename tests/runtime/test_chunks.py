@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 import semkv
 from semkv.errors import ConfigError
-from semkv.huggingface import CACHE
 from semkv.ir.choices import chunk_bias
 from semkv.ir.memory import Entries, read_chunk
+from semkv.model.huggingface import CACHE
 from tests.hybrids import difference
 
 WIDTH, HEADS, VOCAB, CHUNK = 32, 4, 61, 24

@@ -10,8 +10,8 @@ import torch
 from semkv.ir.site import AttentionSite
 from semkv.methods.routers import GateRouter
 from semkv.runtime.components import Components, Summary
-from semkv.runtime.segments import Folding
-from semkv.runtime.spans import FoldedSpans
+from semkv.runtime.store.segments import Folding
+from semkv.runtime.store.spans import FoldedSpans
 
 SITE = AttentionSite(index=0, name="layer", store=0, q_heads=4, kv_heads=2, key_dim=16, value_dim=12, scale=0.25)
 HERE, META = torch.device("cpu"), torch.device("meta")

@@ -12,9 +12,9 @@ from semkv.ir.site import AttentionSite
 from semkv.methods import H2O
 from semkv.methods.h2o import HeavyHitters
 from semkv.runtime.components import Components
-from semkv.runtime.site_memory import SiteMemory
 from semkv.runtime.step import Step
-from semkv.runtime.token_store import TokenStore
+from semkv.runtime.store.site_memory import SiteMemory
+from semkv.runtime.store.token_store import TokenStore
 
 SITE = AttentionSite(index=0, name="layer", store=0, q_heads=4, kv_heads=2, key_dim=6, value_dim=3, scale=0.5)
 COMPONENTS = Components(evictor=HeavyHitters(0.5), reads_queries=True)

@@ -7,8 +7,8 @@ import ctypes
 import pytest
 import torch
 
-from semkv.runtime import heap
-from semkv.runtime.heap import return_freed
+from semkv.runtime.host import heap
+from semkv.runtime.host.heap import return_freed
 
 PIECES, NUMBERS = 400, 1 << 17
 """400 tensors of half a megabyte: small enough that the C library keeps them, once it has freed larger ones."""

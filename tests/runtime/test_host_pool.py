@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from semkv.runtime import host_pool
-from semkv.runtime.host_pool import GrowingTensor, HostFactors, HostTokens
-from semkv.runtime.host_tier import HostTier
+from semkv.runtime.host import pool as host_pool
+from semkv.runtime.host.pool import GrowingTensor, HostFactors, HostTokens
+from semkv.runtime.host.tier import HostTier
 
 
 @pytest.mark.parametrize("disk", [False, True])

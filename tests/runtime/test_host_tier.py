@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from semkv.errors import CapacityError, ConfigError
-from semkv.runtime import host_tier
-from semkv.runtime.host_tier import HostTier, on_disk
+from semkv.runtime.host import tier as host_tier
+from semkv.runtime.host.tier import HostTier, on_disk
 
 
 def test_files_have_no_name_and_hold_what_is_written(tmp_path):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from semkv.runtime.largest import SAMPLED_FROM, STRIDE, largest
+from semkv.runtime.decode.largest import SAMPLED_FROM, STRIDE, largest
 
 
 def rows(kind: str, count: int) -> torch.Tensor:

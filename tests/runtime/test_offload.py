@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import semkv
+from semkv.compiler.offload import offload_demand
 from semkv.errors import BudgetError, ConfigError
-from semkv.offload import offload_demand
-from semkv.runtime.host_pool import AHEAD
+from semkv.runtime.host.pool import AHEAD
 
 BUDGET = 96
 FIRST = 150

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from semkv.profiles.schema.allocation import layer_budgets
-from semkv.runtime.budget import bounded_shares
-from semkv.runtime.page_shares import whole_pages
+from semkv.runtime.budgets.budget import bounded_shares
+from semkv.runtime.budgets.page_shares import whole_pages
 
 DIMS = (16, 64, 128)
 

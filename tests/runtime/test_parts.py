@@ -16,8 +16,8 @@ from semkv.kernels.mixed_attention import mixed_attention_reference
 from semkv.methods import SeKV, StreamingLLM
 from semkv.methods.base import Method
 from semkv.runtime.components import Part, Plan
-from semkv.runtime.join import join_parts, stack_rows
-from semkv.runtime.quantization import quantize
+from semkv.runtime.decode.join import join_parts, stack_rows
+from semkv.runtime.store.quantization import quantize
 
 SITE = AttentionSite(index=0, name="layer", store=0, q_heads=6, kv_heads=3, key_dim=8, value_dim=6, scale=0.35)
 

@@ -7,7 +7,7 @@ import torch
 
 from semkv.errors import ConfigError
 from semkv.kernels import codes
-from semkv.runtime.quantization import (
+from semkv.runtime.store.quantization import (
     bytes_per_vector,
     concatenate,
     dequantize,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import semkv
 from semkv.errors import ConfigError
-from semkv.huggingface import CACHE
+from semkv.model.huggingface import CACHE
 from tests.conftest import quick_ones
 from tests.eager_steps import eagerly
 from tests.hybrids import SERVED, Alone, difference, hybrid, ids

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from semkv.methods.paper_spans import PaperSpans
 from semkv.methods.segmenters import SurprisalSpans
-from semkv.runtime.segments import Boundary, Folding, Segmentation
+from semkv.runtime.store.segments import Boundary, Folding, Segmentation
 
 
 def parts_of(division, n: int) -> list[int]:

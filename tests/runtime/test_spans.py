@@ -11,14 +11,14 @@ from semkv.ir.site import AttentionSite
 from semkv.ir.state_ops import EMPTY
 from semkv.methods.forms import LowRankForms
 from semkv.methods.routers import GateRouter
+from semkv.runtime.budgets.costs import unit_cost_bytes
 from semkv.runtime.components import Components, IndexPart, Summary
-from semkv.runtime.costs import unit_cost_bytes
-from semkv.runtime.factors import UnfoldedFactors
-from semkv.runtime.places import ranges
-from semkv.runtime.quantization import dequantize
-from semkv.runtime.segments import Folding
-from semkv.runtime.slots import Slots
-from semkv.runtime.spans import FoldedSpans
+from semkv.runtime.store.factors import UnfoldedFactors
+from semkv.runtime.store.places import ranges
+from semkv.runtime.store.quantization import dequantize
+from semkv.runtime.store.segments import Folding
+from semkv.runtime.store.slots import Slots
+from semkv.runtime.store.spans import FoldedSpans
 
 SITE = AttentionSite(index=0, name="layer", store=0, q_heads=4, kv_heads=2, key_dim=16, value_dim=12, scale=0.25)
 LENGTHS = [3, 8, 1, 5, 6, 4]

@@ -10,9 +10,9 @@ from semkv.ir.memory import Entries
 from semkv.ir.plain_memory import PlainMemory
 from semkv.ir.site import AttentionSite
 from semkv.kernels.mixed_attention import mixed_attention_reference
-from semkv.runtime.join import stack_rows
-from semkv.runtime.quantization import quantize
+from semkv.runtime.decode.join import stack_rows
 from semkv.runtime.step import Step
+from semkv.runtime.store.quantization import quantize
 from tests.conftest import quick_ones
 
 SETTINGS = {

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from semkv.runtime.quantization import quantize
-from semkv.runtime.token_store import TokenStore, plain
+from semkv.runtime.store.quantization import quantize
+from semkv.runtime.store.token_store import TokenStore, plain
 
 
 def tokens(count: int, first: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -6,7 +6,7 @@ import pytest
 
 from semkv.config import CompileConfig
 from semkv.errors import ConfigError
-from semkv.runtime.request_bytes import RequestBytes
+from semkv.runtime.budgets.request_bytes import RequestBytes
 from semkv.serving.admission import LENGTHS, UNIT, Admission, units
 
 

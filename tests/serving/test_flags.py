@@ -9,8 +9,8 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed: `make test-serving` makes an environment with it")
 
 from semkv.errors import ConfigError
-from semkv.serving.vllm import LOAD_FORMAT, SCHEDULER, WORKER
 from semkv.serving.vllm.model import check_flags
+from semkv.serving.vllm.names import LOAD_FORMAT, SCHEDULER, WORKER
 
 
 def flags(**changes):

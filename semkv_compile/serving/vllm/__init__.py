@@ -6,13 +6,7 @@ serves a folder that `semkv serve` wrote, and nothing of vLLM is changed.
 
 from __future__ import annotations
 
-ARCHITECTURE = "SemkvForCausalLM"
-"""Under which the model is known; the `architectures` of a served folder's config.json."""
-LOAD_FORMAT = "semkv"
-WORKER = "semkv.serving.vllm.worker.SemkvWorker"
-SCHEDULER = "semkv.serving.vllm.scheduler.SemkvScheduler"
-BLOCK_BYTES = 16
-"""That vLLM allocates for a block: it stands for a unit of memory (`semkv.serving.admission.UNIT`) that semkv takes itself."""
+from semkv.serving.vllm.names import ARCHITECTURE
 
 
 def register() -> None:
@@ -26,4 +20,4 @@ def register() -> None:
         ModelRegistry.register_model(ARCHITECTURE, f"semkv.serving.vllm.model:{ARCHITECTURE}")
 
 
-__all__ = ["ARCHITECTURE", "BLOCK_BYTES", "LOAD_FORMAT", "SCHEDULER", "WORKER", "register"]
+__all__ = ["register"]

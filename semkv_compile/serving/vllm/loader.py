@@ -7,7 +7,7 @@ from vllm.config import ModelConfig
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
-from semkv.serving.vllm import LOAD_FORMAT
+from semkv.serving.vllm.names import LOAD_FORMAT
 
 
 @register_model_loader(LOAD_FORMAT)

@@ -19,8 +19,8 @@ from semkv.errors import ConfigError
 from semkv.serving.admission import Admission
 from semkv.serving.folder import Served
 from semkv.serving.requests import Requests, Row
-from semkv.serving.vllm import BLOCK_BYTES, LOAD_FORMAT, SCHEDULER, WORKER
 from semkv.serving.vllm.memory import RequestSpec
+from semkv.serving.vllm.names import BLOCK_BYTES, LOAD_FORMAT, SCHEDULER, WORKER
 
 LAYER = "semkv.0.requests"
 

@@ -10,7 +10,7 @@ from journey import GREEDY, Desk, Result, continued, journey
 from torch import Tensor
 from transformers import StoppingCriteria
 
-from semkv.huggingface import CACHE
+from semkv.model.huggingface import CACHE
 
 TEMPLATE = "{{ bos_token }}{% for m in messages %} {{ m['content'] }}{% if m['role'] == 'assistant' %} .{% endif %}{% endfor %}"
 ANSWER = 3

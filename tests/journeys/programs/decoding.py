@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor
 
 from semkv.errors import ConfigError
-from semkv.huggingface import CACHE
+from semkv.model.huggingface import CACHE
 
 
 def prompt(desk: Desk, tokens: int = 400) -> Tensor:

@@ -5,9 +5,9 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from semkv.compiler.pipeline import captured_program
 from semkv.passes.assign_budgets import AssignBudgets
 from semkv.passes.base import PassOptions
-from semkv.pipeline import captured_program
 from semkv.profiles.calibration import CalibrationData, CalibrationSettings, MeasureData, MeasureSettings
 from semkv.profiles.calibration.measure import Subject
 from semkv.profiles.calibration.needles import NeedleQuestion, NeedleTest

@@ -10,6 +10,7 @@ import torch
 
 from semkv.artifact.fingerprint import model_fingerprint
 from semkv.compiled import CompiledModel
+from semkv.compiler.pipeline import captured_program
 from semkv.config import CompileConfig
 from semkv.errors import ConfigError, ProfileError
 from semkv.methods import find_method
@@ -17,7 +18,6 @@ from semkv.methods.speculation import KEYS, RANKING, UNREAD, Speculation
 from semkv.passes.assign_budgets import AssignBudgets
 from semkv.passes.base import PassOptions
 from semkv.passes.retrieval_graph import head_graph
-from semkv.pipeline import captured_program
 from semkv.profiles.calibration import MeasureData, MeasureSettings, import_eagle
 from semkv.profiles.calibration.calibrate import model_facts
 from semkv.profiles.calibration.measure import Subject, Sums, run_measure

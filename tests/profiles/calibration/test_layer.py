@@ -8,7 +8,7 @@ from semkv.profiles.calibration.contexts import record_of
 from semkv.profiles.calibration.interpreter import SiteCall, full_attention
 from semkv.profiles.calibration.layer import layer_output, output_error
 from semkv.profiles.calibration.parameters import straight_through
-from semkv.runtime.segments import Segmentation
+from semkv.runtime.store.segments import Segmentation
 
 N, QUERIES, KEPT = 40, 6, 3
 

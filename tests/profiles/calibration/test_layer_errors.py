@@ -11,7 +11,7 @@ from semkv.profiles.calibration.interpreter import full_attention
 from semkv.profiles.calibration.layer_errors import CompressionErrors, normalised, relative_errors, select_tokens
 from semkv.profiles.calibration.measure import Sums
 from semkv.profiles.schema import Profile, ProfileInfo, RetrievalHeads
-from semkv.runtime.record import RowRecord
+from semkv.runtime.prompt.record import RowRecord
 
 
 def naive_selection(layer, context, keep, window, pool, heads):

@@ -5,8 +5,8 @@ import torch
 from torch.fx import Graph, GraphModule
 from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoXConfig, Qwen3Config
 
+from semkv.compiler.pipeline import captured_program
 from semkv.ir.ops import attention
-from semkv.pipeline import captured_program
 from semkv.profiles.calibration.interpreter import full_attention
 from semkv.profiles.calibration.projection import ShadowInterpreter, output_regions
 

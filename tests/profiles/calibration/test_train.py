@@ -8,7 +8,7 @@ from semkv.profiles.calibration.interpreter import SiteCall
 from semkv.profiles.calibration.metrics import caught_counts, shares
 from semkv.profiles.calibration.parameters import RouterParameters
 from semkv.profiles.calibration.train import Trainer, budget_weight, rate_factor, train_site
-from semkv.runtime.segments import Segmentation
+from semkv.runtime.store.segments import Segmentation
 
 N, QUERIES, SPAN = 256, 16, 8
 

@@ -1,0 +1,1 @@
+"""Files: read with bounds and checks, written atomically; tensors in them; the folder of the cache."""

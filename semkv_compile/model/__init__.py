@@ -1,0 +1,1 @@
+"""What the user's model is made of: wrappers, tensors that wrap others, what Hugging Face calls things."""

@@ -1,0 +1,1 @@
+"""How many bytes each store, part and request may hold."""

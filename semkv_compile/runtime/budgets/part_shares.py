@@ -1,0 +1,70 @@
+"""Budgets of rows whose stores are divided into parts: each has its share, none less than the method needs; heads that keep every token
+come first."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from semkv.errors import BudgetError
+from semkv.ir.site import AttentionSite
+from semkv.runtime.budgets.budget import bounded_shares
+from semkv.runtime.components import Part
+from semkv.runtime.placement import Placement
+
+
+def sharing_parts(placement: Placement) -> list[tuple[AttentionSite, Part]]:
+    """(store, part) of those that share what whole heads leave; none where every store is one part."""
+    divided = any(len(parts) > 1 for parts in placement.plan.parts.values())
+    if not (divided or placement.plan.keeps_whole_heads) or placement.budget.value is None:
+        return []
+    return [
+        (store, part) for store in placement.budgeted for part in placement.parts(store) if not part.components.whole
+    ]
+
+
+def whole_nbytes(placement: Placement, tokens: int) -> int:
+    """Device bytes of the heads that keep every token, and of a page that is not full."""
+    return (tokens + placement.page_size) * placement.whole_token_nbytes
+
+
+def part_shares(
+    placement: Placement, shares: Mapping[int, float], tokens: int, cap: float
+) -> dict[tuple[int, int], float]:
+    """Of what whole heads leave of `cap` device bytes, the share of each other part, by (store, first head): in proportion to the stores'
+    `shares` and the parts' own, none less than the method needs or more than all `tokens` tokens; what that takes from one goes to the
+    others. Empty where every store is one part.
+
+    Raises
+    ------
+    BudgetError: whole heads leave too little of the budget; names the smallest that would do.
+    """
+    sharing, least = sharing_parts(placement), placement.minimum_tokens
+    if placement.budget.value is None or not (sharing or placement.plan.keeps_whole_heads):
+        return {}
+    sites = [store.part(part.first, part.last, 1.0) for store, part in sharing]
+    token = sum(site.values_per_token for site in sites) * placement.budget.dtype.itemsize
+    room = cap - whole_nbytes(placement, tokens)
+    if placement.plan.keeps_whole_heads and room < 1.002 * least * token:
+        _refuse(placement, whole_nbytes(placement, tokens) + 1.003 * least * token, tokens)
+    if not sharing:
+        return {}
+    weights = [shares[store.store] * part.share for store, part in sharing]
+    sizes = bounded_shares(sites, weights, room / token, least, tokens + 2 * placement.page_size)
+    parts = [size * site.values_per_token for size, site in zip(sizes, sites)]
+    return {(store.store, part.first): size / sum(parts) for (store, part), size in zip(sharing, parts)}
+
+
+def _refuse(placement: Placement, needed: float, tokens: int) -> None:
+    full = sum(placement.budget.full_bytes(store, tokens) for store in placement.budgeted)
+    parts = [part for store in placement.budgeted for part in placement.parts(store)]
+    heads = sum(part.last - part.first for part in parts)
+    whole = sum(part.last - part.first for part in parts if part.components.whole)
+    share = math.ceil(1e3 * needed / full) / 1e3
+    hint = (
+        f"use a fraction of at least {share:g} at this length" if share <= 1 else "no budget is enough at this length"
+    )
+    raise BudgetError(
+        f"budget {placement.budget.value} is too small for {placement.method!r}: {whole} of {heads} KV heads keep all {tokens} "
+        f"tokens, {whole / heads:.1%} of the KV: {hint}, or a mode of the method that keeps no head whole"
+    )

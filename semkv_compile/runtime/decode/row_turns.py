@@ -1,0 +1,241 @@
+"""What one row brings to a step's graph and takes from it: between steps its memory makes room, inside a step nothing asks the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from semkv.ir.ops import mixed_attention
+from semkv.ir.program import Program
+from semkv.ir.site import AttentionSite
+from semkv.runtime.components import Components, Giver, Plan, Scorer, Taker
+from semkv.runtime.decode.layer_step import PLACES, Layer
+from semkv.runtime.decode.many_rows import ManyRows
+from semkv.runtime.decode.step_graph import TERMS, StepGraphs, Turn
+from semkv.runtime.row_memory import RowMemory
+from semkv.runtime.store.site_memory import SiteMemory
+
+POSITIONS = 256
+"""Places by position that are allocated at a time."""
+
+
+def serves(plan: Plan) -> bool:
+    """Whether steps of a method are graphs: all that it does in one is told in tensors."""
+    return all(_serves(components) for components in plan.all_components())
+
+
+def _serves(components: Components) -> bool:
+    if components.evictor is not None and not isinstance(components.evictor, Giver):
+        return False
+    reads = components.unfold and components.router is not None
+    return not reads or isinstance(components.router, Scorer)
+
+
+@dataclass
+class Layers:
+    """The layers of a program as traces know them. settings: what the attention of each site is called with, but for tensors."""
+
+    settings: Mapping[int, Mapping[str, object]]
+    _known: dict[tuple[object, ...], tuple[Layer, dict[str, Tensor]]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, program: Program) -> Layers:
+        """Of a lowered program."""
+        assert program.decode is not None
+        found = {}
+        for node in program.decode.graph.nodes:
+            if node.target == mixed_attention:
+                found[node.args[2].args[0].args[1]] = {k: v for k, v in node.kwargs.items() if k not in TERMS}
+        return cls(found)
+
+    def layer(
+        self, site: AttentionSite, owner: bool, memory: SiteMemory, tensors: dict[str, Tensor], plan: Plan
+    ) -> tuple[Layer, dict[str, Tensor]]:
+        """The layer of a part's site, and its constants."""
+        components, reads = memory.components, memory.reads_units
+        length, passer = memory.spans.places.length if reads else 0, plan.passers.get(site.index)
+        key = (id(components), site.index, site.first_head, owner, reads, length, tuple(tensors), id(passer))
+        if key not in self._known:
+            constants = _constants(site, components) if reads else {}
+            router = components.router
+            taken = router.taken(site) if reads and isinstance(router, Taker) else ()
+            passes = () if passer is None else passer.names(site)
+            names = (*tensors, *constants, *(name for name in taken if name not in passes))
+            made = Layer(site, components, owner, reads, length, names, self.settings[site.index])
+            if passer is not None:
+                made = replace(made, passer=passer, passes=passes)
+            self._known[key] = made, constants
+        return self._known[key]
+
+
+def _constants(site: AttentionSite, components: Components) -> dict[str, Tensor]:
+    router = components.router
+    assert isinstance(router, Scorer)
+    found = {f"constant.{name}": x for name, x in router.constants(site).items()}
+    if not components.fill:
+        found["threshold"] = router.threshold(site).float().view(site.kv_heads, site.group_size)
+    return found
+
+
+def turns_of(row: RowMemory, ids: Tensor, surprisal: Tensor, layers: Layers) -> list[list[Turn]]:
+    """Make room for a token ids int64 [1] of surprisal float32 [1] in every store, and say what each part of each site brings."""
+    placement, tokens = row.placement, row.tokens + 1
+    turns = []
+    nothing = torch.empty(0, 0, 0, dtype=torch.float32, device="cpu")
+    for site in placement.program.sites:
+        store, memories = placement.stores[site.store], row.stores[site.store]
+        parts, owner = placement.parts(store), site.index == store.index
+        places = row.admit(store, ids, surprisal) if owner else [0] * len(parts)
+        rooms = row.workspace_allowance(store, tokens)
+        own = []
+        for part, memory, at, room in zip(parts, memories, places, rooms):
+            mine = site.part(part.first, part.last, 1.0)
+            count, usable, start, shift = memory.prepare(mine, room)
+            tensors, bringer = memory.step_tensors(), memory.components.bringer
+            if bringer is not None and memory.reads_units:
+                brought = bringer.bring(mine, row.step_of(site, ids, nothing), memory.spans)
+                tensors = {**tensors, **brought.tensors}
+                count, start = count + brought.skipped, start - brought.skipped
+            if site.index in placement.plan.passers:
+                room = (tokens + POSITIONS) // POSITIONS * POSITIONS
+                tensors = {**tensors, PLACES: torch.empty(room + 1, dtype=torch.float32, device="cpu")}
+            layer, constants = layers.layer(mine, owner, memory, tensors, placement.plan)
+            own.append(Turn(layer, (at, count, usable, start, shift), tensors, constants))
+        turns.append(own)
+    return turns
+
+
+def take_turns(row: RowMemory, turns: Sequence[Sequence[Turn]], told: Iterator[tuple[list[int], Tensor]]) -> None:
+    """Count what a step did to a row; told: for each turn that reads units, tokens copied and there, and units read int64 [H]."""
+    placement, tokens = row.placement, row.tokens + 1
+    for site, own in zip(placement.program.sites, turns):
+        store, memories = placement.stores[site.store], row.stores[site.store]
+        for turn, memory in zip(own, memories):
+            if turn.layer.reads:
+                (moved, held), read = next(told)
+                memory.took(moved, held, read)
+        row.account(site, store, memories, tokens)
+
+
+class GraphedSteps:
+    """Decode steps of one program: of one row by `StepGraphs`, of several by `ManyRows`.
+
+    prepare: makes of a graph of tensors what runs it; between: of the graph between the turns of several rows; turns: of a turn's graph
+    what makes what runs it, for a row each.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        prepare: Callable[[GraphModule], Callable[..., tuple[Tensor, ...]]],
+        between: Callable[[GraphModule], Callable[..., tuple[Tensor, ...]]],
+        turns: Callable[[GraphModule], Callable[[], Callable[..., tuple[Tensor, ...]]]],
+    ) -> None:
+        self.graphs, self.layers = StepGraphs(program, prepare), Layers.of(program)
+        self.many = ManyRows(program, self.graphs, between, turns)
+
+    def reasons(self) -> list[str]:
+        """Why graphs of steps that have run were not one call of C++ the last time, each reason once: nodes that have no instructions."""
+        return sorted({reason for reason in (*self.graphs.reasons(), *self.many.reasons()) if reason is not None})
+
+    def serves(self, rows: Sequence[RowMemory]) -> bool:
+        """Whether the next step of these rows is a graph."""
+        return all(memory.graphed for row in rows for memory in row.memories())
+
+    def step(
+        self,
+        rows: Sequence[RowMemory],
+        ids: Tensor,
+        positions: Tensor,
+        known: Tensor,
+        surprisal: Tensor,
+        failures: dict[int, Exception] | None = None,
+    ) -> Tensor:
+        """Run the tokens ids int64 [B, 1] at `positions` int64 [B, 1], a row each -> hidden [B, 1, H]. known, surprisal [B, 1]: the ids
+        and their surprisal float32 on the host. failures: rows that are out of the step, and why; those that find no room join them, and
+        their hidden states are zeros. None: such an error ends the step."""
+        turns: dict[int, list[list[Turn]]] = {}
+        for r, row in enumerate(rows):
+            try:
+                if not failures or r not in failures:
+                    turns[r] = turns_of(row, known[r], surprisal[r], self.layers)
+            except Exception as error:
+                if failures is None:
+                    raise
+                failures[r] = error
+        if len(turns) == len(rows):
+            return self._run(rows, list(turns.values()), ids, positions, known)
+        going = list(turns)
+        if not going:
+            raise next(iter(failures.values()))
+        own = [x[going] for x in (ids, positions, known)]
+        hidden = self._run([rows[r] for r in going], list(turns.values()), *own)
+        out = hidden.new_zeros(len(rows), *hidden.shape[1:])
+        out[going] = hidden
+        return out
+
+    def _run(
+        self,
+        rows: Sequence[RowMemory],
+        turns: Sequence[list[list[Turn]]],
+        ids: Tensor,
+        positions: Tensor,
+        known: Tensor,
+    ) -> Tensor:
+        """`step` of rows that have made room."""
+        asking = [row for row in rows if row.past is not None]
+        sites = rows[0].placement.program.sites if asking else ()
+        queried = {site.index for site in sites if site.treatment == "method"}
+        plans = [row.placement.plan for row in rows]
+        asked = tuple(sorted(queried | {site for plan in plans for site in plan.at_site if site not in plan.passers}))
+        if len(rows) == 1:
+            hidden, moved, read, behind, observed = self._alone(rows[0], turns[0], ids, positions, asked)
+        else:
+            hidden, found, behind, observed = self.many.run(rows, turns, ids, positions, asked)
+            moved = torch.stack([x for x, _ in found]).tolist() if found else []
+            read = [x for _, x in found]
+        told = iter(zip(moved, read))
+        for row, own in zip(rows, turns):
+            take_turns(row, own, told)
+        queries = dict(zip(asked, behind))
+        for site, hidden_there in zip(observed, behind[len(asked) :]):
+            for r, row in enumerate(rows):
+                row.observe(site, hidden_there[r])
+        for r, row in enumerate(rows):
+            plan, sites = row.placement.plan, row.placement.program.sites
+            for site, q in queries.items():
+                if row.past is not None:
+                    row.past.asked(sites[site], q[r])
+                if site in plan.at_site and site not in plan.passers:
+                    plan.at_site[site].stored(row.step_of(sites[site], known[r], q[r]))
+        return hidden
+
+    def _alone(
+        self, row: RowMemory, turns: Sequence[Sequence[Turn]], ids: Tensor, positions: Tensor, asked: tuple[int, ...]
+    ) -> tuple[Tensor, list[list[int]], list[Tensor], list[Tensor], tuple[int, ...]]:
+        """The step of one row: hidden; of turns that read units, tokens copied and there, and units read; queries and hidden states."""
+        graph = self.graphs.of(turns, asked)
+        flat = [turn for parts in turns for turn in parts]
+        numbers = torch.tensor([turn.numbers for turn in flat], dtype=torch.int64, device="cpu")[..., None]
+        state = [x for turn in flat for x in turn.tensors.values()]
+        state += [x for site in row.placement.program.stateful for x in row.recurrent[site.index]]
+        if row.placement.program.seams.rotary:
+            state.append(torch.tensor([[row.turned]], dtype=torch.int64, device=ids.device))
+        hidden, *more = graph.run(ids, positions, numbers.to(ids.device), *state)
+        reading = sum(turn.layer.reads for turn in flat)
+        if not reading:
+            return hidden, [], [], more, graph.observed
+        return (
+            hidden,
+            more[0][:, 0].tolist(),
+            [x[0] for x in more[1 : 1 + reading]],
+            more[1 + reading :],
+            graph.observed,
+        )
+
+
+__all__ = ["GraphedSteps", "serves"]

@@ -1,0 +1,1 @@
+"""The host tier: where folded tokens wait, and how they cross."""

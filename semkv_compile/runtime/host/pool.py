@@ -1,0 +1,360 @@
+"""Where folded tokens wait: raw, quantised to 8 or 4 bits, or as low-rank factors, in host memory, in a mapped file or on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from semkv.kernels.codes import rebuilt
+from semkv.kernels.gather.cpp import copies_tokens, copy_tokens_cpp
+from semkv.kernels.mixed_attention.call import DTYPES
+from semkv.runtime.host.tier import HostTier, on_disk
+from semkv.runtime.store.quantization import CODE_BITS, code_width, quantize
+
+Form = Literal["raw", "int8", "int4"]
+
+RoomKinds = tuple[tuple[int, torch.dtype], ...]
+"""Numbers per token and their dtype, of each tensor of a room for tokens: keys and values, and where those are codes their
+scales."""
+
+
+def room_kinds(key_dim: int, value_dim: int, dtype: torch.dtype, form: str) -> RoomKinds:
+    """Of rooms that hold tokens in a form: numbers of `dtype`, or codes."""
+    bits = CODE_BITS.get(form)
+    if bits is None:
+        return (key_dim, dtype), (value_dim, dtype)
+    widths = [(code_width(dim, bits), torch.uint8) for dim in (key_dim, value_dim)]
+    return (*widths, (1, torch.float16), (1, torch.float16))
+
+
+AHEAD = 256
+"""Tokens that a tensor on the device is made larger at a time."""
+PIECE = 4096
+"""Tokens that PyTorch gathers at a time where nothing crosses a link: what they are on the way fits the caches, and takes no memory
+that grows with the step."""
+ROOM = 8
+"""A prompt's tokens are given room for one in `ROOM` more: the first ones that are folded later do not copy all of them."""
+
+
+class GrowingTensor:
+    """A tensor [H, n, ...] that grows along its second dimension, in memory or in a file mapped into it.
+
+    tier: what makes it; None: memory of the host. device: where it is instead; None: in the tier. expected: the length that the
+    first tokens are given room for.
+    """
+
+    def __init__(
+        self,
+        heads: int,
+        tail: tuple[int, ...],
+        dtype: torch.dtype,
+        *,
+        tier: HostTier | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        self.length = self.expected = 0
+        self.tier, self.device = HostTier() if tier is None else tier, device
+        self._tail = tail
+        self._data = torch.empty((heads, 0, *tail), dtype=dtype, device=device)
+
+    @property
+    def stored(self) -> Tensor:
+        """`data` with the room behind it."""
+        return self._data
+
+    @property
+    def data(self) -> Tensor:
+        return self._data[:, : self.length]
+
+    def rows(self, heads: Tensor, index: Tensor) -> Tensor:
+        """`data[heads, index]` for int64 indices of one shape: whole rows are copied, which is faster than indexing."""
+        data = self._data  # another thread may append meanwhile, and put a larger one in its place
+        flat = (heads * data.shape[1] + index).flatten().to(data.device)
+        return data.flatten(0, 1).index_select(0, flat).unflatten(0, index.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what is stored."""
+        return self.data.numel() * self._data.element_size()
+
+    @property
+    def reserved_nbytes(self) -> int:
+        """Bytes allocated ahead of need."""
+        return self._data.nbytes - self.nbytes
+
+    @property
+    def disk_nbytes(self) -> int:
+        """Those of them that are in a file."""
+        return self.nbytes if self.device is None and on_disk(self._data) else 0
+
+    def _allocate(self, capacity: int) -> None:
+        shape, dtype = (self._data.shape[0], capacity, *self._tail), self._data.dtype
+        if self.device is not None:
+            fresh = torch.empty(shape, dtype=dtype, device=self.device)
+        else:
+            fresh = self.tier.empty(shape, dtype, scattered=True)
+        fresh[:, : self.length] = self.data
+        self._data = fresh
+
+    def append(self, x: Tensor) -> None:
+        """Add x [H, t, ...]."""
+        end = self.length + x.shape[1]
+        if end > self._data.shape[1]:
+            ahead = self._data.shape[1] * 5 // 4
+            if self.device is not None:
+                ahead = min(ahead, self.length + AHEAD)
+            if self.length == 0:
+                counted = (
+                    self.device is not None or self.tier.limit is not None
+                )  # bytes that nothing fills yet count there
+                ahead = self.expected if counted else self.expected + self.expected // ROOM
+            self._allocate(max(end, ahead))
+        self._data[:, self.length : end] = x
+        self.length = end
+
+    def clone(self) -> GrowingTensor:
+        return self.moved(self.device)
+
+    def moved(self, device: torch.device | None) -> GrowingTensor:
+        """A copy on `device`; on the host where it is None."""
+        copy = GrowingTensor(self._data.shape[0], self._tail, self._data.dtype, tier=self.tier, device=device)
+        copy.append(self.data)
+        return copy
+
+
+class HostTokens:
+    """Folded tokens' keys and values per KV head, in order, raw in the KV dtype or as codes of 8 or 4 bits with scales."""
+
+    def __init__(
+        self,
+        heads: int,
+        key_dim: int,
+        value_dim: int,
+        dtype: torch.dtype,
+        form: Form,
+        *,
+        tier: HostTier | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        self.form = form
+        self.dtype, self.dims = dtype, {"k": key_dim, "v": value_dim}
+        kinds = zip(("k", "v", "k_scale", "v_scale"), room_kinds(key_dim, value_dim, dtype, form))
+        self.parts = {
+            name: GrowingTensor(heads, (width,), stored, tier=tier, device=device) for name, (width, stored) in kinds
+        }
+
+    @property
+    def length(self) -> int:
+        return self.parts["k"].length
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts.values())
+
+    @property
+    def disk_nbytes(self) -> int:
+        """Those of them that are in files."""
+        return sum(part.disk_nbytes for part in self.parts.values())
+
+    @cached_property
+    def token_nbytes(self) -> int:
+        """Bytes that one token of one KV head takes here, and on the way to the device."""
+        return sum(part.stored.element_size() * part._tail[0] for part in self.parts.values())
+
+    @property
+    def in_place(self) -> bool:
+        """Whether a GPU reads what waits at its own address: all of it is in page-locked memory, in a dtype that the kernel has."""
+        return self.dtype in DTYPES and all(
+            part.tier.pinned and part.device is None and part.stored.is_pinned() for part in self.parts.values()
+        )
+
+    def expect(self, tokens: int) -> None:
+        """`tokens` tokens are on their way, in several parts: the first makes room for all."""
+        for part in self.parts.values():
+            part.expected = tokens
+
+    def append(self, k: Tensor, v: Tensor) -> None:
+        """Add k [Hkv, t, D] and v [Hkv, t, Dv]."""
+        k, v = k.cpu(), v.cpu()
+        if self.form == "raw":
+            self.parts["k"].append(k.to(self.dtype))
+            self.parts["v"].append(v.to(self.dtype))
+            return
+        for name, x in (("k", k), ("v", v)):
+            packed = quantize(x, CODE_BITS[self.form])
+            self.parts[name].append(packed.codes)
+            self.parts[f"{name}_scale"].append(packed.scale)
+
+    def gather(self, index: Tensor, heads: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Tokens by place: index int64 [Hkv, s] -> k [Hkv, s, D], v [Hkv, s, Dv] in the KV dtype.
+
+        With `heads` int64 [s], index is [s], a place in each of those heads, and the result has no head dimension. Indices
+        are on the CPU; the result is where the tokens wait.
+        """
+        heads = torch.arange(index.shape[0], dtype=torch.int64, device="cpu")[:, None] if heads is None else heads
+        return self._rows("k", heads, index), self._rows("v", heads, index)
+
+    def keys(self, head: int, places: Tensor) -> Tensor:
+        """Keys [s, D] of one head by place, int64 [s] on the CPU, in the KV dtype and where they wait."""
+        return self._rows("k", torch.full_like(places, head), places)
+
+    def _rows(self, name: str, heads: Tensor, index: Tensor) -> Tensor:
+        rows = self.parts[name].rows(heads, index)
+        if self.form == "raw":
+            return rows
+        scale = self.parts[f"{name}_scale"].rows(heads, index)
+        return rebuilt(rows, scale, CODE_BITS[self.form], self.dims[name]).to(self.dtype)
+
+    def fill(
+        self, rooms: Sequence[Tensor], at: Tensor, index: Tensor, heads: Tensor, *, threads: int | None = None
+    ) -> None:
+        """See `semkv.runtime.prefetch.Source`. Codes go to rooms for codes as they are, and become numbers in rooms for numbers."""
+        parts, numbers = self.parts, len(rooms) == 2
+        names = ("k", "v") if numbers else ("k", "v", "k_scale", "v_scale")
+        waiting = [parts[name].stored for name in names]
+        scales = [parts[f"{name}_scale"].stored if numbers and f"{name}_scale" in parts else None for name in names]
+        if copies_tokens(waiting, scales, rooms):
+            copy_tokens_cpp(waiting, scales, rooms, heads, index, at, threads=threads)
+            return
+        device, count = rooms[0].device, len(at)
+        if device.type == "cuda" and self.in_place:
+            from semkv.kernels.gather.triton import copy_tokens_triton
+
+            copy_tokens_triton(waiting, scales, rooms, heads, index, at)
+            return
+        size = PIECE if device.type == "cpu" else max(1, count)
+        for piece in (slice(start, start + size) for start in range(0, count, size)):
+            places, own = index[piece], heads[piece]
+            new = self.gather(places, own) if numbers else [parts[name].rows(own, places) for name in names]
+            if numbers and new[0].device != device:  # they cross the link as one tensor
+                new = torch.cat(tuple(new), 1).to(device).split([x.shape[1] for x in new], 1)
+            rows = at[piece].to(device)
+            for room, x in zip(rooms, new):
+                room.index_copy_(0, rows, x.to(device))
+
+    def moved(self, device: torch.device | None) -> HostTokens:
+        """A copy on `device`; on the host where it is None."""
+        copy = object.__new__(HostTokens)
+        copy.form, copy.dtype, copy.dims = self.form, self.dtype, self.dims
+        copy.parts = {name: part.moved(device) for name, part in self.parts.items()}
+        return copy
+
+    def clone(self) -> HostTokens:
+        return self.moved(self.parts["k"].device)
+
+
+class HostFactors:
+    """Low-rank factors of folded spans, each KV head with its own ranks, packed without padding.
+
+    Keys of span f and head h are (U * s) V^T with U [L, r], s [r], V [D, r]; values likewise with their own rank.
+    """
+
+    KINDS = ("key_u", "key_s", "key_v", "value_u", "value_s", "value_v")
+
+    def __init__(
+        self,
+        heads: int,
+        key_dim: int,
+        value_dim: int,
+        dtype: torch.dtype,
+        *,
+        tier: HostTier | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        self.heads, self.key_dim, self.value_dim, self.dtype = heads, key_dim, value_dim, dtype
+        self.packed = {kind: GrowingTensor(1, (), dtype, tier=tier, device=device) for kind in self.KINDS}
+        self.offsets = {kind: torch.zeros(heads, 0, dtype=torch.int64, device="cpu") for kind in self.KINDS}
+        self.key_rank = torch.zeros(heads, 0, dtype=torch.int64, device="cpu")
+        self.value_rank = torch.zeros(heads, 0, dtype=torch.int64, device="cpu")
+        self.lengths = torch.zeros(0, dtype=torch.int64, device="cpu")
+
+    @property
+    def spans(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def nbytes(self) -> int:
+        tables = (*self.offsets.values(), self.key_rank, self.value_rank, self.lengths)
+        return sum(part.nbytes for part in self.packed.values()) + sum(table.nbytes for table in tables)
+
+    def span_nbytes(self) -> Tensor:
+        """int64 [Hkv, F]: bytes of each span's factors, here, on the way and on the device."""
+        rows = self.lengths[None]
+        numbers = self.key_rank * (rows + self.key_dim + 1) + self.value_rank * (rows + self.value_dim + 1)
+        return numbers * self.dtype.itemsize
+
+    def append(self, factors: list[list[dict[str, Tensor]]], lengths: Tensor) -> None:
+        """Add spans: `factors[head][span]` holds the six tensors of `KINDS`; lengths int64 [F]."""
+        for kind in self.KINDS:
+            flat = [span[kind].to(self.dtype).flatten() for row in factors for span in row]
+            sizes = torch.tensor([part.numel() for part in flat], dtype=torch.int64, device="cpu")
+            offsets = (self.packed[kind].length + sizes.cumsum(0) - sizes).view(self.heads, -1)
+            self.packed[kind].append(torch.cat(flat)[None])
+            self.offsets[kind] = torch.cat([self.offsets[kind], offsets], dim=1)
+        ranks = [
+            torch.tensor([[span[kind].numel() for span in row] for row in factors], dtype=torch.int64, device="cpu")
+            for kind in ("key_s", "value_s")
+        ]
+        self.key_rank = torch.cat([self.key_rank, ranks[0]], dim=1)
+        self.value_rank = torch.cat([self.value_rank, ranks[1]], dim=1)
+        self.lengths = torch.cat([self.lengths, lengths])
+
+    def gather(self, spans: Tensor, skip: Tensor | None = None) -> dict[str, Tensor]:
+        """Factors of `spans` int64 [Hkv, F] (-1 pads), padded with zeros to the largest length and ranks among them.
+
+        Those where `skip` bool [Hkv, F] are not read: their place stays zero. Returns the six tensors of `KINDS`, shaped as
+        in `semkv.ir.memory.Entries` without the batch dimension; keys and
+        values share one rank dimension R.
+        """
+        safe = spans.clamp(min=0)
+        head = torch.arange(self.heads, dtype=torch.int64, device="cpu")[:, None]
+        present = spans >= 0
+        length = torch.where(present, self.lengths[safe], 0)
+        ranks = {
+            "key": torch.where(present, self.key_rank[head, safe], 0),
+            "value": torch.where(present, self.value_rank[head, safe], 0),
+        }
+        rank = max(1, int(max(ranks["key"].max(), ranks["value"].max()))) if spans.numel() else 1
+        longest = max(1, int(length.max())) if spans.numel() else 1
+        column = torch.arange(rank, dtype=torch.int64, device="cpu")
+        out = {}
+        for kind in self.KINDS:
+            side = kind.split("_")[0]
+            own = ranks[side]
+            start = self.offsets[kind][head, safe]
+            flat = self.packed[kind].data[0]
+            if kind.endswith("_s"):
+                index = start[..., None] + column
+                valid = column < own[..., None]
+            else:
+                rows = longest if kind.endswith("_u") else (self.key_dim if side == "key" else self.value_dim)
+                row = torch.arange(rows, dtype=torch.int64, device="cpu")[:, None]
+                index = start[..., None, None] + row * own[..., None, None] + column
+                inside = length if kind.endswith("_u") else torch.where(present, rows, 0)
+                valid = (column < own[..., None, None]) & (row < inside[..., None, None])
+            if skip is not None:
+                valid = valid & ~skip.view(*skip.shape, *([1] * (valid.dim() - 2)))
+            out[kind] = torch.where(valid.to(flat.device), flat[torch.where(valid, index, 0)], flat.new_zeros(()))
+        return out
+
+    def clone(self) -> HostFactors:
+        return self.moved(self.packed["key_u"].device)
+
+    def moved(self, device: torch.device | None) -> HostFactors:
+        """A copy whose factors are on `device`, or on the host where it is None; its tables stay there."""
+        copy = HostFactors(self.heads, self.key_dim, self.value_dim, self.dtype)
+        copy.packed = {kind: part.moved(device) for kind, part in self.packed.items()}
+        copy.offsets = {kind: offsets.clone() for kind, offsets in self.offsets.items()}
+        copy.key_rank, copy.value_rank, copy.lengths = (
+            self.key_rank.clone(),
+            self.value_rank.clone(),
+            self.lengths.clone(),
+        )
+        return copy
+
+
+__all__ = ["Form", "GrowingTensor", "HostFactors", "HostTokens"]

@@ -1,0 +1,1 @@
+"""Reading a prompt into a record, which memories are built from."""

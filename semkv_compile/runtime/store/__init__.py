@@ -1,0 +1,1 @@
+"""The memory of one layer of one row: exact tokens, folded spans, slots."""

@@ -1,0 +1,174 @@
+"""How a row's tokens were divided into what stays exact and what is folded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from semkv.runtime.prompt.record import RowRecord
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """From which surprisal on a token bounds a span: `nats`, and the same as `alpha` standard deviations above the text's mean."""
+
+    nats: float
+    alpha: float
+
+    @classmethod
+    def at(cls, surprisal: Tensor, alpha: float) -> Boundary:
+        """Above mean + alpha * std of surprisal float32 [n] (SeKV Sec. 3.1)."""
+        level = surprisal.mean() + alpha * surprisal.std(unbiased=False)
+        return cls(float(torch.nextafter(level, torch.full_like(level, math.inf))), alpha)
+
+    @classmethod
+    def of(cls, surprisal: Tensor, nats: float) -> Boundary:
+        """From `nats` on, in a text of surprisal float32 [n]."""
+        spread = float(surprisal.std(unbiased=False))
+        return cls(nats, (nats - float(surprisal.mean())) / spread if spread > 0 else math.inf)
+
+
+@dataclass(frozen=True)
+class Segmentation:
+    """A division of tokens 0..n-1 of one row: what stays exact, what is folded, and in which units.
+
+    Attributes
+    ----------
+    kept: int64 [a], ascending: tokens that stay exact wherever they are (sinks, anchors, short spans).
+    starts, lengths: int64 [s]: segments [start, start + length), ascending, disjoint, none holding a kept token.
+    recent: the first token of the recent window; tokens from there on stay exact.
+    units: int64 [Hkv|1, s], the unit of each segment, numbered 0, 1, ... without gaps in every head; None: each segment is
+        its own unit. Units are summarised, routed to and unfolded whole.
+    boundary: where surprisal decided, from where on.
+
+    A token that is in none of the three is dropped.
+    """
+
+    kept: Tensor
+    starts: Tensor
+    lengths: Tensor
+    recent: int
+    units: Tensor | None = None
+    boundary: Boundary | None = None
+
+    @classmethod
+    def of_lengths(cls, lengths: Tensor, units: Tensor | None = None) -> Segmentation:
+        """All tokens folded, in neighbouring segments of the given lengths int64 [s]."""
+        starts = lengths.cumsum(0) - lengths
+        return cls(torch.empty(0, dtype=torch.int64, device="cpu"), starts, lengths, int(lengths.sum()), units)
+
+    @property
+    def folded(self) -> Tensor:
+        """int64 [sum of lengths]: the tokens of all segments, in order."""
+        if not len(self.starts):
+            return torch.empty(0, dtype=torch.int64, device="cpu")
+        ends = self.lengths.cumsum(0)
+        inside = torch.arange(int(ends[-1]), dtype=torch.int64, device="cpu") - (ends - self.lengths).repeat_interleave(
+            self.lengths
+        )
+        return self.starts.repeat_interleave(self.lengths) + inside
+
+    def blocks(self, tokens: int) -> Iterator[Segmentation]:
+        """The segments in runs of about `tokens` tokens, of whole units that are numbered from 0 in each run; one run where units do
+        not follow each other, in all heads alike."""
+        if not len(self.starts):
+            return
+        begins = torch.ones(len(self.starts), dtype=torch.bool, device="cpu")  # no earlier unit goes on from there
+        if self.units is not None:
+            highest, lowest = self.units.cummax(1).values, self.units.flip(1).cummin(1).values.flip(1)
+            begins[1:] = ((highest[:, :-1] < lowest[:, 1:]) & (highest[:, :-1] == highest[:1, :-1])).all(0)
+        at = torch.nonzero(begins)[:, 0]
+        block = (self.lengths.cumsum(0) - self.lengths)[at] // tokens
+        edges = at[torch.diff(block, prepend=block.new_full((1,), -1)) > 0].tolist()
+        for first, last in zip(edges, [*edges[1:], len(self.starts)]):
+            units = None if self.units is None else self.units[:, first:last] - lowest[0, first]
+            yield replace(self, starts=self.starts[first:last], lengths=self.lengths[first:last], units=units)
+
+
+@dataclass(frozen=True)
+class Folding:
+    """Tokens as they are folded, for what is kept of them.
+
+    k [Hkv, n, D], v [Hkv, n, Dv]; positions int64 [n]; surprisal float32 [n] in nats; lengths int64 [s] of their segments,
+    in order; units int64 [Hkv|1, s], None where each segment is a unit; ids int64 [n] where they are known. record: of the
+    prompt that they are part of, None for tokens that left the window in generation. All on one device.
+    """
+
+    k: Tensor
+    v: Tensor
+    positions: Tensor
+    surprisal: Tensor
+    lengths: Tensor
+    units: Tensor | None = None
+    ids: Tensor | None = None
+    record: RowRecord | None = None
+
+    @cached_property
+    def count(self) -> int:
+        """Units."""
+        return len(self.lengths) if self.units is None else int(self.units.max()) + 1
+
+    @cached_property
+    def token_unit(self) -> Tensor:
+        """int64 [Hkv|1, n]: the unit of each token."""
+        if self.units is None:
+            return span_of_token(self.lengths)[None]
+        return self.units.repeat_interleave(self.lengths, dim=1)
+
+    @cached_property
+    def sizes(self) -> Tensor:
+        """int64 [Hkv|1, m]: tokens of each unit."""
+        unit = self.token_unit
+        return unit.new_zeros(unit.shape[0], self.count).scatter_add_(1, unit, torch.ones_like(unit))
+
+    def mean(self, x: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Means over units: x [H, n, d] of the tokens, weights [H|1, n] that sum to 1 in each unit (uniform without)
+        -> float32 [H, m, d]; H a multiple of Hkv."""
+        if weights is None:
+            weights = self._uniform()
+        return self._reduce(x.float() * self._rows(weights, x.shape[0])[..., None], "sum")
+
+    def smallest(self, x: Tensor) -> Tensor:
+        """Minimum over units, [H, n, d] -> [H, m, d]."""
+        return self._reduce(x, "amin")
+
+    def largest(self, x: Tensor) -> Tensor:
+        """Maximum over units, [H, n, d] -> [H, m, d]."""
+        return self._reduce(x, "amax")
+
+    def surprisal_mass(self) -> Tensor:
+        """float32 [Hkv|1, m]: the surprisal of each unit's tokens together."""
+        unit = self.token_unit
+        return self.surprisal.new_zeros(unit.shape[0], self.count).scatter_add_(
+            1, unit, self.surprisal.expand(unit.shape[0], -1)
+        )
+
+    def surprisal_weights(self) -> Tensor:
+        """SeKV Eq. 2: each token's share of its unit's surprisal, uniform where a unit's surprisal is zero, [Hkv|1, n]."""
+        unit = self.token_unit
+        surprisal = self.surprisal.expand(unit.shape[0], -1)
+        total = self.surprisal_mass().gather(1, unit)
+        return torch.where(total > 0, surprisal / total.clamp(min=1e-20), self._uniform())
+
+    def _uniform(self) -> Tensor:
+        return 1.0 / self.sizes.gather(1, self.token_unit).float()
+
+    def _reduce(self, x: Tensor, how: str) -> Tensor:
+        unit = self._rows(self.token_unit, x.shape[0])[..., None].expand_as(x)
+        out = x.new_zeros(x.shape[0], self.count, x.shape[2])
+        return out.scatter_reduce_(1, unit, x, how, include_self=how == "sum")
+
+    @staticmethod
+    def _rows(x: Tensor, heads: int) -> Tensor:
+        """x [Hkv|1, n] -> [heads, n]: query heads of a group share a row."""
+        return x.expand(heads, -1) if x.shape[0] == 1 else x.repeat_interleave(heads // x.shape[0], 0)
+
+
+def span_of_token(lengths: Tensor) -> Tensor:
+    """int64 [sum of lengths]: for each folded token the span that holds it."""
+    return torch.arange(len(lengths), dtype=torch.int64, device=lengths.device).repeat_interleave(lengths)
