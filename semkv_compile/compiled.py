@@ -88,8 +88,8 @@ class CompiledModel(Generation):
             raise BudgetError(f"method {method.name!r} keeps everything: pass no budget with it (got {budget!r})")
         if source.ranks is not None and not method.shares_heads:
             raise ConfigError(
-                f"method {method.name!r} divides a layer's budget among its KV heads, or lets heads follow another, which processes that "
-                "share a model cannot do yet: take another method, or compile without group="
+                f"method {method.name!r} does not run on processes that share a model yet (docs/parallel.md says why): take another "
+                "method, or compile without group="
             )
         self.method, self.budget, self.settings, self.tuning = method, budget, settings, tuning
         self._live, self._lowered = live, lowered

@@ -78,7 +78,7 @@ class Method(ABC):
         return None
 
     shares_heads: ClassVar[bool] = True
-    """Whether processes may share the heads of a layer; not where heads divide its budget among each other, or follow one another."""
+    """Whether processes may share the heads of a layer (docs/parallel.md)."""
 
     def check(self, profile: Profile | None) -> None:  # noqa: B027 - most methods need nothing
         """Raise `ConfigError` where `profile` lacks what the method needs: called before any work."""
