@@ -20,7 +20,9 @@ out = compiled.generate(prompt[:, -1:], state=state, max_new_tokens=8, do_sample
 
 whole = sum(weight.numel() for weight in model.parameters())
 own = sum({id(x): x.numel() for x in compiled.program.body.parameters()}.values())
-print(f"process {dist.get_rank()}: {own / whole:.0%} of the weights in the body, {state.nbytes['device']:.0f} bytes of KV")
+print(
+    f"process {dist.get_rank()}: {own / whole:.0%} of the weights in the body, {state.nbytes['device']:.0f} bytes of KV"
+)
 if dist.get_rank() == 0:
     print(tokenizer.decode(out[0]))
 dist.destroy_process_group()

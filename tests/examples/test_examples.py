@@ -23,7 +23,14 @@ def output(name):
 
 
 def test_every_example_is_tested():
-    tested = {"quickstart.py", "several_turns.py", "save_and_load.py", "onnx_loop.py", "continuous_batching.py", "tensor_parallel.py"}
+    tested = {
+        "quickstart.py",
+        "several_turns.py",
+        "save_and_load.py",
+        "onnx_loop.py",
+        "continuous_batching.py",
+        "tensor_parallel.py",
+    }
     assert {path.name for path in (ROOT / "examples").glob("*.py")} == tested
 
 

@@ -64,8 +64,12 @@ FAMILIES = {
     "norm over heads": lambda: Olmo2ForCausalLM(Olmo2Config(**SIZES, num_key_value_heads=2)),
     "experts": lambda: MixtralForCausalLM(MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=3)),
 }
-WHOLE = {"one KV head": ("q_proj", "k_proj", "v_proj"), "experts": ("gate",)}
-"""Weights that every process has: those of a shared KV head, and routers."""
+WHOLE = {
+    "one KV head": ("q_proj", "k_proj", "v_proj"),
+    "experts": ("gate",),
+    "fused, interleaved": ("query_key_value",),
+}
+"""Weights that a process may have whole: those of a shared KV head, routers, and heads that lie in groups which a process has a part of."""
 
 
 class Together:
