@@ -372,8 +372,9 @@ class RowMemory:
 
     def _fits(self, site: AttentionSite, components: Components, n: int, allowance: float) -> bool:
         page, dtype = self.placement.page_size, self.placement.budget.dtype
-        each, sinks = (exact_nbytes(site, components, dtype, kept=kept) * site.kv_heads for kept in (False, True))
-        each, sinks = each + 4 * site.once, sinks + 4 * site.once
+        each, sinks = (
+            exact_nbytes(site, components, dtype, kept=x) * site.kv_heads + 4 * site.once for x in (False, True)
+        )
         return -(-n // page) * page * each + page * sinks <= allowance  # sinks may take a page of their own
 
     def _spans(self, made: PromptPart) -> FoldedSpans:
