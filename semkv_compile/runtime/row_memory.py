@@ -372,10 +372,8 @@ class RowMemory:
 
     def _fits(self, site: AttentionSite, components: Components, n: int, allowance: float) -> bool:
         page, dtype = self.placement.page_size, self.placement.budget.dtype
-        each, sinks = (
-            exact_nbytes(site, components, dtype, kept=x) * site.kv_heads + 4 * site.once for x in (False, True)
-        )
-        return -(-n // page) * page * each + page * sinks <= allowance  # sinks may take a page of their own
+        each = [exact_nbytes(site, components, dtype, kept=x) * site.kv_heads + 4 * site.once for x in (False, True)]
+        return -(-n // page) * page * each[0] + page * each[1] <= allowance  # sinks may take a page of their own
 
     def _spans(self, made: PromptPart) -> FoldedSpans:
         placement = self.placement
