@@ -163,7 +163,7 @@ class FoldedSpans:
                 and not getattr(self.components.segmenter, "per_head", False)
             ):
                 held -= 8 * columns * (1 - self.site.once)  # lengths and positions are the same in all heads
-            self._held = (self.lengths, held)
+            self._held = (self.lengths, held)  # type: ignore[assignment]
         return self._held[1]
 
     @property
