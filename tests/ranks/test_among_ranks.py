@@ -23,8 +23,8 @@ SPEC = importlib.util.spec_from_file_location("ranks_worker", HERE / "worker.py"
 worker = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(worker)
 
-FAST = [["full", None], ["snapkv", 0.3], ["chunkkv", 0.3], ["sekv", 0.4], ["omnikv", 0.8]]
-"""All kept; chosen per head; by the votes of all heads; units and their summaries; what one layer's heads tell others."""
+FAST = [["full", None], ["snapkv", 0.3], ["chunkkv", 0.3], ["sekv", 0.4]]
+"""All kept; chosen per head; by the votes of all heads; units and their summaries."""
 SLOW = [
     *([name, 0.4] for name in ("streaming_llm", "h2o", "pyramidkv", "cake", "quest", "shadowkv", "semanticache")),
     *([name, 0.6] for name in ("infllm", "clusterkv")),

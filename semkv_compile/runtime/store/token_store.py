@@ -55,7 +55,7 @@ class TokenStore:
             4 * given[name].shape[0] for name in ("positions", "scores") if name in given
         )
         if once != 1:
-            self.token_nbytes -= 4 * (1 - once)  # type: ignore[assignment] - a part of a byte among processes
+            self.token_nbytes -= 4 * (1 - once)  # type: ignore[assignment]  # parts of bytes, among processes
         capacity = self._pages(self.length) * page_size
         self._held = {name: _grown(name, x, capacity) for name, x in given.items()}
         self._ahead = False
