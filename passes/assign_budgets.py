@@ -78,12 +78,22 @@ def _store_roles(program: Program, options: PassOptions) -> dict[int, tuple[str,
         raise ConfigError(
             f"head_roles has {len(options.head_roles)} rows, expected {len(program.stores)}: one per KV store"
         )
-    for site, roles in zip(program.stores, options.head_roles):
+    given = [_own_roles(site, roles) for site, roles in zip(program.stores, options.head_roles)]
+    for site, roles in zip(program.stores, given):
         if len(roles) != site.kv_heads:
             raise ConfigError(
                 f"head_roles of store {site.store} has {len(roles)} roles, expected {site.kv_heads} (KV heads)"
             )
-    return {site.store: tuple(roles) for site, roles in zip(program.stores, options.head_roles)}
+    return {site.store: tuple(roles) for site, roles in zip(program.stores, given)}
+
+
+def _own_roles(site: AttentionSite, roles: tuple[str, ...]) -> tuple[str, ...]:
+    """Of the roles of the user's model's heads those of the site's, in its order."""
+    return (
+        tuple(roles[head] for head in site.head_order)
+        if site.head_order and max(site.head_order) < len(roles)
+        else roles
+    )
 
 
 def _annotate(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from semkv.ir.program import Program, Stage
+from semkv.ir.ranks import Ranks
 from semkv.profiles.schema.codes import KeyBalance
 from semkv.profiles.schema.retrieval_head import RetrievalHead
 
@@ -27,6 +28,7 @@ class PassOptions:
     key_balance: by store, what makes its keys fit into few bits, heads in the order of the model; None: keys stay as they are.
     kernels: which answer the attention of a step: `auto`, `torch`, `cpp` or `triton` (`semkv.kernels.mixed_attention.dispatch`).
     layouts: per site, the fields of a `Configuration` tuned for the device; none for a site, or for all: its defaults.
+    ranks: the processes that share the model; None: this one alone.
     """
 
     method: str = "full"
@@ -37,6 +39,7 @@ class PassOptions:
     key_balance: Mapping[int, KeyBalance] | None = None
     kernels: str = "auto"
     layouts: tuple[tuple[int, ...], ...] = ()
+    ranks: Ranks | None = None
 
 
 class Pass(ABC):

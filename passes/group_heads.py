@@ -48,7 +48,8 @@ class GroupHeads(Pass):
             folded, selected = folded + counts[0], selected + counts[1]
             for site in readers:
                 roles = tuple(owner.roles[head] for head in order)
-                sites[site.index] = replace(site, roles=roles, head_order=order)
+                before = site.head_order or tuple(range(site.kv_heads))
+                sites[site.index] = replace(site, roles=roles, head_order=tuple(before[head] for head in order))
         note = f"{self.name}: {folded} projections permuted, {selected} activations reordered at run time"
         return program.evolve(
             note, body=copy_graph_module(finish(body)), sites=tuple(sites[site.index] for site in program.sites)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -14,9 +14,11 @@ from semkv.capture.checks import check_model
 from semkv.capture.device import usable
 from semkv.compiled import CompiledModel
 from semkv.compiler.kernel_builds import check_graphs
+from semkv.compiler.pipeline import among_ranks
 from semkv.config import CompileConfig, check_budget
 from semkv.errors import ConfigError
 from semkv.generation.arguments import own_configuration
+from semkv.ir.ranks import ranks_of
 from semkv.live.model import LiveModel, program_of
 from semkv.methods import find_method
 from semkv.methods.auto import AUTO, measured_best
@@ -24,6 +26,9 @@ from semkv.model.wrappers import unwrapped
 from semkv.profiles.schema import Profile
 from semkv.runtime.modes import undisturbed
 from semkv.runtime.state import State
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 @undisturbed
@@ -35,6 +40,7 @@ def compile(
     budget: float | int | None = None,
     device: str | torch.device | None = None,
     config: CompileConfig | None = None,
+    group: ProcessGroup | None = None,
 ) -> CompiledModel:
     """Capture `model`, rewrite its attention onto a mixed-resolution memory, and return a model that runs on it.
 
@@ -51,6 +57,9 @@ def compile(
         on the device in a decode step.
     device: where to run; default: where the model is.
     config: see `CompileConfig`.
+    group: processes that share the model (tensor parallelism): each calls this with the same arguments, gets its heads and weights of
+        its own, and runs the same calls on the same tokens. What is compiled then does not follow changes of the model. See
+        docs/parallel.md.
 
     Raises
     ------
@@ -60,6 +69,7 @@ def compile(
     """
     check_budget(budget)
     settings = config or CompileConfig()
+    ranks = None if group is None else ranks_of(group)
     target = None if device is None else usable(device)
     if method == AUTO:
         method = measured_best(profile, budget)
@@ -79,8 +89,9 @@ def compile(
     program = program_of(model, settings, target, fingerprint)
     if profile is not None:
         profile.check_stores(program.stores)
+    live = LiveModel(model, program, target) if ranks is None else None
     return CompiledModel(
-        program,
+        program if ranks is None else among_ranks(program, ranks),
         profile,
         chosen,
         budget,
@@ -88,7 +99,7 @@ def compile(
         fingerprint=fingerprint,
         model_config=copy.deepcopy(getattr(model, "config", None)),
         generation_config=own_configuration(getattr(model, "generation_config", None)),
-        live=LiveModel(model, program, target),
+        live=live,
     )
 
 
@@ -112,14 +123,18 @@ def _refuse_budget(name: str, compresses: bool, budget: Any) -> None:
 
 
 @undisturbed
-def load(path: str | os.PathLike[str], *, device: str | torch.device = "cpu") -> CompiledModel:
+def load(
+    path: str | os.PathLike[str], *, device: str | torch.device = "cpu", group: ProcessGroup | None = None
+) -> CompiledModel:
     """A compiled model from an artifact folder written by `CompiledModel.save`.
+
+    group: processes that share the model, as in `compile`; the file is mapped, and each copies its parts of it alone.
 
     Needs no modelling code and unpickles nothing. Raises `ArtifactError` for anything damaged, altered or foreign.
     """
     from semkv.loading import load_compiled
 
-    return load_compiled(path, device=device)
+    return load_compiled(path, device=device, ranks=None if group is None else ranks_of(group))
 
 
 def explain(compiled: CompiledModel, state: State | None = None, *, verbose: bool = False) -> str:

@@ -19,7 +19,7 @@ from semkv.compiler.kernel_layouts import site_layouts, tune_program
 from semkv.compiler.offload import offload_thresholds
 from semkv.compiler.pipeline import lower, place
 from semkv.config import CompileConfig, check_budget
-from semkv.errors import BudgetError
+from semkv.errors import ArtifactError, BudgetError, ConfigError
 from semkv.export.write import export_state, export_step
 from semkv.generation.generate import Generation
 from semkv.ir.program import Program
@@ -86,6 +86,11 @@ class CompiledModel(Generation):
             )
         if not method.compresses and budget is not None:
             raise BudgetError(f"method {method.name!r} keeps everything: pass no budget with it (got {budget!r})")
+        if source.ranks is not None and not method.shares_heads:
+            raise ConfigError(
+                f"method {method.name!r} does not run on processes that share a model yet (docs/parallel.md says why): take another "
+                "method, or compile without group="
+            )
         self.method, self.budget, self.settings, self.tuning = method, budget, settings, tuning
         self._live, self._lowered = live, lowered
         self._assemble(source, profile, fingerprint)
@@ -102,7 +107,7 @@ class CompiledModel(Generation):
         dtype = settings.torch_kv_dtype(source.dtype)
         cap = Budget(budget, dtype, page_size=settings.page_size)
         decided = method.for_budget(source, profile, cap)
-        program = source if lowered else lower(source, _pass_options(source, decided, profile))
+        program = source if lowered else lower(source, pass_options(source, decided, profile))
         plan = decided.plan(program, profile)
         check_choices(program, plan, method.name)
         minimum = in_pages(method.minimum_tokens, settings.page_size)
@@ -203,6 +208,7 @@ class CompiledModel(Generation):
     @undisturbed
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write an artifact folder that `semkv.load` runs without the modelling code; see docs/artifact.md."""
+        self._alone("saved")
         self._follow()
         if self.profile is not None and self.fingerprint is not None:
             self.profile.check_model(self.fingerprint)  # who loads it checks it as well
@@ -237,6 +243,7 @@ class CompiledModel(Generation):
         ------
         ConfigError: an unknown format, a missing package, a method that cannot be exported, a path that is taken; before work begins.
         """
+        self._alone("exported")
         self._follow()
         return export_step(self.placement, self.prefill, path, format, example=example)
 
@@ -261,6 +268,13 @@ class CompiledModel(Generation):
         self._follow()
         return State.load(path, self.placement)
 
+    def _alone(self, what: str) -> None:
+        if self.program.ranks is not None:
+            raise ArtifactError(
+                f"this is what process {self.program.ranks.rank} of {self.program.ranks.size} has of a model, which cannot be {what}: "
+                "compile the model without group=, save that, and load it with semkv.load(path, group=...)"
+            )
+
     def __repr__(self) -> str:
         sites = len(self.program.sites)
         return f"CompiledModel(method={self.method.name!r}, budget={self.budget!r}, sites={sites}, kv_dtype={self.placement.budget.dtype})"
@@ -269,7 +283,7 @@ class CompiledModel(Generation):
 __all__ = ["CompiledModel"]
 
 
-def _pass_options(source: Program, method: Method, profile: Profile | None) -> PassOptions:
+def pass_options(source: Program, method: Method, profile: Profile | None) -> PassOptions:
     return PassOptions(
         method=method.name,
         layer_shares=method.layer_shares(source, profile),

@@ -45,6 +45,8 @@ def describe(compiled: CompiledModel, state: State | None = None, *, verbose: bo
             2,
             "the budget is the prompt's: tokens that follow it stay exact beside it, and so do prompts that the floor holds whole",
         )
+    if program.ranks is not None:
+        facts += [escape(note) for note in program.notes if note.startswith("shard_heads")]
     facts += _recurrent(compiled)
     facts += compiled.method.notes(compiled.profile)
     facts += [] if state is None else [_measured(state), _steps(state), *_cut(state)]

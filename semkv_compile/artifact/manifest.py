@@ -190,7 +190,7 @@ def parse_sites(values: list[dict[str, Any]]) -> tuple[AttentionSite, ...]:
 
 def site_values(sites: tuple[AttentionSite, ...]) -> list[dict[str, Any]]:
     """The fields of sites as JSON values; `parse_sites` reads them."""
-    return [_SITE.dump_python(site, mode="json") for site in sites]
+    return [_SITE.dump_python(site, mode="json", exclude={"among"}) for site in sites]
 
 
 _SITE = TypeAdapter(AttentionSite)

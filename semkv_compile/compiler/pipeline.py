@@ -15,6 +15,7 @@ from semkv.capture.reach import FindReach
 from semkv.errors import ConfigError, SpecError
 from semkv.ir import spec
 from semkv.ir.program import Program
+from semkv.ir.ranks import Ranks
 from semkv.model.wrappers import unwrapped
 from semkv.passes.absorb_latents import AbsorbLatents
 from semkv.passes.assign_budgets import AssignBudgets
@@ -32,6 +33,8 @@ from semkv.passes.open_seams import OpenSeams
 from semkv.passes.pin_defaults import PinDefaults
 from semkv.passes.place_memory import PlaceMemory
 from semkv.passes.rewrite_attention import RewriteAttention
+from semkv.passes.shapes import with_shapes
+from semkv.passes.shard_heads import ShardHeads
 from semkv.passes.stream_weights import StreamWeights
 from semkv.passes.surprisal_head import SurprisalHead
 from semkv.runtime.modes import undisturbed
@@ -52,6 +55,11 @@ ON_LATENTS: tuple[Pass, ...] = (
     AbsorbLatents(),  # found: heads that are made of one latent per token become one head that is the latent
 )
 """What is done besides where a memory is to hold latents (`CompileConfig.latents`)."""
+
+AMONG_RANKS: tuple[Pass, ...] = (
+    ShardHeads(),  # found: the KV heads of this process, their projections, its channels of MLPs, its part of the vocabulary
+)
+"""What is done besides where processes share a model."""
 
 LOWER: tuple[Pass, ...] = (
     AssignBudgets(),  # found -> annotated: treatment, reason and budget share of every site
@@ -107,6 +115,28 @@ def on_latents(program: Program) -> Program:
             "attention, as in DeepSeek-V3); no attention of this model is found to: leave it out"
         )
     return found
+
+
+@undisturbed
+def among_ranks(program: Program, ranks: Ranks) -> Program:
+    """What this process has of a `captured_program` that `ranks` share; the program itself where it is alone."""
+    return run_passes(program, AMONG_RANKS, PassOptions(ranks=ranks), ran=[p.name for p in UNDERSTAND])
+
+
+@undisturbed
+def lowered_among_ranks(program: Program, ranks: Ranks, options: PassOptions, device: torch.device) -> Program:
+    """What this process has, on `device`, of a lowered program that an artifact brought, without shapes: they are found anew. Its sites
+    stay as they were annotated.
+
+    Raises
+    ------
+    ArtifactError: the shapes of its graph cannot be found.
+    """
+    found = with_shapes(program.evolve(stage="found", prefill=None, extend=None, decode=None, selector=None))
+    shared = run_passes(found, AMONG_RANKS, PassOptions(ranks=ranks), ran=[p.name for p in UNDERSTAND])
+    first = next(place for place, step in enumerate(LOWER) if step.needs != "found" and step.leaves == "lowered")
+    ran = [p.name for p in (*UNDERSTAND, *LOWER[:first])]
+    return run_passes(moved(shared, device).evolve(stage="annotated"), LOWER[first:], options, ran=ran)
 
 
 @undisturbed
@@ -167,7 +197,7 @@ def check_order(passes: Sequence[Pass], *, stage: str = "captured", ran: Iterabl
 
 def identity() -> str:
     """A hash of the pipeline and of every pass in it; part of the key of caches and artifacts."""
-    parts = [f"{step.name}:{step.identity()}" for step in (*UNDERSTAND, *ON_LATENTS, *LOWER, *PLACE)]
+    parts = [f"{step.name}:{step.identity()}" for step in (*UNDERSTAND, *ON_LATENTS, *AMONG_RANKS, *LOWER, *PLACE)]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 

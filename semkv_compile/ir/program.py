@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch.fx import GraphModule
 
+from semkv.ir.ranks import Ranks
 from semkv.ir.recurrence import RecurrentSite
 from semkv.ir.seams import Seams
 from semkv.ir.site import AttentionSite
@@ -44,6 +45,7 @@ class Program:
     evaluated: names of the tensors whose numbers passes read to write others into the program (biases, scales, windows): a model in
         which they changed has another program.
     seams: where what a prompt brings besides its ids enters.
+    ranks: the processes that share the model, of whose heads this is a program; None: of all heads.
     notes: per pass, what it did, in order; shown by `semkv.explain(verbose=True)` and kept in artifacts.
     """
 
@@ -62,6 +64,7 @@ class Program:
     recurrences: tuple[RecurrentSite, ...] = ()
     evaluated: tuple[str, ...] = ()
     seams: Seams = field(default_factory=Seams)
+    ranks: Ranks | None = None
     notes: tuple[str, ...] = field(default=())
 
     def evolve(self, note: str | None = None, **changes) -> Program:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from semkv.ir.ranks import Among
+
 
 @dataclass(frozen=True)
 class AttentionSite:
@@ -33,6 +35,7 @@ class AttentionSite:
         moved. Tensors of a profile that have one row per KV head must be read in this order.
     first_head: KV head of the model's site that is the first one here, where this describes a part of a site's heads.
     chooser: the number of the recurrent site that chooses which tokens attention reads here; -1: it reads all.
+    among: what the site has of the model's, where processes share it; None: all heads.
     chunk: a query at position p sees positions p - p % chunk to p, where that is not 0; `window` is the same number then.
     """
 
@@ -57,6 +60,12 @@ class AttentionSite:
     first_head: int = 0
     chooser: int = -1
     chunk: int = 0
+    among: Among | None = None
+
+    @property
+    def once(self) -> float:
+        """How much of what its heads have in common (positions) this process counts: its share of the heads; 1 where it has them all."""
+        return 1 if self.among is None else len(self.among.kv) / (self.among.kv_heads * self.among.sharers)
 
     @property
     def group_size(self) -> int:

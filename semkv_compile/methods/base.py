@@ -77,6 +77,9 @@ class Method(ABC):
         """By store, a map of keys of all KV heads after which few bits hold more of them; None: keys are held as the model makes them."""
         return None
 
+    shares_heads: ClassVar[bool] = True
+    """Whether processes may share the heads of a layer (docs/parallel.md)."""
+
     def check(self, profile: Profile | None) -> None:  # noqa: B027 - most methods need nothing
         """Raise `ConfigError` where `profile` lacks what the method needs: called before any work."""
 

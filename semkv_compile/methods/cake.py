@@ -13,7 +13,7 @@ from semkv.ir.site import AttentionSite
 from semkv.methods.base import OncePerPrompt
 from semkv.methods.keepers import WindowKeeper
 from semkv.methods.options import AboveZero, FromZero, Queries, Width
-from semkv.methods.window_scores import pooled
+from semkv.methods.window_scores import mean_of_heads, pooled
 from semkv.profiles.schema import Profile
 from semkv.runtime.components import Components, Plan
 from semkv.runtime.prompt.record import RowRecord
@@ -52,8 +52,9 @@ class LayerPreference:
         if record.tokens <= self.keeper.window:
             return 0.0
         weights = self.keeper.weights(site, record, self.keeper.window)
-        entropy = -(weights * (weights + 1e-10).log()).sum(dim=-1).mean()
-        change = _variance(weights).sum(dim=-1).mean()
+        spread = -(weights * (weights + 1e-10).log()).sum(dim=-1).flatten(0, 1).mean(dim=1)
+        entropy = mean_of_heads(site, spread)
+        change = mean_of_heads(site, _variance(weights).sum(dim=-1).flatten())
         return float(entropy.clamp(min=0) ** (1 / self.tau1) * change ** (1 / self.tau2))
 
     def shares(self, stores: tuple[AttentionSite, ...], record: RowRecord, budget: float) -> tuple[float, ...]:

@@ -13,6 +13,7 @@ from semkv.ir.site import AttentionSite
 from semkv.methods.base import OncePerPrompt
 from semkv.methods.keepers import WindowKeeper
 from semkv.methods.options import Count, Queries, Tokens, TokensOrNone
+from semkv.methods.window_scores import mean_of_heads
 from semkv.profiles.schema import Profile
 from semkv.runtime.components import Components
 from semkv.runtime.prompt.record import RowRecord
@@ -25,13 +26,14 @@ class ChunkVotes(WindowKeeper):
     leaders: for each KV store the site whose attention decides; stores that are not in it decide for themselves.
     """
 
+    alike: ClassVar[bool] = True
     size: int = 10
     leaders: dict[int, AttentionSite] = field(default_factory=dict)
 
     def scores(self, site: AttentionSite, record: RowRecord, tail: int) -> Tensor:
         """Attention summed over the window and averaged over the heads of the deciding layer, [1, n - tail]."""
         leader = self.leaders.get(site.store, site)
-        return self.weights(leader, record, tail).sum(dim=2).mean(dim=(0, 1))[None]
+        return mean_of_heads(leader, self.weights(leader, record, tail).sum(dim=2).flatten(0, 1))[None]
 
     def choose(self, scores: Tensor, count: int) -> Tensor:
         """The chunks with the largest sums, whole; the last may be short."""

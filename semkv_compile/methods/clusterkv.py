@@ -32,6 +32,7 @@ class KeyClusters(Framed):
     frame: Frame = DEFAULT_FRAME
 
     per_store: ClassVar[bool] = True
+    per_head: ClassVar[bool] = True
 
     def segment(
         self, record: RowRecord, store: AttentionSite, room: float, unit_cost: float, page_size: int

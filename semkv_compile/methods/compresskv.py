@@ -17,7 +17,7 @@ from semkv.methods.keepers import WindowKeeper
 from semkv.methods.kept_and_runs import KeptAndRuns
 from semkv.methods.options import Count, Queries, Tokens, TokensOrNone, Width
 from semkv.methods.routers import CoarseRouter
-from semkv.methods.window_scores import shared_votes
+from semkv.methods.window_scores import pooled, shared_votes
 from semkv.profiles.schema import Profile
 from semkv.profiles.schema.allocation import layer_budgets
 from semkv.runtime.components import Components, Plan, Summary
@@ -34,13 +34,28 @@ MISSING = (
 @dataclass(frozen=True)
 class HeadVotes(WindowKeeper):
     """Attention of the chosen query heads, summed over the window, pooled, and averaged over those heads; one choice for
-    all KV heads. heads: per KV store the query heads that choose; all of them where a store is missing."""
+    all KV heads. heads: per KV store the query heads that choose, of all of the model's site; all of them where a store is missing."""
 
+    alike: ClassVar[bool] = True
     heads: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
     def scores(self, site: AttentionSite, record: RowRecord, tail: int) -> Tensor:
         weights = self.weights(site, record, tail).flatten(0, 1)
-        return shared_votes(weights, self.heads.get(site.store), self.kernel, self.pool)[None]
+        if site.among is None:
+            return shared_votes(weights, self.heads.get(site.store), self.kernel, self.pool)[None]
+        chosen = self.heads.get(site.store)
+        places = (
+            range(site.q_heads)
+            if chosen is None
+            else [at for at, head in enumerate(site.among.query) if head in chosen]
+        )
+        count = site.among.kv_heads * site.group_size if chosen is None else len(chosen)
+        votes = (
+            pooled(weights[list(places)].sum(dim=1), self.kernel, self.pool).sum(dim=0)
+            if len(places)
+            else weights[0, 0] * 0
+        )
+        return (site.among.sum(votes) / count)[None]
 
 
 @dataclass(frozen=True)
@@ -81,6 +96,7 @@ class CompressKV(OncePerPrompt):
     span: Tokens = 16
 
     name: ClassVar[str] = "compresskv"
+    shares_heads: ClassVar[bool] = False
     minimum_tokens: ClassVar[int] = 24
 
     def __post_init__(self) -> None:
@@ -139,7 +155,7 @@ class CompressKV(OncePerPrompt):
         chosen = {}
         for site in program.stores:
             scores = torch.tensor(rows[site.index], dtype=torch.float32, device="cpu")
-            if site.head_order:
+            if site.head_order and site.among is None:
                 scores = scores.unflatten(0, (site.kv_heads, site.group_size))[list(site.head_order)].flatten()
             best = scores.argsort(descending=True, stable=True)[: self.heads]
             chosen[site.store] = tuple(sorted(best.tolist()))

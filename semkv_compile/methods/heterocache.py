@@ -54,6 +54,7 @@ class HeteroCache(OncePerPrompt):
     bits: IndexBits = 4
 
     name: ClassVar[str] = "heterocache"
+    shares_heads: ClassVar[bool] = False
     minimum_tokens: ClassVar[int] = 40
 
     def check(self, profile: Profile | None) -> None:

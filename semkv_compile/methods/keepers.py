@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ class Sinks:
     """The first `count` tokens, which soak up attention mass; everything else that fits is recent."""
 
     count: int = 4
+    alike: ClassVar[bool] = True
+    """Whether all heads of a layer keep the same tokens."""
 
     def keep(self, site: AttentionSite, record: RowRecord, room: int, page_size: int) -> tuple[Tensor, int]:
         count = min(self.count, record.tokens)

@@ -159,6 +159,7 @@ class Mixed(Sketch):
     whole: bool = False
 
     name: ClassVar[str] = "mixed"
+    shares_heads: ClassVar[bool] = False
     minimum_tokens: ClassVar[int] = 24
     steps: ClassVar[str] = "retrieval-heads,sketch,sekv"
 

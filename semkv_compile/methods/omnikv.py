@@ -74,7 +74,7 @@ class FilterRouter(MeansSuffice):
             index = torch.minimum(at.long(), asked[:, :, None] + 1)  # what is no token goes behind all of them
             rows, index, weights = len(index), index.contiguous(), weights.contiguous()
             found = found.scatter_reduce(1, index.view(rows, -1), weights.view(rows, -1), "amax")
-        return {self.names(site)[0]: found}
+        return {self.names(site)[0]: found if site.among is None else site.among.ranks.reduce(found, "max")}
 
     def taken(self, site: AttentionSite) -> tuple[str, ...]:
         """See `semkv.runtime.components.Taker`."""
@@ -114,7 +114,7 @@ def highest_weights(step: Step) -> Tensor:
             logits = logits_on(keys, own, step.q[own.query_heads][:, new], step)
             weights = logits.masked_fill_(hidden, float("-inf")).softmax(-1)
             most[new] = torch.maximum(most[new], weights.amax(dim=(0, 1)))
-    return most
+    return most if site.among is None else site.among.ranks.reduce(most, "max")
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from semkv.ir.site import AttentionSite
+from semkv.methods.routers import own_heads
 from semkv.profiles.schema import Profile
 
 OPEN = 3.0
@@ -90,7 +91,9 @@ class ProfileRankGates:
         """Spectra [Hkv, m, r], mean keys [Hkv, m, D], lengths [m] -> gates of keys and of values, of the first min(r, trained)
         components, [Hkv, m, min(r, trained)]."""
         key_sigma, value_sigma = (sigma[..., : self.trained] for sigma in (key_sigma, value_sigma))
-        router = self.routers[f"sekv.router.{site.index}"].unflatten(0, (site.kv_heads, site.group_size))
+        router = own_heads(site, self.routers[f"sekv.router.{site.index}"]).unflatten(
+            0, (site.kv_heads, site.group_size)
+        )
         projected = torch.einsum("hgrd,hsd->hgsr", router, mean_k.float())
         summary = nn.functional.normalize(projected, dim=-1).mean(1)
         size = lengths.float().log().expand(key_sigma.shape[:2])

@@ -33,6 +33,13 @@ class MeansSuffice:
         raise ValueError(f"no index {name!r} to rebuild")
 
 
+def own_heads(site: AttentionSite, x: Tensor) -> Tensor:
+    """Of x [Hq, ...] for the query heads of the user's model, those of the site, in its order."""
+    if not site.head_order:
+        return x
+    return x.unflatten(0, (-1, site.group_size))[list(site.head_order)].flatten(0, 1)
+
+
 @dataclass(frozen=True)
 class GateRouter:
     """SeKV's trained gate (Eq. 3-5 and 9).

@@ -19,7 +19,7 @@ from semkv.methods.forms import LowRankForms
 from semkv.methods.options import Count, FromZero, MeanBits, Share, Tokens, TokensOrNone
 from semkv.methods.paper_spans import PaperSpans
 from semkv.methods.rank_gates import ProfileRankGates
-from semkv.methods.routers import CoarseRouter, GateRouter, OracleRouter
+from semkv.methods.routers import CoarseRouter, GateRouter, OracleRouter, own_heads
 from semkv.methods.segmenters import BySurprisal, SurprisalSpans
 from semkv.profiles.schema import Profile
 from semkv.profiles.schema.sections import SekvSection
@@ -184,9 +184,16 @@ class SeKV(Method):
         assert profile is not None
         tensors = profile.tensors
         pick = {
-            part: {s.index: tensors[f"sekv.{part}.{s.index}"].float() for s in stores}
+            part: {s.index: own_heads(s, tensors[f"sekv.{part}.{s.index}"].float()) for s in stores}
             for part in ("router", "offset", "threshold")
         }
+        if self.shared_threshold:  # the mean of all heads, whichever of them are here
+            limits = [
+                tensors[f"sekv.offset.{s.index}"].float() + tensors[f"sekv.threshold.{s.index}"].float() for s in stores
+            ]
+            mean = torch.cat(limits).mean()
+            pick["offset"] = {index: torch.zeros_like(x) for index, x in pick["offset"].items()}
+            pick["threshold"] = {index: mean.expand(len(x)) for index, x in pick["threshold"].items()}
         return GateRouter(pick["router"], pick["offset"], pick["threshold"], self.shared_threshold)
 
     def _initial(self, stores: list[AttentionSite], profile: Profile | None) -> GateRouter:
@@ -232,6 +239,7 @@ def _random_weights(stores: list[AttentionSite], seed: int, routing_dim: int) ->
     weights = {}
     for site in stores:
         dim = max(1, min(routing_dim, site.key_dim // 4))
-        noise = torch.randn(site.q_heads, dim, site.key_dim, generator=generator, dtype=torch.float32, device="cpu")
-        weights[site.index] = noise / site.key_dim**0.5
+        heads = site.q_heads if site.among is None else site.among.kv_heads * site.group_size
+        noise = torch.randn(heads, dim, site.key_dim, generator=generator, dtype=torch.float32, device="cpu")
+        weights[site.index] = own_heads(site, noise) / site.key_dim**0.5
     return weights

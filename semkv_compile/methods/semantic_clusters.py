@@ -60,6 +60,7 @@ class SemanticClusters:
     generated: int = 4
 
     per_store: ClassVar[bool] = True
+    per_head: ClassVar[bool] = True
     reads_surprisal: ClassVar[bool] = False
 
     def segment(
@@ -71,7 +72,7 @@ class SemanticClusters:
         first = min(self.sinks, recent)
         kept = -(-first // page_size) * page_size
         # Each head has sizes and positions of its own; in two bytes per number they take the most tokens.
-        cost = unit_cost + 8 * (1 - 1 / heads) / (2 * (store.key_dim + store.value_dim) + 4)
+        cost = unit_cost + 8 * (1 - store.once / heads) / (2 * (store.key_dim + store.value_dim) + 4)
         most = int((room - window - self.fold_chunk - kept) / cost)
         lengths = self.chunks(record.ids[first:recent])
         if most < 1 and len(lengths):

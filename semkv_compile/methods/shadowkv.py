@@ -51,7 +51,10 @@ class OutlierPages:
         if not kept:
             return parts
         k = record.keys[store.store][store.first_head : store.first_head + store.kv_heads]
-        worst = page_cosines(k, parts).argsort(stable=True)[:kept]
+        cosines = page_cosines(k, parts)
+        if store.among is not None:
+            cosines = store.among.ranks.reduce(cosines, "min")
+        worst = cosines.argsort(stable=True)[:kept]
         exact = torch.zeros(len(parts.starts), dtype=torch.bool, device="cpu")
         exact[worst] = True
         tokens = parts.folded[exact.repeat_interleave(parts.lengths)]

@@ -37,6 +37,7 @@ class SpeContext(Method):
     strict: bool = False
 
     name: ClassVar[str] = "specontext"
+    shares_heads: ClassVar[bool] = False
     minimum_tokens: ClassVar[int] = 40
 
     def check(self, profile: Profile | None) -> None:

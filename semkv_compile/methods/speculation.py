@@ -202,6 +202,15 @@ def _keyed(notes: dict[str, Tensor]) -> int:
     return notes[KEYS].shape[1] + notes[f"{KEYS}{NEWEST}"].shape[1]
 
 
+def own_heads_of(logs: Tensor, site: AttentionSite, whole: AttentionSite) -> Tensor:
+    """logs [H, ...] of the retrieval head's KV heads, for those of `site`, a part of the site `whole`."""
+    if whole.among is None:
+        matched = matched_heads(logs, whole.kv_heads)
+    else:
+        matched = matched_heads(logs, whole.among.kv_heads)[list(whole.among.kv)]
+    return matched[site.first_head : site.first_head + site.kv_heads]
+
+
 @dataclass(frozen=True)
 class SpeculativeRouter(MeansSuffice):
     """Single tokens in the order of the ranking that `Speculation` left for this step: the same in every layer."""
@@ -238,9 +247,7 @@ class SpeculativeRouter(MeansSuffice):
         skipped = spans.places.start + spans.places.shift - ranking.first
         asked = (skipped, site.first_head, site.kv_heads, step.site.kv_heads)
         if asked not in known:  # the same for most layers
-            own = matched_heads(ranking.logs[:, 0], step.site.kv_heads)[
-                site.first_head : site.first_head + site.kv_heads
-            ]
+            own = own_heads_of(ranking.logs[:, 0], site, step.site)
             count = own.shape[1]
             room = torch.full(
                 (site.kv_heads, count + JOINED - count % JOINED), float("-inf"), dtype=torch.float32, device="cpu"
@@ -256,8 +263,7 @@ class SpeculativeRouter(MeansSuffice):
     @staticmethod
     def _of_heads(logs: Tensor, site: AttentionSite, step: Step) -> Tensor:
         """logs float32 [H, T, M] of the retrieval head's KV heads, for the query heads of a site."""
-        own = matched_heads(logs, step.site.kv_heads)[site.first_head : site.first_head + site.kv_heads]
-        return own.repeat_interleave(site.group_size, 0)
+        return own_heads_of(logs, site, step.site).repeat_interleave(site.group_size, 0)
 
     def threshold(self, site: AttentionSite) -> Tensor:
         return torch.full((site.q_heads,), float("-inf"), dtype=torch.float32, device="cpu")

@@ -63,7 +63,7 @@ def observed_mass(site: AttentionSite, record: RowRecord, queries: int) -> Tenso
             mass += softmax_weights(
                 own, part, k, torch.arange(n, dtype=torch.int64, device="cpu") > places[:, None]
             ).sum(dim=(0, 1, 2))
-    return mass
+    return mass if site.among is None else site.among.sum(mass)
 
 
 def attention_received(site: AttentionSite, record: RowRecord) -> Tensor:
@@ -98,6 +98,13 @@ def pooled(scores: Tensor, kernel: int, pool: Pool) -> Tensor:
     flat = scores.flatten(0, -2)[:, None]
     apply = F.max_pool1d if pool == "max" else F.avg_pool1d
     return apply(flat, kernel, stride=1, padding=kernel // 2).view(scores.shape)
+
+
+def mean_of_heads(site: AttentionSite, x: Tensor) -> Tensor:
+    """Mean of x [Hq, ...] over all query heads of the model's site, whichever processes have them."""
+    if site.among is None:
+        return x.mean(dim=0)
+    return site.among.sum(x.sum(dim=0)) / (site.among.kv_heads * site.group_size)
 
 
 def shared_votes(weights: Tensor, heads: Sequence[int] | None, kernel: int, pool: Pool = "mean") -> Tensor:

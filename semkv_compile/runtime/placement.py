@@ -102,7 +102,7 @@ class Placement:
         return lru_cache(maxsize=64)(partial(self.budget.cap_bytes, self.budgeted))
 
     @cached_property
-    def whole_token_nbytes(self) -> int:
+    def whole_token_nbytes(self) -> float:
         """Device bytes of a token, with its position, in all heads that keep every token."""
         whole = (
             store.part(part.first, part.last, 1.0)
@@ -110,7 +110,7 @@ class Placement:
             for part in self.parts(store)
             if part.components.whole
         )
-        return sum(site.values_per_token * self.budget.dtype.itemsize + 4 for site in whole)
+        return sum(site.values_per_token * self.budget.dtype.itemsize + 4 * site.once for site in whole)
 
     @cached_property
     def whole(self) -> Placement:

@@ -373,8 +373,8 @@ class RowMemory:
 
     def _fits(self, site: AttentionSite, components: Components, n: int, allowance: float) -> bool:
         page, dtype = self.placement.page_size, self.placement.budget.dtype
-        each, sinks = (exact_nbytes(site, components, dtype, kept=kept) * site.kv_heads + 4 for kept in (False, True))
-        return -(-n // page) * page * each + page * sinks <= allowance  # sinks may take a page of their own
+        each = [exact_nbytes(site, components, dtype, kept=x) * site.kv_heads + 4 * site.once for x in (False, True)]
+        return -(-n // page) * page * each[0] + page * each[1] <= allowance  # sinks may take a page of their own
 
     def _spans(self, made: PromptPart) -> FoldedSpans:
         placement = self.placement
@@ -392,6 +392,7 @@ class RowMemory:
     ) -> SiteMemory:
         placement, site, k, v = self.placement, made.site, made.k, made.v
         device, page = placement.device, placement.page_size
+        alike = kept.dim() == 1 or getattr(made.components.keeper, "alike", False)
         kept = kept if kept.dim() == 2 else kept[None]
         per_head = kept.expand(site.kv_heads, -1)
         heads = torch.arange(site.kv_heads, dtype=torch.int64, device="cpu")[:, None]
@@ -405,6 +406,7 @@ class RowMemory:
                 kept.to(device),
                 page,
                 scores=scored[0],
+                once=site.once if alike else 1,
             ),
             TokenStore(
                 made.held(k[:, recent], device),
@@ -413,6 +415,7 @@ class RowMemory:
                 page,
                 reserve=placement.uncapped(site),
                 scores=scored[1],
+                once=site.once,
             ),
             spans,
             made.record.ids[recent].clone(),

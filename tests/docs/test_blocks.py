@@ -28,6 +28,7 @@ NOT_RUN = {
     ("docs/cli.md", 'pip install ".[lm-eval]"'): "needs a model from the Hub",
     ("docs/cli.md", "semkv-profile MODEL"): "takes as long as the model is large",
     ("docs/serving.md", "semkv serve bundled"): "starts a server",
+    ("docs/parallel.md", "torchrun --nproc-per-node 2"): "starts several processes",
     ("docs/quickstart.md", "semkv-profile Qwen/Qwen3-0.6B"): "needs a model from the Hub",
 }
 """Blocks that no test runs, by page and beginning, with the reason that the page gives."""

@@ -23,7 +23,14 @@ def output(name):
 
 
 def test_every_example_is_tested():
-    tested = {"quickstart.py", "several_turns.py", "save_and_load.py", "onnx_loop.py", "continuous_batching.py"}
+    tested = {
+        "quickstart.py",
+        "several_turns.py",
+        "save_and_load.py",
+        "onnx_loop.py",
+        "continuous_batching.py",
+        "tensor_parallel.py",
+    }
     assert {path.name for path in (ROOT / "examples").glob("*.py")} == tested
 
 
@@ -71,3 +78,19 @@ def test_continuous_batching_answers_all_but_who_fails():
     for text in told.values():
         answer, right = text.removesuffix(")").split(" (right: ")
         assert answer == right
+
+
+@pytest.mark.slow
+def test_two_processes_share_a_model():
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+    result = subprocess.run(
+        [*command, str(ROOT / "examples" / "tensor_parallel.py")],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    shares = [line for line in result.stdout.splitlines() if line.startswith("process ")]
+    assert len(shares) == 2
+    assert all(int(line.split("%")[0].split()[-1]) <= 60 for line in shares)

@@ -59,12 +59,12 @@ def test_settings_of_a_compilation() -> None:
 
 
 def test_passes_are_documented_in_order() -> None:
-    from semkv.compiler.pipeline import LOWER, ON_LATENTS, PLACE, UNDERSTAND
+    from semkv.compiler.pipeline import AMONG_RANKS, LOWER, ON_LATENTS, PLACE, UNDERSTAND
 
     rows = re.findall(
         r"^\| [\w →]+ \| `(\w+)` \| ", _section("docs/architecture.md", "From a model to a program"), re.MULTILINE
     )
-    assert rows == [step.name for step in (*UNDERSTAND, *ON_LATENTS, *LOWER, *PLACE)]
+    assert rows == [step.name for step in (*UNDERSTAND, *ON_LATENTS, *AMONG_RANKS, *LOWER, *PLACE)]
 
 
 def test_every_command_has_a_row() -> None:

@@ -55,7 +55,7 @@ class Budget:
 
     def held_bytes(self, store: AttentionSite, tokens: int) -> int:
         """Bytes that `tokens` exact tokens of one store take: with their positions, and a page that is not full."""
-        return (tokens + self.page_size) * (store.values_per_token * self.dtype.itemsize + 4)
+        return (tokens + self.page_size) * int(store.values_per_token * self.dtype.itemsize + 4 * store.once)
 
     def average_tokens(self, tokens: int) -> float:
         """Tokens at full resolution per KV head and store, over all stores, when the row has `tokens` tokens."""

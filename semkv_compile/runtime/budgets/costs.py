@@ -14,7 +14,7 @@ def unit_cost_bytes(site: AttentionSite, components: Components, dtype: torch.dt
     summary, router = components.summary, components.router
     cost = 0.0
     if summary is not None:
-        cost += bytes_per_vector(site.key_dim, summary.bits, dtype) + 8 / site.kv_heads
+        cost += bytes_per_vector(site.key_dim, summary.bits, dtype) + 8 * site.once / site.kv_heads
         cost += bytes_per_vector(site.value_dim, summary.bits, dtype) if summary.attend else 0
     if router is not None and components.unfold:
         parts = router.index(site, summary)

@@ -260,7 +260,7 @@ class SiteMemory:
         """(pages of exact tokens within `allowance` bytes, those of them that are the window's), where an evictor chooses."""
         page, heads = self.recent.page_size, self.site.kv_heads
         own = self.recent.token_nbytes + 4 * (
-            heads - self.recent.positions.shape[0]
+            heads - self.site.once * self.recent.positions.shape[0]
         )  # kept tokens have their own positions
         pages = int(allowance // (page * own))
         return pages, pages - self.components.evictor.places(pages * page, page) // page
@@ -325,7 +325,7 @@ class SiteMemory:
         with the last one."""
         spans, boundary = self.spans, self.boundary
         assert boundary is not None, "set when the prompt was read"
-        token = self.site.kv_heads * exact_nbytes(self.site, self.components, spans.dtype) + 4
+        token = self.site.kv_heads * exact_nbytes(self.site, self.components, spans.dtype) + 4 * self.site.once
         room, summaries = (x / token for x in (allowance, spans.device_nbytes))
         places = segmenter.places(room, self.kept.length, summaries, self.kept.page_size)
         before = spans.open_tokens(int(self.recent.positions[0, 0]))

@@ -156,10 +156,14 @@ class FoldedSpans:
         """Bytes of `device_tensors`, with the room behind them that a step's graph reads them with."""
         if self._held is None or self._held[0] is not self.lengths:  # replaced whenever units change
             columns = room_for(self.count)
-            self._held = (
-                self.lengths,
-                sum(x.nbytes // x.shape[1] * columns for x in self.device_tensors() if x.shape[1]),
-            )
+            held: float = sum(x.nbytes // x.shape[1] * columns for x in self.device_tensors() if x.shape[1])
+            if (
+                self.site.once != 1
+                and self.components.summary is not None
+                and not getattr(self.components.segmenter, "per_head", False)
+            ):
+                held -= 8 * columns * (1 - self.site.once)  # lengths and positions are the same in all heads
+            self._held = (self.lengths, held)  # type: ignore[assignment]
         return self._held[1]
 
     @property

@@ -24,7 +24,8 @@ class TokenStore:
 
     Given as `Quantized`, keys and values are held as codes, a scale per token and KV head beside them, and so are those that
     are appended. Positions have one row per KV head where heads hold different tokens, else one for all. `scores` float32 [Hkv, n] stand
-    beside tokens that are scored (`semkv.runtime.components.Evictor`); appended ones begin with 0. `reserve` asks for
+    beside tokens that are scored (`semkv.runtime.components.Evictor`); appended ones begin with 0. `once`: how much of one row of positions
+    counts here, where processes share the heads (`AttentionSite.once`). `reserve` asks for
     geometric growth, for stores without a cap: then buffers are ahead of what is occupied, and `nbytes` counts what is
     occupied.
     """
@@ -38,6 +39,7 @@ class TokenStore:
         *,
         reserve: bool = False,
         scores: Tensor | None = None,
+        once: float = 1,
     ) -> None:
         self.page_size = page_size
         self.reserve = reserve
@@ -52,6 +54,8 @@ class TokenStore:
         self.kv_nbytes = self.token_nbytes - sum(
             4 * given[name].shape[0] for name in ("positions", "scores") if name in given
         )
+        if once != 1:
+            self.token_nbytes -= 4 * (1 - once)  # type: ignore[assignment]  # parts of bytes, among processes
         capacity = self._pages(self.length) * page_size
         self._held = {name: _grown(name, x, capacity) for name, x in given.items()}
         self._ahead = False

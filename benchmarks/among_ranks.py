@@ -1,0 +1,224 @@
+"""Processes that share a model, against one that has it alone: every architecture of the sweep and every method, on gloo.
+
+For each architecture that `architecture_sweep.py` passes, a tiny random model is compiled by several processes with `group=` and by one
+without. They read a prompt and decode; a row holds whether all tokens are equal, by how much logits differ, whether all processes have the
+same bits, and per process the weights and the KV that it holds, as shares of one process's. KV is summed over the tensors that are there.
+
+    python benchmarks/among_ranks.py                                   # all that have no result yet
+    python benchmarks/among_ranks.py llama gpt2 --methods full snapkv  # these
+    python benchmarks/among_ranks.py --for 600                         # for at most ten minutes: what is missing is run next time
+
+Results: `benchmarks/results/among_ranks.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import socket
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import transformers
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "among_ranks.json"
+SWEEP = ROOT / "benchmarks" / "results" / "architecture_sweep.json"
+
+METHODS = {
+    "full": None,
+    **dict.fromkeys(
+        ("snapkv", "h2o", "pyramidkv", "streaming_llm", "chunkkv", "cake", "quest", "shadowkv", "infllm"), 0.4
+    ),
+    **dict.fromkeys(("semanticache", "sekv"), 0.4),
+    **dict.fromkeys(("clusterkv", "omnikv"), 0.75),
+}
+"""Methods that need no profile, and a budget at which a prompt of 300 tokens is compressed by each."""
+
+PROMPT, STEPS, TOLERANCE = 300, 24, 1e-5
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def held(state: Any) -> int:
+    """Bytes of the exact tokens, indexes and slots of a state, summed over the tensors that are there."""
+    total = 0
+    for row in state.rows:
+        for memories in row.stores.values():
+            for memory in memories:
+                tensors = [*memory.kept.buffers, *memory.recent.buffers]
+                tensors += [] if memory.spans is None else memory.spans.device_tensors()
+                tensors += [] if memory.slots is None else list(memory.slots.tensors().values())
+                total += sum(x.nbytes for x in tensors)
+    return total
+
+
+def weights(program: Any) -> int:
+    """Bytes of the parameters and buffers of a program, each once."""
+    seen = {}
+    for module in (program.body, program.head):
+        for tensor in () if module is None else module.state_dict(keep_vars=True).values():
+            seen[id(tensor)] = tensor.nbytes
+    return sum(seen.values())
+
+
+def work(rank: int, world: int, port: int, jobs: list[tuple[str, str]], folder: str) -> None:
+    """Run `jobs` as process `rank` of `world` (alone: 1) and write what came of each."""
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    group = None
+    if world > 1:
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        dist.init_process_group("gloo", rank=rank, world_size=world)
+        group = dist.group.WORLD
+    import semkv
+    from semkv.config import CompileConfig
+
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from tiny_models import VOCAB, tiny_model
+
+    compiled: dict[str, Any] = {}
+    for name, method in jobs:
+        try:
+            if name not in compiled:
+                compiled.clear()
+                dtype = torch.float32 if name == "gpt_neo" else torch.float64
+                settings = CompileConfig(floor=0, kernels="torch")
+                compiled[name] = semkv.compile(
+                    tiny_model(name, dtype=dtype), method="full", config=settings, group=group
+                )
+            whole = compiled[name]
+            own = whole if method == "full" else whole.with_method(method, METHODS[method])
+            ids = torch.randint(5, VOCAB, (1, PROMPT), generator=torch.Generator().manual_seed(0))
+            state = own.prefill(ids)
+            logits, tokens = [state.logits.clone()], []
+            for _ in range(STEPS):
+                new = state.logits.argmax(-1)
+                tokens.append(int(new))
+                own.extend(state, new[:, None])
+                logits.append(state.logits.clone())
+            heads = sorted({site.kv_heads for site in own.program.sites})
+            made = {
+                "tokens": tokens,
+                "logits": torch.cat(logits),
+                "weights": weights(own.program),
+                "kv": held(state),
+                "heads": heads,
+            }
+        except Exception as error:  # a refusal is a result as well
+            made = {"error": f"{type(error).__name__}: {str(error).splitlines()[0][:300]}"}
+        torch.save(made, Path(folder) / f"{world}.{rank}.{name}.{method}")
+    if world > 1:
+        dist.destroy_process_group()
+
+
+def run(jobs: list[tuple[str, str]], world: int, timeout: float) -> dict[tuple[str, str], dict[str, Any]]:
+    """What came of `jobs`, by `world` processes together and by one alone."""
+    context, port = mp.get_context("spawn"), free_port()
+    with tempfile.TemporaryDirectory() as folder:
+        places = [(rank, world, port) for rank in range(world)] + [(0, 1, port)]
+        processes = [context.Process(target=work, args=(*place, jobs, folder)) for place in places]
+        for process in processes:
+            process.start()
+        deadline = time.monotonic() + timeout
+        for process in processes:
+            process.join(max(0.1, deadline - time.monotonic()))
+            if process.is_alive():
+                process.kill()
+        rows = {}
+        for name, method in jobs:
+            files = [Path(folder) / f"{size}.{rank}.{name}.{method}" for rank, size, _ in places]
+            if all(file.exists() for file in files):
+                rows[name, method] = compare([torch.load(file) for file in files])
+        return rows
+
+
+def compare(made: list[dict[str, Any]]) -> dict[str, Any]:
+    """The row of a job: the last of `made` is of the process that is alone."""
+    *shared, alone = made
+    errors = [each.get("error") for each in made]
+    if any(errors):
+        same = all(errors)
+        return {"status": "refused" if same else "failed", "reason": errors[-1] if same else next(filter(None, errors))}
+    largest = float(alone["logits"].abs().max())
+    difference = max(float((each["logits"] - alone["logits"]).abs().max()) for each in shared) / largest
+    equal = all(each["tokens"] == alone["tokens"] for each in shared)
+    bits = all(torch.equal(each["logits"], shared[0]["logits"]) for each in shared)
+    return {
+        "status": "pass" if equal and bits and difference < TOLERANCE else "differs",
+        "tokens_equal": equal,
+        "ranks_bit_equal": bits,
+        "difference": difference,
+        "distinct_tokens": len(set(alone["tokens"])),
+        "weights": [round(each["weights"] / alone["weights"], 3) for each in shared],
+        "kv": [round(each["kv"] / alone["kv"], 3) for each in shared],
+        "kv_heads": alone["heads"],
+    }
+
+
+def load() -> dict[str, Any]:
+    return json.loads(RESULTS.read_text()) if RESULTS.exists() else {"rows": {}}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="architectures; default: all that the sweep passes")
+    parser.add_argument("--methods", nargs="*", default=list(METHODS), choices=list(METHODS))
+    parser.add_argument("--world", type=int, default=2)
+    parser.add_argument("--again", action="store_true", help="run what has a result too")
+    parser.add_argument(
+        "--for", dest="seconds", type=float, default=float("inf"), help="begin nothing after so many seconds"
+    )
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for one group of architectures")
+    parser.add_argument(
+        "--together", type=int, default=4, help="architectures of one group, which start processes once"
+    )
+    arguments = parser.parse_args()
+    passed = [name for name, row in json.loads(SWEEP.read_text())["rows"].items() if row["status"] == "pass"]
+    unknown = [name for name in arguments.names if name not in passed]
+    if unknown:
+        parser.error(f"{unknown[0]!r} is no architecture that the sweep passes")
+    from plain_decoders import DECODERS
+
+    names = arguments.names or [name for name in passed if name not in DECODERS]
+    began, results = time.monotonic(), load()
+    for start in range(0, len(names), arguments.together):
+        group = names[start : start + arguments.together]
+        jobs = [(name, method) for name in group for method in arguments.methods]
+        if not arguments.again:
+            jobs = [(n, m) for n, m in jobs if f"{n} {m} {arguments.world}" not in results["rows"]]
+        if not jobs or time.monotonic() - began > arguments.seconds:
+            continue
+        for (name, method), row in run(jobs, arguments.world, arguments.timeout).items():
+            results["rows"][f"{name} {method} {arguments.world}"] = row
+            print(f"{name:20} {method:14} {row}", flush=True)
+        results["versions"] = {
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+            "machine": f"{platform.machine()}, {os.cpu_count()} CPU cores, gloo",
+        }
+        results["rows"] = dict(sorted(results["rows"].items()))
+        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    rows = list(results["rows"].values())
+    counts = {
+        status: sum(row["status"] == status for row in rows) for status in ("pass", "differs", "refused", "failed")
+    }
+    print(", ".join(f"{count} {status}" for status, count in counts.items()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""The shapes of a program that was read from a file, found by running it without numbers."""
+
+from __future__ import annotations
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import GraphModule
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+from semkv.errors import ArtifactError
+from semkv.ir.graph import copy_graph_module, output_value
+from semkv.ir.program import Program
+
+ROWS, TOKENS = 3, 37
+"""Sizes that stand for any: rows and tokens are symbols."""
+
+
+def with_shapes(program: Program) -> Program:
+    """The program with a fake value at every node of body and head, of any number of rows and tokens.
+
+    Raises
+    ------
+    ArtifactError: an operator cannot be run without numbers; it is named.
+    """
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    dynamic = [DimDynamic.DYNAMIC] * 2
+    rows = ROWS if program.batched else 1
+    sizes = dynamic if program.batched else [DimDynamic.STATIC, DimDynamic.DYNAMIC]
+    real = torch.zeros(rows, TOKENS, dtype=torch.int64, device="cpu")
+    given = mode.from_tensor(real, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes))
+    try:
+        body = _ran(program.body, mode, given, given.clone())
+        head = program.head
+        if head is not None:
+            head = _ran(head, mode, output_value(body.graph).meta["val"])
+    except Exception as cause:
+        raise ArtifactError(
+            f"the shapes of this program cannot be found ({str(cause)[:300]}): compile the model with group= instead"
+        ) from cause
+    return program.evolve(body=body, head=head)
+
+
+def _ran(module: GraphModule, mode: FakeTensorMode, *given: torch.Tensor) -> GraphModule:
+    copied = copy_graph_module(module)
+    FakeTensorProp(copied, mode).propagate_dont_convert_inputs(*given)
+    return copied
+
+
+__all__ = ["with_shapes"]

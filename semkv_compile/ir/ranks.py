@@ -1,0 +1,83 @@
+"""The processes that share a model: which of them this one is, and what a graph or a memory exchanges with the others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from semkv.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+collectives = torch.ops._c10d_functional
+"""Collectives as operators of a graph, which name their group."""
+
+Reduction = Literal["sum", "max", "min"]
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """rank: of this process, 0 to size - 1. size: processes that share the model. group: under which torch finds their process group."""
+
+    rank: int
+    size: int
+    group: str
+
+    def __post_init__(self) -> None:
+        import torch.distributed._functional_collectives  # noqa: F401 - registers the collectives that graphs call
+
+    def part(self, count: int) -> range:
+        """Which of `count` equal things this process has: runs, as even as they can be."""
+        return self.part_of(self.rank, count)
+
+    def part_of(self, rank: int, count: int) -> range:
+        return range(count * rank // self.size, count * (rank + 1) // self.size)
+
+    def reduce(self, x: Tensor, how: Reduction) -> Tensor:
+        """`x` over all processes: their sum, largest or smallest number at each place; every process gets the same bits."""
+        return collectives.wait_tensor(collectives.all_reduce(x.contiguous(), how, self.group))
+
+    def lookup(self, table: Tensor, ids: Tensor, first: int) -> Tensor:
+        """Embeddings [..., H] of ids, where this process has the rows of `first` on, table [n, H], and the others have the rest."""
+        own = ids - first
+        outside = (own < 0) | (own >= len(table))
+        found = torch.nn.functional.embedding(own.clamp(0, len(table) - 1), table)
+        return self.reduce(found.masked_fill(outside[..., None], 0.0), "sum")
+
+
+@dataclass(frozen=True)
+class Among:
+    """What a process has of an attention that it shares with others.
+
+    kv, query: which of the attention's heads, in the order of the program before it was shared. kv_heads: of the whole attention. sharers:
+    processes that have the same heads.
+    """
+
+    ranks: Ranks
+    kv: tuple[int, ...]
+    query: tuple[int, ...]
+    kv_heads: int
+    sharers: int = 1
+
+    def sum(self, x: Tensor) -> Tensor:
+        """A sum over this process's heads, over all heads."""
+        return self.ranks.reduce(x / self.sharers if self.sharers > 1 else x, "sum")
+
+
+def ranks_of(group: ProcessGroup) -> Ranks:
+    """This process among those of `group`. `ConfigError` where it is no group, or this process is not in it."""
+    from torch.distributed import ProcessGroup
+
+    if not isinstance(group, ProcessGroup):
+        raise ConfigError(
+            f"group is {group!r}; expected a process group: torch.distributed.init_process_group(), then torch.distributed.group.WORLD "
+            "or what new_group returned in this process"
+        )
+    return Ranks(group.rank(), group.size(), group.group_name)
+
+
+__all__ = ["Among", "Ranks", "Reduction", "collectives", "ranks_of"]
