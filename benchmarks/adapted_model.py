@@ -28,9 +28,9 @@ from torch import Tensor, nn
 
 import semkv
 from semkv import bundled
-from semkv.cache_folder import cache_folder
 from semkv.cli.models import load_weights
 from semkv.evaluation.environment import describe, now
+from semkv.io.cache_folder import cache_folder
 from semkv.profiles.bundled.tasks import make_haystack
 
 RESULT = RESULTS / "adapted_model.json"
