@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
-from semkv.errors import ConfigError, SemkvError
+from semkv.errors import ConfigError, ProcessError, SemkvError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,6 +31,10 @@ def plain_errors() -> Iterator[None]:
     """Turn errors that a user can cause into one line and exit code 2; an interrupt into exit code 130."""
     try:
         yield
+    except ProcessError as error:
+        if error.told:  # the process that failed prints it
+            raise typer.Exit(2) from None
+        refuse(str(error))
     except (SemkvError, FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
         refuse(str(error))
     except KeyboardInterrupt:
