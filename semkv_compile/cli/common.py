@@ -72,11 +72,14 @@ def whole_numbers(text: str, option: str) -> list[int]:
 
 
 def budgets(text: str, option: str) -> list[int | float]:
-    """`0.05,0.1,256`: with a point a fraction of the full KV, without one tokens per KV head and layer."""
+    """`0.05,10%,256`: with a point or a percent sign a fraction of the full KV, without one tokens per KV head and layer."""
     found: list[int | float] = []
     for part in words(text, option):
         try:
-            found.append(int(part) if part.lstrip("+-").isdecimal() else float(part))
+            if part.endswith("%"):
+                found.append(float(part[:-1]) / 100)
+            else:
+                found.append(int(part) if part.lstrip("+-").isdecimal() else float(part))
         except ValueError:
             refuse(
                 f"{option} {part!r}: expected fractions of the full KV such as 0.1, or tokens per KV head such as 256"

@@ -274,6 +274,10 @@ def export_command(
     $ semkv plan --model config.json --gpu h100,link=25GB/s --context 64K --batch 16 --budget 2048 --report pictures
 
     $ semkv plan --model config.json --gpu memory=80GB,bandwidth=3.35TB/s,link=64GB/s --context 1024K --budget full
+
+    A deployment: GPUs, hosts and links for a thousand users at once.
+
+    $ semkv plan --model config.json --method sekv --budget 10% --users 1000 --context 128K --gpu h100 --gpus 64 --host-memory 1T
     """,
 )
 def plan_command(
@@ -296,7 +300,14 @@ def plan_command(
     working_memory: Annotated[
         str | None, typer.Option(help="Beside weights and KV, `4GB`. Default: 0.3 of the weights.")
     ] = None,
-    host_memory: Annotated[str | None, typer.Option(help="Memory of the host. Default: no limit.")] = None,
+    host_memory: Annotated[str | None, typer.Option(help="Memory of a host. Default: no limit.")] = None,
+    users: Annotated[
+        int | None, typer.Option(help="Plan a deployment: so many contexts, all answering at once.")
+    ] = None,
+    gpus: Annotated[int | None, typer.Option(help="--users: GPUs that there are. Default: as many as needed.")] = None,
+    gpus_per_host: Annotated[int, typer.Option(help="--users: of one host.")] = 8,
+    network: Annotated[str, typer.Option(help="--users: between hosts, one direction.")] = "12.5GB/s",
+    method: Annotated[str | None, typer.Option(help="--users: whose measured steps estimates are made from.")] = None,
     json: Annotated[Path | None, typer.Option(help="Write the plan here.")] = None,
     report: Annotated[Path | None, typer.Option(help="Folder for a picture (PNG).")] = None,
 ) -> None:
@@ -308,8 +319,10 @@ def plan_command(
             refuse("a plan takes one --context and one --budget")
         check_writable(json, "--json")
         check_writable(report, "--report", folder=True)
-        from semkv.cli.plan import PlanRequest, run_plan
+        from semkv.cli.plan import PlanRequest, fleet_of, run_plan
         from semkv.planning.plan import Workload
+
+        fleet = fleet_of(users, gpus, gpus_per_host, host_memory, network, method, batch, budgets[0])
 
         workload = Workload(
             lengths[0],
@@ -320,11 +333,8 @@ def plan_command(
             runtime=parse_size(working_memory, "--working-memory"),
             host=parse_size(host_memory, "--host-memory"),
         )
-        run_plan(
-            PlanRequest(
-                model, gpu, workload, dtype, parse_size(weights, "--weights"), json=json, report=report, latents=latents
-            )
-        )
+        size = parse_size(weights, "--weights")
+        run_plan(PlanRequest(model, gpu, workload, dtype, size, json, report, latents, fleet, method))
 
 
 @app.command(
