@@ -502,6 +502,8 @@ def serve_command(
         str | None,
         typer.Option(help="Tokens of a request, prompt and answer; 8K is 8192. Default: the model's context."),
     ] = None,
+    ray: Annotated[bool, typer.Option("--ray", help="Run it with Ray Serve LLM, in replicas.")] = False,
+    replicas: Annotated[int | None, typer.Option(help="--ray: engines behind the address. Default: 1.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command that starts vLLM, and stop.")] = False,
 ) -> None:
     """Serve a model over the OpenAI API, in vLLM (docs/serving.md). Options that are not named here go to `vllm serve`."""
@@ -529,6 +531,8 @@ def serve_command(
                 lengths[0],
                 dry_run,
                 context.args,
+                ray,
+                replicas,
             )
         )
 
