@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -196,19 +197,18 @@ class Trainer:
         for start in range(done, len(self.sites), self.ranks.count):
             turn = self.sites[start : start + self.ranks.count]
             records = [self._records(site.index, to) for to, site in enumerate(turn)]
-            for place, (tensors, state) in self.ranks.deal(
-                range(len(turn)), lambda at, turn=turn, records=records: [self._site(turn[at], records[at])]
-            ):
+            for place, (tensors, state) in self.ranks.deal(range(len(turn)), partial(self._site, turn, records)):
                 if self.ranks.first:
                     files.write(paths[start + place], Checkpoint(tensors, state | {"identity": self.identity}))
                 yield tensors, state["rows"]
 
     def _site(
-        self, site: AttentionSite, records: Sequence[SiteRecord]
-    ) -> tuple[dict[str, Tensor], dict[str, list[dict[str, float]]]]:
-        first = len(self.data.training)
-        tensors, state = train_site(site, records[:first], records[first:], self.settings)
-        return {name: tensor.cpu() for name, tensor in tensors.items()}, state
+        self, turn: Sequence[AttentionSite], records: Sequence[Sequence[SiteRecord]], place: int
+    ) -> list[tuple[dict[str, Tensor], dict[str, list[dict[str, float]]]]]:
+        """Of the site at a place of a turn, from its own records."""
+        first, own = len(self.data.training), records[place]
+        tensors, state = train_site(turn[place], own[:first], own[first:], self.settings)
+        return [({name: tensor.cpu() for name, tensor in tensors.items()}, state)]
 
     # -- rank gates --------------------------------------------------------------------------------------------------
 
@@ -222,9 +222,7 @@ class Trainer:
         count = len(self.data.training)
         pieces = {
             (number, place): {name: x.to(self.device) for name, x in found.items()}
-            for number, (place, found) in self.ranks.deal(
-                range(self._contexts), lambda number: self._pieces_of(number, routers)
-            )
+            for number, (place, found) in self.ranks.deal(range(self._contexts), partial(self._pieces_of, routers))
         }
         optimiser = torch.optim.AdamW(gates.parameters(), lr=s.gate_rate, weight_decay=s.weight_decay)
         generator = torch.Generator(device="cpu").manual_seed(s.seed)
@@ -249,7 +247,7 @@ class Trainer:
             ]
         return gates, ranks
 
-    def _pieces_of(self, number: int, routers: Sequence[Tensor]) -> Iterator[tuple[int, dict[str, Tensor]]]:
+    def _pieces_of(self, routers: Sequence[Tensor], number: int) -> Iterator[tuple[int, dict[str, Tensor]]]:
         """Of a context that is trained on or looked at, by site."""
         if number < len(self.data.training) or number == self._contexts - 1:
             for place, site in enumerate(self.sites):

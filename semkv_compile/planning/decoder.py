@@ -139,7 +139,7 @@ def decoder_of(config: Any, *, dtype: str | None = None, weights: int | None = N
             f"{name}: the checkpoint is quantised, in a form that the configuration does not give sizes for: pass --weights with the "
             "checkpoint's size, such as --weights 40GB"
         )
-    model = _on_meta(config, number, name)
+    model: Any = _on_meta(config, number, name)
     unique = {id(p): (path, p) for path, p in reversed(list(model.named_parameters(remove_duplicate=False)))}
     sizes = {path: p.nbytes for path, p in unique.values()}
     total = sum(sizes.values())
