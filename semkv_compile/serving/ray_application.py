@@ -41,8 +41,9 @@ def application(server: Server, replicas: int, *, on_host: bool) -> dict[str, An
         "runtime_env": {"env_vars": dict(ENVIRONMENT)},
         "log_engine_metrics": False,  # Ray's wrapper of vLLM's metrics is made for the vLLM of its own extra
     }
-    if on_host:
+    if on_host:  # engines of one machine would all bind their threads to the same cores
         config |= {"accelerator_config": {"kind": "cpu"}, "placement_group_config": {"bundles": [{"CPU": 1}]}}
+        config["runtime_env"]["env_vars"]["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     return {
         "http_options": {"host": server.host, "port": server.port},
         "applications": [

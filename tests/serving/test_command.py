@@ -199,7 +199,8 @@ def test_the_application_of_ray(serve, artifact, installed):
     assert config["model_loading_config"] == {"model_id": "small.semkv", "model_source": str(Path(given[3]).parent)}
     assert config["deployment_config"] == {"num_replicas": 2}
     assert config["accelerator_config"] == {"kind": "cpu"}
-    assert config["runtime_env"] == {"env_vars": {"VLLM_USE_V2_MODEL_RUNNER": "0"}}
+    variables = {"VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    assert config["runtime_env"] == {"env_vars": variables}
     assert config["engine_kwargs"] == {
         "dtype": "float32",
         "max_model_len": 2048,
