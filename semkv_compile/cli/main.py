@@ -465,10 +465,6 @@ def lm_eval_command(
     A saved model, with 8 GB for all requests; what semkv does not know goes to vLLM:
 
     $ semkv serve qwen.semkv --tokenizer Qwen/Qwen3-0.6B --memory 8GB --max-num-seqs 16
-
-    Only the command that would start vLLM:
-
-    $ semkv serve bundled --dry-run
     """,
 )
 def serve_command(
@@ -497,6 +493,9 @@ def serve_command(
     host_memory: Annotated[
         str | None,
         typer.Option(help="Of the host, for prompts while they are read and folded tokens, `8GB`. Default: no limit."),
+    ] = None,
+    keep_sessions: Annotated[
+        str | None, typer.Option(help="For ended requests' memories that others go on from.")
     ] = None,
     max_model_len: Annotated[
         str | None,
@@ -532,6 +531,7 @@ def serve_command(
                 dry_run,
                 context.args,
                 ray,
+                parse_size(keep_sessions, "--keep-sessions"),
                 replicas,
             )
         )

@@ -26,7 +26,7 @@ from semkv.serving.vllm.names import ARCHITECTURE
 
 @dataclass(frozen=True)
 class ServeRequest:
-    """Options of the command; memory and host_memory in bytes, longest in tokens. ray: through Ray Serve LLM, with `replicas`."""
+    """Options of the command; memory, host_memory and keep in bytes, longest in tokens. ray: through Ray Serve LLM, with `replicas`."""
 
     model: str
     method: str | None
@@ -42,6 +42,7 @@ class ServeRequest:
     dry_run: bool
     extra: Sequence[str]
     ray: bool = False
+    keep: int | None = None
     replicas: int | None = None
 
 
@@ -53,7 +54,7 @@ def run_serve(request: ServeRequest) -> None:
     elif request.replicas is not None:
         raise ConfigError(f"--replicas {request.replicas}: one server has no replicas; add --ray")
     artifact, tokenizer, method = _artifact(request)
-    served = Served(str(artifact.resolve()), method, request.budget, request.host_memory)
+    served = Served(str(artifact.resolve()), method, request.budget, request.host_memory, request.keep)
     compiled = served.load()
     longest = request.longest or compiled.program.max_positions
     if longest is None:

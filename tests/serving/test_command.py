@@ -77,7 +77,18 @@ def test_the_makefile_installs_that_series():
 
 
 def test_the_command(serve, artifact, tmp_path):
-    words = ("--memory", "300MB", "--max-model-len", "2K", "--port", 8123, "--max-num-seqs", 4)
+    words = (
+        "--memory",
+        "300MB",
+        "--max-model-len",
+        "2K",
+        "--port",
+        8123,
+        "--max-num-seqs",
+        4,
+        "--keep-sessions",
+        "5MB",
+    )
     result = serve(artifact, "--tokenizer", "bundled", "--method", "snapkv", "--budget", 0.2, *words, "--dry-run")
     assert result.exit_code == 0, result.output
     environment, python, *given = shlex.split(result.stdout.strip().splitlines()[-1])
@@ -100,7 +111,7 @@ def test_the_command(serve, artifact, tmp_path):
     assert config["vocab_size"] == 602
     assert (folder / "tokenizer.json").exists()
     served = Served.read(folder)
-    assert served == Served(str(artifact.resolve()), "snapkv", 0.2, None)
+    assert served == Served(str(artifact.resolve()), "snapkv", 0.2, None, 5_000_000)
     assert (served.load().method.name, served.load().budget) == ("snapkv", 0.2)
 
 

@@ -26,6 +26,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 CPUS = "8"
 """That Ray is told of: each replica, its engine and what stands before them take one, however many there are."""
+OF_RAY = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
+"""Of the environment: a token would be written to the home folder."""
 PROMPTS = tuple("the late drivers loaded the trains . " * times + "the sailors" for times in (3, 40, 90, 150))
 
 
@@ -40,7 +42,7 @@ def cluster(vllm):
     with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True) as folder:
         process = subprocess.Popen(
             [*command, "--temp-dir", folder],
-            env=os.environ | SETTINGS | {"RAY_USAGE_STATS_ENABLED": "0"},
+            env=os.environ | SETTINGS | OF_RAY,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.STDOUT,
         )
@@ -62,7 +64,7 @@ def test_two_replicas(cluster, tmp_path):
         made = compiled.generate(ids, max_new_tokens=8, do_sample=False)
         assert torch.equal(made[:, : ids.shape[1]], ids)
         expected.append(tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True))
-    with listening(command, log, ready="/v1/models", within=1200, RAY_ADDRESS=cluster) as url:
+    with listening(command, log, ready="/v1/models", within=1200, RAY_ADDRESS=cluster, **OF_RAY) as url:
         import openai
 
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=300)
