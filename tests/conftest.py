@@ -31,6 +31,21 @@ from semkv.profiles.calibration import (
 from semkv.profiles.calibration.needles import NeedleQuestion, NeedleTest
 from semkv.profiles.calibration.samples import SampleSet
 
+ROOT = Path(__file__).parents[1]
+SLOW = ROOT / "tests" / "slow.txt"
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m looks at marks
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests that tests/slow.txt names run with the slow ones: each takes seconds, and none is the only one of what it tests."""
+    listed = set(SLOW.read_text(encoding="utf-8").split("\n")) - {""}
+    for item in items:
+        if item.nodeid in listed:
+            item.add_marker(pytest.mark.slow)
+    whole = [Path(one).resolve() for one in config.args] == [ROOT / "tests"]
+    if whole and (unknown := listed - {item.nodeid for item in items}):
+        raise pytest.UsageError(f"tests/slow.txt names tests that there are not: {', '.join(sorted(unknown))}")
+
 
 def quick_ones(cases: Iterable[Any], quick: Iterable[Any]) -> list[Any]:
     """Cases as parameters of a test, of which those that are not `quick` run with the slow tests."""

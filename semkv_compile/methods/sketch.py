@@ -47,8 +47,8 @@ class Sketch(Method):
     code_share: of the budget, for codes; 0: 0.4, and of small budgets as much more, up to 0.55, as keys of three bytes take, with
     `fixed_share` raised to leave the other exact tokens their room. exact_form: of exact and unfolded tokens on the device, `int4` or
     `int8` with a scale per token and KV head, or `raw`, of which a budget holds fewest; `auto`: `int8` where the budget holds 4.5 % of a
-    context in it, else `int4`. oracle: true attention chooses in place of codes, which are neither made nor charged: the ceiling of any
-    choice of single tokens with this budget, not a method.
+    context in it, else `int4`; sinks beside 4 bits have 8. oracle: true attention chooses in place of codes, which are neither made nor
+    charged: the ceiling of any choice of single tokens with this budget, not a method.
     """
 
     stages: CountOrProfile = 0
@@ -120,6 +120,7 @@ class Sketch(Method):
             segmenter=Pages(1, frame, fixed=True),
             router=OracleRouter() if self.oracle else router,
             exact_form=self._form("int8"),
+            kept_form="int8" if self.exact_form == "int4" else None,
             host_form="int4" if self.exact_form == "int4" else "int8",
             outside="folded",
             fixed_share=self.fixed_share,

@@ -297,6 +297,10 @@ class Summary:
     routing: Literal["derived", "uniform"] = "derived"
 
 
+Form = Literal["raw", "int8", "int4"]
+"""Of tokens on the device: in the KV dtype, or codes with a scale per token and KV head."""
+
+
 @dataclass(frozen=True)
 class Components:
     """A method for the runtime.
@@ -310,6 +314,8 @@ class Components:
     forms: in which form spans wait, see `host_form` for those that it leaves as tokens.
     exact_form: of exact and unfolded tokens on the device, `raw` in the KV dtype, or `int8` or `int4`, codes with a scale per token and
         KV head, which need the same `host_form`: a token's codes are made once, and move as they are.
+    kept_form: of exact tokens that stay for good; None: `exact_form`. The first tokens of a text, which all queries attend to, are worth
+        8 bits beside 4.
     host_form: `raw`, `int8`, `int4`, or `none`: folded tokens are not kept, their summary is all that is left of them.
     outside: where tokens go that are neither exact nor folded: `folded` on or `dropped`.
     fixed_share: part of the budget that fixed parts (exact tokens, window, summaries, indexes) may take; the rest is for
@@ -332,7 +338,8 @@ class Components:
     summary: Summary | None = None
     router: Router | None = None
     forms: FormChooser | None = None
-    exact_form: Literal["raw", "int8", "int4"] = "raw"
+    exact_form: Form = "raw"
+    kept_form: Form | None = None
     host_form: Literal["raw", "int8", "int4", "none"] = "int8"
     outside: Literal["folded", "dropped"] = "dropped"
     fixed_share: float = 1.0

@@ -371,9 +371,9 @@ class RowMemory:
         return self._site(made, kept, made.everything[recent:], scores=scores)
 
     def _fits(self, site: AttentionSite, components: Components, n: int, allowance: float) -> bool:
-        pages = -(-n // self.placement.page_size) + 1  # sinks may take a page of their own
-        tokens = pages * self.placement.page_size
-        return tokens * (site.kv_heads * exact_nbytes(site, components, self.placement.budget.dtype) + 4) <= allowance
+        page, dtype = self.placement.page_size, self.placement.budget.dtype
+        each, sinks = (exact_nbytes(site, components, dtype, kept=kept) * site.kv_heads + 4 for kept in (False, True))
+        return -(-n // page) * page * each + page * sinks <= allowance  # sinks may take a page of their own
 
     def _spans(self, made: PromptPart) -> FoldedSpans:
         placement = self.placement
@@ -399,8 +399,8 @@ class RowMemory:
             site,
             made.components,
             TokenStore(
-                made.held(k[heads, per_head], device),
-                made.held(v[heads, per_head], device),
+                made.held(k[heads, per_head], device, kept=True),
+                made.held(v[heads, per_head], device, kept=True),
                 kept.to(device),
                 page,
                 scores=scored[0],

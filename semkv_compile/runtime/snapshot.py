@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from semkv.ir.site import AttentionSite
+from semkv.runtime.budgets.costs import form_of
 from semkv.runtime.budgets.part_shares import sharing_parts
 from semkv.runtime.components import Cutting, Part
 from semkv.runtime.decode.traffic import Traffic
@@ -193,8 +194,9 @@ def _memory(
     for name in ("kept", "recent"):
         positions = own[f"{name}.positions"]
         n = positions.shape[1] if positions.dim() == 2 else -1
+        form = form_of(part.components, kept=name == "kept")
         k, v = (
-            _held(own, f"{name}.{kind}", (heads, n, dim), dtype, part.components.exact_form, device)
+            _held(own, f"{name}.{kind}", (heads, n, dim), dtype, form, device)
             for kind, dim in (("k", site.key_dim), ("v", site.value_dim))
         )
         _expect(positions, f"{name}.positions", (positions.shape[0], n), torch.int32)

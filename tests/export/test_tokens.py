@@ -44,6 +44,14 @@ def test_coarse_entries_and_thresholds(full: CompiledModel, tmp_path: Path) -> N
 
 
 @needs_onnx
+@pytest.mark.slow
+def test_tokens_in_4_bits(full: CompiledModel, tmp_path: Path) -> None:
+    """With keys in even channels, and first tokens in 8 bits beside them."""
+    compiled = full.with_method("sketch", 0.1, config=CompileConfig(floor=0), exact_form="int4")
+    assert differences(compiled, tmp_path / "step", "onnx", (TWO_ROWS,)) == []
+
+
+@needs_onnx
 def test_rows_that_are_exact_share_a_batch_with_others(tiny: CompiledModel, tmp_path: Path) -> None:
     compiled = tiny.with_method("quest", 0.25)
     assert differences(compiled, tmp_path / "step", "onnx", ((900, 100),)) == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from semkv.ir.site import AttentionSite
-from semkv.runtime.components import Components
+from semkv.runtime.components import Components, Form
 from semkv.runtime.store.quantization import CODE_BITS, bytes_per_vector
 
 
@@ -22,12 +22,17 @@ def unit_cost_bytes(site: AttentionSite, components: Components, dtype: torch.dt
     return cost
 
 
-def exact_nbytes(site: AttentionSite, components: Components, dtype: torch.dtype) -> int:
-    """Device bytes of an exact token's key and value in one KV head."""
-    return token_nbytes(site, components.exact_form, dtype)
+def form_of(components: Components, *, kept: bool = False) -> Form:
+    """In which form exact tokens are held, those that stay for good where `kept`."""
+    return components.kept_form or components.exact_form if kept else components.exact_form
 
 
-def token_nbytes(site: AttentionSite, form: str, dtype: torch.dtype) -> int:
+def exact_nbytes(site: AttentionSite, components: Components, dtype: torch.dtype, *, kept: bool = False) -> int:
+    """Device bytes of an exact token's key and value in one KV head, of one that stays for good where `kept`."""
+    return token_nbytes(site, form_of(components, kept=kept), dtype)
+
+
+def token_nbytes(site: AttentionSite, form: Form, dtype: torch.dtype) -> int:
     """Bytes of one token's key and value in one KV head in a form of `Components`."""
     bits = CODE_BITS.get(form, 16)
     return sum(int(bytes_per_vector(dim, bits, dtype)) for dim in (site.key_dim, site.value_dim))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from semkv.ir.site import AttentionSite
+from semkv.runtime.budgets.costs import form_of
 from semkv.runtime.components import Components, Continuing
 from semkv.runtime.prompt.record import RowRecord
 from semkv.runtime.store.quantization import CODE_BITS, Quantized, quantize
@@ -23,10 +24,10 @@ class PromptPart:
     k: Tensor
     v: Tensor
 
-    def held(self, x: Tensor, device: torch.device) -> Tensor | Quantized:
-        """x [Hkv, t, D] as exact tokens are held on `device`."""
+    def held(self, x: Tensor, device: torch.device, *, kept: bool = False) -> Tensor | Quantized:
+        """x [Hkv, t, D] as exact tokens are held on `device`, those that stay for good where `kept`."""
         x = x.to(device)
-        bits = CODE_BITS.get(self.components.exact_form)
+        bits = CODE_BITS.get(form_of(self.components, kept=kept))
         return x if bits is None else quantize(x, bits)
 
     @property

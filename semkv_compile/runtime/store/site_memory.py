@@ -89,7 +89,7 @@ class SiteMemory:
         """Bytes of the keys and values that the last step's attention read: exact and unfolded tokens, factors and summaries."""
         site, spans = self.site, self.spans
         size = self.recent.kv_nbytes
-        read = (self.kept.length + self.recent.length) * size
+        read = self.kept.length * self.kept.kv_nbytes + self.recent.length * size
         if spans is None or not spans.count:
             return read
         if self.slots is not None and self.unfolds:
