@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-STARTS_WITHIN = 400
-"""Seconds: two cores that others use too import vLLM in three processes, one after the other."""
+STARTS_WITHIN = 1200
+"""Seconds: two cores that others use too import vLLM in three processes, one after the other, and may compile first."""
 SETTINGS = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
 """Of the environment: a thread for the worker, on whichever core is free."""
 
