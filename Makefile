@@ -75,7 +75,8 @@ test-serving:
 
 test-weights:
 	$(MAKE) --no-print-directory env VENV=$(WEIGHTS_VENV)
-	$(WEIGHTS_VENV)/bin/python -m pip --disable-pip-version-check install --quiet -r benchmarks/weights_requirements.txt
+	BUILD_CUDA_EXT=0 $(WEIGHTS_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-build-isolation \
+		"$(TORCH)" -r benchmarks/weights_requirements.txt
 	$(WEIGHTS_VENV)/bin/python benchmarks/weights_table.py $(ARGS)
 
 lint: $(DEV_STAMP) types

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -216,6 +217,51 @@ def gguf(kind: str) -> Row:
     return Row(("gguf",), make)
 
 
+def packed_rows(x: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
+    """Codes of 4 bits [8 n, ...] as int32 [n, ...], eight in a number, in the given order from its lowest bits on."""
+    eights = x.long().unflatten(0, (-1, 8))[:, list(order)]
+    shifts = (4 * torch.arange(8)).view(1, 8, *[1] * (x.dim() - 1))
+    return (eights << shifts).sum(1).to(torch.uint32).view(torch.int32)
+
+
+def gptqmodel(method: str, group: int = 32) -> Row:
+    """A checkpoint in the format of GPTQ or AWQ, its weights rounded to the nearest of 4 bits, which transformers loads by GPTQModel."""
+
+    def make(folder: Path) -> nn.Module:
+        from safetensors.torch import save_file
+
+        model = plain(torch.float16)
+        model.save_pretrained(folder / "model")
+        state = {name: x for name, x in model.state_dict().items() if not name.endswith("_proj.weight")}
+        for name, module in model.named_modules():
+            if not name.endswith("_proj"):
+                continue
+            weight = module.weight.detach().float().T.unflatten(0, (-1, group))  # [groups, group, out]
+            scale = weight.abs().amax(1) / 7
+            codes = ((weight / scale[:, None]).round() + 8).clamp(0, 15).flatten(0, 1)  # [in, out]
+            zeros = torch.full_like(scale, 7 if method == "gptq" else 8)  # GPTQ's format keeps them less one
+            state[f"{name}.scales"] = scale.half()
+            if method == "gptq":
+                state[f"{name}.qweight"] = packed_rows(codes)
+                state[f"{name}.qzeros"] = packed_rows(zeros.T).T.contiguous()
+                state[f"{name}.g_idx"] = (torch.arange(codes.shape[0]) // group).to(torch.int32)
+            else:
+                order = (0, 2, 4, 6, 1, 3, 5, 7)
+                state[f"{name}.qweight"] = packed_rows(codes.T, order).T.contiguous()
+                state[f"{name}.qzeros"] = packed_rows(zeros.T, order).T.contiguous()
+        save_file(state, folder / "model" / "model.safetensors", metadata={"format": "pt"})
+        config = json.loads((folder / "model" / "config.json").read_text())
+        quantised = {"quant_method": method, "bits": 4, "group_size": group, "desc_act": False}
+        quantised |= (
+            {"sym": True, "checkpoint_format": "gptq"} if method == "gptq" else {"zero_point": True, "version": "gemm"}
+        )
+        config["quantization_config"] = quantised
+        (folder / "model" / "config.json").write_text(json.dumps(config))
+        return AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float16, device_map={"": "cpu"})
+
+    return Row(("gptqmodel", "optimum", "accelerate"), make)
+
+
 def dispatched(_: Path) -> nn.Module:
     from accelerate import dispatch_model
 
@@ -242,6 +288,8 @@ ROWS: dict[str, Row] = {
     "compressed-tensors W8A16": compressed("W8A16"),
     "compressed-tensors W4A16": compressed("W4A16"),
     "compressed-tensors FP8": compressed("FP8_DYNAMIC"),
+    "GPTQ 4 bits": gptqmodel("gptq"),
+    "AWQ 4 bits": gptqmodel("awq"),
     "GGUF Q8_0": gguf("Q8_0"),
     "GGUF Q4_0": gguf("Q4_0"),
     "peft lora, unmerged": lora(False),

@@ -27,6 +27,7 @@ from semkv.runtime.prompt.part import PromptPart
 from semkv.runtime.prompt.past import Past
 from semkv.runtime.prompt.record import RowRecord, copied
 from semkv.runtime.step import CHOSEN, Step
+from semkv.runtime.store.roomy import SHARE
 from semkv.runtime.store.segments import Boundary, Folding, Segmentation
 from semkv.runtime.store.site_memory import SiteMemory
 from semkv.runtime.store.spans import FoldedSpans
@@ -479,12 +480,14 @@ class RowMemory:
         return join_parts(made, sites, q.shape[1])
 
     def _making_room(self, store: AttentionSite, tokens: int) -> Iterator[tuple[float, float]]:
-        """Before new tokens enter a store, for each of its parts: device bytes for fixed parts, and for an unfolded span per KV head."""
-        limit = self.cap_bytes(tokens) / 4 / store.kv_heads
+        """Before new tokens enter a store, per part: device bytes for fixed parts, and for a span in the slots that they leave a head."""
         for part, memory in zip(self.placement.parts(store), self.stores[store.store]):
             if store.treatment == "window":
                 memory.slide(store.window)
-            yield self._step_allowance(store, part, tokens), limit
+            allowance, limit = self._step_allowance(store, part, tokens), float(UNBOUNDED)
+            if memory.unfolds and allowance < float("inf"):
+                limit = (self._part_cap(store, part, tokens) - allowance) * (1 - 1 / SHARE) / (part.last - part.first)
+            yield allowance, limit
 
     def fold_ahead(self) -> None:
         """Make room for a token where what is folded may become factors, so that `SiteMemory.graphed` says how this step can be run."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 from transformers.cache_utils import DynamicCache
 
+import semkv
 from semkv.capture.export import capture
 from semkv.capture.recurrence import find_recurrences
 from semkv.capture.recurrent_bodies import same_pieces, trace_pieces
@@ -16,7 +19,7 @@ from semkv.capture.recurrent_sites import CACHE, Site, find_sites
 from semkv.capture.state_cache import Key, StateCache, cache_kind, keeps_states
 from semkv.errors import CaptureError
 from semkv.ir.recurrence import TOKENS, Form
-from tests.hybrids import difference, hybrid, ids
+from tests.hybrids import Alone, difference, hybrid, ids
 
 WIDTH = 6
 
@@ -288,3 +291,30 @@ def test_a_captured_program_is_the_model_and_reads_its_weights():
         assert difference(program.body(text, places), model(text, use_cache=False).logits) < 1e-5
         model.model.layers[2].conv.out_proj.weight.mul_(2)
         assert difference(program.body(text, places), model(text, use_cache=False).logits) < 1e-5
+
+
+def test_packed_weights_of_a_hybrid():
+    """Outside of recurrent modules they stay packed; inside they are refused by the name of the module."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        library = pytest.importorskip("torchao.quantization")
+    model, packed = hybrid("Lfm2"), hybrid("Lfm2")
+    config = library.Int8WeightOnlyConfig()
+    library.quantize_(
+        packed, config, filter_fn=lambda module, name: isinstance(module, nn.Linear) and ".conv." not in name
+    )
+    wanted = Alone(packed)
+    read = wanted.read(ids(60, 1))
+    assert difference(read, Alone(model).read(ids(60, 1))) > 1e-3
+    compiled = semkv.compile(packed, config=semkv.CompileConfig(kernels="torch", floor=0))
+    assert sum(x.dtype == torch.int8 for x in compiled.program.body.state_dict().values()) >= 9
+    state = compiled.prefill(ids(60, 1))
+    assert difference(state.logits, read[:, -1]) < 1e-5
+    for token in ids(6, 2)[0]:
+        assert difference(compiled.extend(state, token.view(1, 1)), wanted.read(token.view(1, 1))) < 1e-5
+    library.quantize_(model, config)
+    with pytest.raises(
+        CaptureError,
+        match=r"model\.layers\.0\.conv \(Lfm2ShortConv\): its weight 'in_proj\.weight' wraps others, as quantised",
+    ):
+        semkv.compile(model)

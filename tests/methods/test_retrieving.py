@@ -340,3 +340,16 @@ def test_a_mixture_says_which_section_it_lacks(whole):
     with pytest.raises(ConfigError, match=r"section 'retrieval_heads'.*--steps retrieval-heads.*all_heads=True"):
         find_method("mixed").check(profile)
     find_method("mixed", {"all_heads": True}).check(profile)
+
+
+@pytest.mark.parametrize("name", ["quest", "sekv"])
+def test_units_merge_to_what_their_layer_can_unfold(whole, name, prompt):
+    """However many layers share the row's budget, of which each has its own part."""
+    state = whole.with_method(name, budget=120).prefill(prompt(400, 1))
+    row = state.rows[0]
+    assert len(row.placement.budgeted) > 1
+    for store in row.placement.budgeted:
+        (memory,) = row.stores[store.store]
+        ((_, limit),) = row._making_room(store, row.tokens)
+        slots, _ = memory._slots(memory.site, row.workspace_allowance(store, row.tokens)[0])
+        assert 32 < limit // memory.spans.token_nbytes() <= slots
