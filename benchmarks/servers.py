@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-STARTS_WITHIN = 400
-"""Seconds: two cores that others use too import vLLM in three processes, one after the other."""
+STARTS_WITHIN = 1200
+"""Seconds: two cores that others use too import vLLM in three processes, one after the other, and may compile first."""
 SETTINGS = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
 """Of the environment: a thread for the worker, on whichever core is free."""
 
@@ -27,10 +27,13 @@ def free_port() -> int:
 
 
 @contextmanager
-def listening(command: list[str], log: Path, **environment: str) -> Iterator[str]:
+def listening(
+    command: list[str], log: Path, ready: str = "/health", within: int = STARTS_WITHIN, **environment: str
+) -> Iterator[str]:
     """The address of the server that `command` starts, with a free port put behind it, until the block ends.
 
-    log: what it writes. Raises AssertionError, with the end of it, where the server ends or does not answer.
+    log: what it writes. ready: what answers once it does; within: so many seconds. Raises AssertionError, with the end of the log, where
+    the server ends or does not answer.
     """
     port = free_port()
     path = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
@@ -41,11 +44,11 @@ def listening(command: list[str], log: Path, **environment: str) -> Iterator[str
         )
     url = f"http://127.0.0.1:{port}"
     try:
-        for _ in range(STARTS_WITHIN):
+        for _ in range(within):
             if process.poll() is not None:
                 raise AssertionError(f"{command} ended with {process.returncode}:\n{log.read_text()[-6000:]}")
             try:
-                urllib.request.urlopen(f"{url}/health", timeout=5)
+                urllib.request.urlopen(f"{url}{ready}", timeout=5)
                 break
             except OSError:
                 time.sleep(1)

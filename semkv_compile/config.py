@@ -18,8 +18,8 @@ PREFIXES = "KMGT"
 
 
 def byte_count(text: str) -> int:
-    """Bytes of a size such as `24GB`, `1.5 GiB` or `4096`; `ValueError` for anything else."""
-    found = re.fullmatch(rf"\s*(\d+(?:\.\d+)?)\s*(?:([{PREFIXES}])(I?)B)?\s*", text.upper())
+    """Bytes of a size such as `24GB`, `1.5 GiB`, `1T` or `4096`; `ValueError` for anything else."""
+    found = re.fullmatch(rf"\s*(\d+(?:\.\d+)?)\s*(?:([{PREFIXES}])(?:(I?)B)?)?\s*", text.upper())
     if found is None or float(found[1]) == 0:
         raise ValueError(f"{text!r} is no size: expected a number of bytes, or one with a unit such as 24GB or 16GiB")
     power = PREFIXES.index(found[2]) + 1 if found[2] else 0

@@ -91,3 +91,11 @@ class ProfileError(SemkvError):
 
 class ArtifactError(SemkvError):
     """A compiled artifact or a saved state is damaged, altered, or of another version or model."""
+
+
+class ProcessError(SemkvError):
+    """Another process of the same run failed, and `told` why, or ended."""
+
+    def __init__(self, message: str, told: bool = False) -> None:
+        super().__init__(message)
+        self.told = told

@@ -15,6 +15,7 @@ from torch import Tensor
 from semkv.artifact.fingerprint import model_fingerprint
 from semkv.compiler.pipeline import captured_program, on_latents
 from semkv.errors import ConfigError
+from semkv.io.ranks import ALONE, Ranks
 from semkv.ir.program import Program
 from semkv.passes.assign_budgets import AssignBudgets
 from semkv.passes.base import PassOptions
@@ -44,6 +45,7 @@ def calibrate(
     work: Path | None = None,
     progress: Progress | None = None,
     program: Program | None = None,
+    ranks: Ranks = ALONE,
 ) -> Calibration:
     """Train SeKV's router, thresholds and rank gates for `model`.
 
@@ -54,6 +56,7 @@ def calibrate(
     work: folder that an interrupted run goes on from; it stays when the run ends.
     progress: see `semkv.profiles.calibration.train.Progress`.
     program: the model's `annotated_program`, where it is known.
+    ranks: processes that share the work; all end with the same tensors.
 
     Raises
     ------
@@ -65,7 +68,7 @@ def calibrate(
     fingerprint = model_fingerprint(model)
     digest = data.digest()
     identity = hashlib.sha256(f"{fingerprint} {digest} {settings.identity()}".encode()).hexdigest()
-    result = Trainer(program, data, settings, identity=identity, work=work, progress=progress).run()
+    result = Trainer(program, data, settings, identity=identity, work=work, progress=progress, ranks=ranks).run()
     provenance = Provenance(
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         command=command,

@@ -64,9 +64,10 @@ def estimate(
     steps: Sequence[str],
     report: Callable[[str], None] = lambda _: None,
     clock: Clock = time.monotonic,
+    processes: int = 1,
 ) -> Estimate:
     """Probe this machine and say what `steps` will take. report: called with what is timed next. clock: `time.process_time` tells what
-    it would take on a machine that does nothing else."""
+    it would take on a machine that does nothing else. processes: share the samples and the sites, each on cores of its own."""
     report("a pass over one sample")
     program = program_of(job)
     passes, call = _time_passes(job, program, clock)
@@ -76,12 +77,12 @@ def estimate(
     for step in steps:
         report(step)
         if step == SEKV:
-            seconds[step], room = _sekv(job, program, passes, call, clock)
+            seconds[step], room = _sekv(job, program, passes, call, clock, processes)
             extra.append(room)
             continue
         assert data is not None
-        one, held = passes.seconds(settings.length + settings.steps), len(data.held_out)
-        samples = len(data.measured)
+        one, held = passes.seconds(settings.length + settings.steps), -(-len(data.held_out) // processes)
+        samples = -(-len(data.measured) // processes)
         if step in ("taxonomy", "layer-errors"):
             seconds[step] = (samples if step == "taxonomy" else held) * (one + passes.look)
         elif step == "memory":
@@ -90,18 +91,21 @@ def estimate(
             seconds[step] = 0.01 * samples
         elif step == "sketch":
             learned, room = _codebooks(job, program, clock)
-            seconds[step] = (samples + len(data.records) + held) * one + learned + 5 * held * passes.look
+            read = samples + -(-len(data.records) // processes) + held
+            seconds[step] = read * one + learned / processes + 5 * held * passes.look
             extra.append(room)
         elif step == "retrieval-head":
             reads = samples * settings.head_rounds
-            seconds[step] = (reads + held) * (one + passes.look) + reads * settings.head_steps * _head_step(
-                job, program, clock
-            )
+            steps_taken = len(data.measured) * settings.head_rounds * settings.head_steps  # each process takes all
+            seconds[step] = (reads + held) * (one + passes.look) + steps_taken * _head_step(job, program, clock)
         else:
-            seconds[step] = sum(
-                passes.seconds(len(test.context))
-                + sum(passes.decode * (2 + len(question.answer)) for question in test.questions)
-                for test in data.needles
+            seconds[step] = (
+                sum(
+                    passes.seconds(len(test.context))
+                    + sum(passes.decode * (2 + len(question.answer)) for question in test.questions)
+                    for test in data.needles
+                )
+                / processes
             )
     return Estimate(seconds, _peak() + max(extra), passes)
 
@@ -189,7 +193,9 @@ def _head_step(job: Job, program: Program, clock: Clock) -> float:
     return _timed(clock, lambda: head._scores(ids, given, rows).sum().backward())
 
 
-def _sekv(job: Job, program: Program, passes: Passes, call: SiteCall, clock: Clock) -> tuple[float, int]:
+def _sekv(
+    job: Job, program: Program, passes: Passes, call: SiteCall, clock: Clock, processes: int
+) -> tuple[float, int]:
     """Seconds of the records and of the training of all sites, and bytes of a site's records and of the keys and values of a context."""
     settings, data = job.settings, job.data
     assert data is not None
@@ -226,7 +232,8 @@ def _sekv(job: Job, program: Program, passes: Passes, call: SiteCall, clock: Clo
     )
     held = contexts * sum(x.nbytes for x in made[0].tensors().values())
     cache = sum(s.values_per_token for s in sites) * call.k.shape[1] * call.k.element_size()
-    return contexts * (passes.seconds(n) + len(sites) * fold) + len(sites) * each, held + cache
+    turns, layers = (-(-count // processes) for count in (contexts, len(sites)))
+    return turns * (passes.seconds(n) + len(sites) * fold) + layers * each, held + cache
 
 
 __all__ = ["Estimate", "estimate"]

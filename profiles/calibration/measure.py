@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from semkv.io.ranks import ALONE, Ranks
 from semkv.ir.program import Program
 from semkv.ir.site import AttentionSite
 from semkv.profiles.schema import Profile
@@ -76,6 +78,13 @@ class Sums:
         value = torch.as_tensor(value, dtype=torch.float64, device="cpu").detach()
         self.tensors[name] = self.tensors[name] + value if name in self.tensors else value.clone()
 
+    def largest(self, name: str, value: float) -> None:
+        """Keep the largest of the numbers under a name."""
+        known = self.tensors.get(name)
+        self.tensors[name] = torch.tensor(
+            value if known is None else max(value, float(known)), dtype=torch.float64, device="cpu"
+        )
+
     def append(self, name: str, rows: Tensor) -> None:
         """Put rows [H, n, ...] behind those that are there under a name, or keep a tensor as it is."""
         rows = rows.detach().cpu().contiguous()
@@ -91,6 +100,32 @@ class Sums:
     def get(self, name: str) -> Tensor | None:
         """The sum, or None where nothing was added."""
         return self.tensors.get(name)
+
+
+class Notes(Sums):
+    """What one unit adds to `known`, in order, for every process to add in the order of the units: sums of many processes are those of
+    one, to the bit. What is read is what was known before the unit."""
+
+    def __init__(self, known: Sums) -> None:
+        super().__init__(known.tensors)
+        self.entries: list[tuple[str, tuple[Any, ...]]] = []
+
+    def add(self, name: str, value: Tensor | float) -> None:
+        """See `Sums`."""
+        self.entries.append(("add", (name, torch.as_tensor(value, dtype=torch.float64, device="cpu").detach())))
+
+    def largest(self, name: str, value: float) -> None:
+        """See `Sums`."""
+        self.entries.append(("largest", (name, value)))
+
+    def append(self, name: str, rows: Tensor) -> None:
+        """See `Sums`."""
+        self.entries.append(("append", (name, rows.detach().cpu().contiguous())))
+
+    def pop(self, name: str) -> Tensor:
+        """See `Sums`."""
+        self.entries.append(("pop", (name,)))
+        return self.tensors[name]
 
 
 class Measure(ABC):
@@ -113,6 +148,19 @@ class Measure(ABC):
     def measure(self, unit: int, sums: Sums) -> None:
         """Measure one unit and add what was seen."""
 
+    def stage(self, unit: int) -> tuple[int, bool]:
+        """Where the units that are like `unit` end, and whether each of them builds on those before it. Processes share those that do
+        not."""
+        return self.units, False
+
+    def prepare(self, unit: int) -> Any:
+        """What a unit that builds on those before it reads of the model alone: this much of it is shared by processes."""
+        raise NotImplementedError
+
+    def prepared(self, unit: int, found: Any) -> None:
+        """Take what a process prepared, before `unit` is measured."""
+        raise NotImplementedError
+
     @abstractmethod
     def finish(self, sums: Sums) -> Outcome:
         """The section that follows from all units."""
@@ -130,28 +178,66 @@ Report = Callable[[str, int, int, dict[str, float]], None]
 
 
 def run_measure(
-    step: Measure, *, identity: str, path: Path | None, report: Report, save_seconds: float = SAVE_SECONDS
+    step: Measure,
+    *,
+    identity: str,
+    path: Path | None,
+    report: Report,
+    save_seconds: float = SAVE_SECONDS,
+    ranks: Ranks = ALONE,
 ) -> Outcome:
     """Run the units of a step until it has enough, from its checkpoint at `path` where there is one of the same `identity`.
+
+    ranks: share the units; the first reads and writes the checkpoint.
 
     Raises
     ------
     ConfigError: the checkpoint is damaged or of another run.
     """
-    saved = files.read(path, identity) if path is not None else None
+    saved = ranks.from_first(lambda: files.read(path, identity) if path is not None else None)
     sums = Sums(saved.tensors) if saved is not None else Sums()
     done = int(saved.state["units"]) if saved is not None else 0
     written = time.monotonic()
-    for unit in range(done, step.units):
+    for unit, measured in _turns(step, done, sums, ranks):
         if unit >= step.settings.least and (step.agreement(sums) or 0.0) >= step.settings.agreement:
             break
-        step.measure(unit, sums)
+        measured()
         done = unit + 1
-        if path is not None and time.monotonic() - written >= save_seconds:
+        if path is not None and ranks.first and time.monotonic() - written >= save_seconds:
             files.write(path, Checkpoint(sums.tensors, {"identity": identity, "units": unit + 1}))
             written = time.monotonic()
         report(step.name, unit + 1, step.units, step.figures(sums))
     return replace(step.finish(sums), units=done)
+
+
+def _turns(step: Measure, done: int, sums: Sums, ranks: Ranks) -> Iterator[tuple[int, Callable[[], None]]]:
+    """Each unit from `done` on, with what adds it to `sums` once those before it are there. Processes take a unit each, then exchange
+    what they saw; where units build on each other, what they read of the model."""
+
+    def noted(unit: int) -> Iterator[list[tuple[str, tuple[Any, ...]]]]:
+        notes = Notes(sums)
+        step.measure(unit, notes)
+        yield notes.entries
+
+    def prepared(unit: int) -> Iterator[Any]:
+        yield step.prepare(unit)
+
+    def add(_: int, entries: list[tuple[str, tuple[Any, ...]]]) -> None:
+        for what, arguments in entries:
+            getattr(sums, what)(*arguments)
+
+    def measure(unit: int, found: Any) -> None:
+        step.prepared(unit, found)
+        step.measure(unit, sums)
+
+    if ranks.count == 1:
+        yield from ((unit, partial(step.measure, unit, sums)) for unit in range(done, step.units))
+        return
+    while done < step.units:
+        end, built = step.stage(done)
+        for unit, found in ranks.deal(range(done, end), prepared if built else noted):
+            yield unit, partial(measure if built else add, unit, found)
+        done = end
 
 
 def agreed(agreement: float | None) -> str:

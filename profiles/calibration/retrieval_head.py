@@ -56,6 +56,7 @@ class Distillation(Measure):
         self.rounds = [sample for _ in range(settings.head_rounds) for sample in range(len(subject.data.measured))]
         self.section = self._section()
         self.weights: dict[str, Tensor] = {}
+        self.taught: dict[int, tuple[Tensor, Tensor | None]] = {}
 
     @property
     def units(self) -> int:
@@ -66,11 +67,30 @@ class Distillation(Measure):
         if not self.weights:
             self._start(sums)
         if unit < len(self.rounds):
-            count = len(self.subject.data.measured)
-            order = torch.randperm(count, generator=self._generator(unit // count), dtype=torch.int64, device="cpu")
-            self._train(self.subject.data.measured[int(order[unit % count])][1], unit, sums)
+            self._train(self._sample(unit), unit, sums)
         else:
             self._look(self.subject.data.held_out[unit - len(self.rounds)][1], sums)
+
+    def stage(self, unit: int) -> tuple[int, bool]:
+        """Training goes on from the sample before; what it learns from is the model's, and shared."""
+        rounds = len(self.rounds)
+        return (rounds, True) if unit < rounds else (self.units, False)
+
+    def prepare(self, unit: int) -> tuple[Tensor, Tensor | None]:
+        """Target and features of the sample of a training unit, on the CPU."""
+        target, features = self._teach(self._sample(unit))
+        return target.cpu(), None if features is None else features.cpu()
+
+    def prepared(self, unit: int, found: tuple[Tensor, Tensor | None]) -> None:
+        """See `prepare`."""
+        device = self.subject.device
+        self.taught[unit] = found[0].to(device), None if found[1] is None else found[1].to(device)
+
+    def _sample(self, unit: int) -> Tensor:
+        """The ids that a training unit reads, in an order that each round draws."""
+        count = len(self.subject.data.measured)
+        order = torch.randperm(count, generator=self._generator(unit // count), dtype=torch.int64, device="cpu")
+        return self.subject.data.measured[int(order[unit % count])][1]
 
     def figures(self, sums: Sums) -> dict[str, float]:
         loss, caught = sums.get("loss"), sums.get("caught")
@@ -205,7 +225,7 @@ class Distillation(Measure):
 
     def _train(self, ids: Tensor, unit: int, sums: Sums) -> None:
         """`head_steps` optimiser steps, each on some of the sample's queries in an order fixed by the seed."""
-        target, features = self._teach(ids)
+        target, features = self.taught.pop(unit, None) or self._teach(ids)
         target = (target - self.settings.head_floor / len(ids)).clamp(min=0)
         context, steps = len(ids) - self.settings.steps, self.settings.head_steps
         order = torch.randperm(

@@ -44,8 +44,7 @@ class Sentences(Measure):
         lengths = torch.diff(places, prepend=torch.tensor([-1], dtype=torch.int64, device="cpu"))
         sums.add("sentences", float(len(lengths)))
         sums.add("tokens", float(len(ids)))
-        longest = sums.get("longest")
-        sums.add("longest", max(0.0, float(lengths.max()) - (0.0 if longest is None else float(longest))))
+        sums.largest("longest", float(lengths.max()))
 
     def finish(self, sums: Sums) -> Outcome:
         """The section, with the mean and longest sentence of the samples."""

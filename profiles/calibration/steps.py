@@ -18,6 +18,7 @@ from torch import Tensor
 
 from semkv.artifact.fingerprint import model_fingerprint
 from semkv.errors import ConfigError
+from semkv.io.ranks import ALONE, Ranks
 from semkv.ir.program import Program
 from semkv.profiles.schema import Measured, Profile, ProfileInfo
 
@@ -111,6 +112,7 @@ def run_steps(
     report: Report | None = None,
     begin: Callable[[str], None] | None = None,
     save_seconds: float | None = None,
+    ranks: Ranks = ALONE,
 ) -> Finished:
     """Run `steps` for one model.
 
@@ -119,7 +121,8 @@ def run_steps(
     profile: whose other sections are kept; it has to be the model's. work: folder of an unfinished run, which goes on
         where it stopped; it stays when the run ends. report: called with a phase, what is done, what there is to do, and
         figures. begin: called with the name of each step before it runs. save_seconds: least time between checkpoints of
-        a step.
+        a step. ranks: processes that share the work, each with the whole job; the first reads and writes `work`, and all
+        return the same sections.
 
     Raises
     ------
@@ -134,16 +137,15 @@ def run_steps(
         profile.check_stores(program.stores)
     identity = _identity(job, steps, fingerprint)
     empty = Profile(ProfileInfo(fingerprint=fingerprint, model=model_facts(program, job.name)))
-    state = _read_run(work, identity) or _Run(identity)
-    current = profile or empty
-    if work is not None and (work / "profile").is_dir():
-        current = Profile.load(work / "profile")
+    ranks.same(identity, "model, data or settings")
+    state, saved, history = ranks.from_first(lambda: _read_work(work, identity))
+    current = saved or profile or empty
+    writes = work is not None and ranks.first
     measured = job.measure_settings
     if any(step in MEASURES for step in steps):
         _check_measurable(program, job)
         job.measure_data.check(program.vocab_size, program.max_positions, measured.length, measured.steps)
-    history = _read_history(work)
-    if work is not None:
+    if writes:
         _write_json(work / RUN_FILE, vars(state))
     for step in steps:
         if step in state.notes:
@@ -152,14 +154,14 @@ def run_steps(
             begin(step)
         path = None if work is None else work / f"{step}.safetensors"
         if step == SEKV:
-            current, state.notes[step], history = _train(job, program, current, path, report)
-            if work is not None:
+            current, state.notes[step], history = _train(job, program, current, path, report, ranks)
+            if writes:
                 _write_json(work / HISTORY_FILE, history)
         else:
-            made = _measure(step, job, program, current, path, identity, report, save_seconds)
+            made = _measure(step, job, program, current, path, identity, report, save_seconds, ranks)
             current, state.notes[step], skipped = made
             state.skipped += [step] if skipped else []
-        if work is not None:
+        if writes:
             current.save(work / "profile")
             _write_json(work / RUN_FILE, vars(state))
     return Finished(current, history, state.notes, tuple(state.skipped))
@@ -189,13 +191,14 @@ def _measure(
     identity: str,
     report: Report | None,
     save_seconds: float | None,
+    ranks: Ranks,
 ) -> tuple[Profile, str, bool]:
     """The profile with a measured section, a note, and whether the step could not measure this model."""
     started = time.monotonic()
     measure = MEASURES[step](Subject(program, job.measure_data, job.measure_settings, profile))
     options = {} if save_seconds is None else {"save_seconds": save_seconds}
     own = hashlib.sha256(f"{identity} {step}".encode()).hexdigest()
-    outcome = run_measure(measure, identity=own, path=path, report=report or (lambda *_: None), **options)
+    outcome = run_measure(measure, identity=own, path=path, report=report or (lambda *_: None), ranks=ranks, **options)
     if outcome.section is None:
         return profile, outcome.note, True
     record = Measured(
@@ -215,7 +218,7 @@ def _measure(
 
 
 def _train(
-    job: Job, program: Program, profile: Profile, path: Path | None, report: Report | None
+    job: Job, program: Program, profile: Profile, path: Path | None, report: Report | None, ranks: Ranks
 ) -> tuple[Profile, str, list[dict[str, float]]]:
     """The profile with SeKV's trained parts, a note, and the held-out figures over the steps."""
     made = calibrate(
@@ -227,6 +230,7 @@ def _train(
         work=None if path is None else path.with_suffix(""),
         progress=report,
         program=program,
+        ranks=ranks,
     )
     info, tensors = made.profile.info, made.profile.tensors
     merged = with_section(profile, "sekv", info.sekv, "sekv.", tensors, provenance=info.provenance)
@@ -273,6 +277,13 @@ def _read_run(work: Path | None, identity: str) -> _Run | None:
             "repeat the first command, or start again with --restart"
         )
     return run
+
+
+def _read_work(work: Path | None, identity: str) -> tuple[_Run, Profile | None, list[dict[str, float]]]:
+    """What an unfinished run has made, nothing of a new one."""
+    state = _read_run(work, identity) or _Run(identity)
+    saved = Profile.load(work / "profile") if work is not None and (work / "profile").is_dir() else None
+    return state, saved, _read_history(work)
 
 
 def _read_history(work: Path | None) -> list[dict[str, float]]:

@@ -8,13 +8,15 @@ from __future__ import annotations
 import math
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from semkv.io.ranks import ALONE, Ranks
 from semkv.ir.program import Program
 from semkv.ir.site import AttentionSite
 from semkv.methods.rank_gates import RankGates
@@ -77,7 +79,8 @@ class Trainer:
     """Trains the `sekv` section of one annotated program on one set of data.
 
     identity: hash of everything that decides the result; an interrupted run is resumed only where it agrees. work: folder of records
-    and finished layers; without one they lie in a temporary folder.
+    and finished layers; without one they lie in a temporary folder. ranks: share contexts, then sites; each keeps the records of its
+    contexts, the first keeps the layers.
     """
 
     def __init__(
@@ -89,7 +92,9 @@ class Trainer:
         identity: str,
         work: Path | None = None,
         progress: Progress | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
+        self.ranks = ranks
         self.program, self.data, self.settings, self.identity = program, data, settings, identity
         self.temporary = tempfile.TemporaryDirectory(prefix="semkv-") if work is None else None
         self.work = work or Path(self.temporary.name)
@@ -100,11 +105,11 @@ class Trainer:
 
     def run(self) -> Result:
         """Train to the end, from where an earlier run stopped."""
-        started, earlier = time.monotonic(), self._minutes()
+        started, earlier = time.monotonic(), self.ranks.from_first(self._minutes)
         self._read_contexts()
         trained = []
-        for place, site in enumerate(self.sites):
-            trained.append(self._site(site))
+        for place, made in enumerate(self._train_sites()):
+            trained.append(made)
             self.progress("train", place + 1, len(self.sites), trained[-1][1][-1])
             self._keep_minutes(earlier + (time.monotonic() - started) / 60)
         tensors = {f"{part}.{site.index}": made[part] for site, (made, _) in zip(self.sites, trained) for part in made}
@@ -135,43 +140,75 @@ class Trainer:
 
     def _read_contexts(self) -> None:
         """Records of all contexts and sites, each in a file; those of an earlier run stay."""
-        everything = self.data.training + self.data.held_out
-        for number, ids in enumerate(everything):
-            paths = {site.index: self._path(number, site.index) for site in self.sites}
-            if not all(path.exists() for path in paths.values()):
-                budget = (
-                    self.settings.budgets[number % len(self.settings.budgets)]
-                    if number < len(self.data.training)
-                    else self.settings.budgets[0]
-                )
+        for number, _ in self.ranks.deal(range(self._contexts), self._read_context):
+            self.progress("teacher", number + 1, self._contexts, {})
 
-                def keep(index: int, record: SiteRecord, paths: dict[int, Path] = paths) -> None:
-                    files.write(paths[index], Checkpoint(record.tensors(), {"identity": self.identity}))
+    @property
+    def _contexts(self) -> int:
+        return len(self.data.training) + len(self.data.held_out)
 
-                read_context(self.program, ids.to(self.device), self.settings, self.divide, budget, keep)
-            self.progress("teacher", number + 1, len(everything), {})
+    def _read_context(self, number: int) -> list[None]:
+        paths = {site.index: self._path(number, site.index) for site in self.sites}
+        if not all(path.exists() for path in paths.values()):
+            budget = (
+                self.settings.budgets[number % len(self.settings.budgets)]
+                if number < len(self.data.training)
+                else self.settings.budgets[0]
+            )
+            ids = (self.data.training + self.data.held_out)[number].to(self.device)
+
+            def keep(index: int, record: SiteRecord) -> None:
+                files.write(paths[index], Checkpoint(record.tensors(), {"identity": self.identity}))
+
+            read_context(self.program, ids, self.settings, self.divide, budget, keep)
+        return [None]
 
     def _path(self, number: int, site: int) -> Path:
         return self.work / f"context-{number}-{site}.safetensors"
 
-    def _record(self, number: int, site: int) -> SiteRecord:
+    def _read(self, number: int, site: int) -> dict[str, Tensor]:
         saved = files.read(self._path(number, site), self.identity)
         assert saved is not None
-        return SiteRecord(**saved.tensors).to(self.device)
+        return saved.tensors
+
+    @property
+    def _own(self) -> range:
+        """The contexts that this process has read."""
+        return range(self.ranks.rank, self._contexts, self.ranks.count)
+
+    def _records(self, site: int, to: int) -> list[SiteRecord]:
+        """A site's records of all contexts, in the process `to`."""
+        found = self.ranks.send({number: self._read(number, site) for number in self._own}, to)
+        known = {number: tensors for part in found for number, tensors in part.items()}
+        return [SiteRecord(**known[number]).to(self.device) for number in sorted(known)]
 
     # -- a site ------------------------------------------------------------------------------------------------------
 
-    def _site(self, site: AttentionSite) -> tuple[dict[str, Tensor], list[dict[str, float]]]:
-        """Router, offset and threshold of a site, and its held-out figures: a row per evaluation, then one of the best parameters."""
-        path = self.work / f"site-{site.index}.safetensors"
-        saved = files.read(path, self.identity)
-        if saved is None:
-            first = len(self.data.training)
-            records = [self._record(number, site.index) for number in range(first + len(self.data.held_out))]
-            saved = Checkpoint(*train_site(site, records[:first], records[first:], self.settings))
-            saved.state["identity"] = self.identity
-            files.write(path, saved)
-        return saved.tensors, saved.state["rows"]
+    def _train_sites(self) -> Iterator[tuple[dict[str, Tensor], list[dict[str, float]]]]:
+        """Of each site in turn router, offset and threshold, and its held-out figures: a row per evaluation, then one of the best
+        parameters."""
+        paths = [self.work / f"site-{site.index}.safetensors" for site in self.sites]
+        known = self.ranks.from_first(lambda: [files.read(path, self.identity) for path in paths])
+        for saved in known:
+            if saved is None:
+                break
+            yield saved.tensors, saved.state["rows"]
+        done = next((place for place, saved in enumerate(known) if saved is None), len(known))
+        for start in range(done, len(self.sites), self.ranks.count):
+            turn = self.sites[start : start + self.ranks.count]
+            records = [self._records(site.index, to) for to, site in enumerate(turn)]
+            for place, (tensors, state) in self.ranks.deal(range(len(turn)), partial(self._site, turn, records)):
+                if self.ranks.first:
+                    files.write(paths[start + place], Checkpoint(tensors, state | {"identity": self.identity}))
+                yield tensors, state["rows"]
+
+    def _site(
+        self, turn: Sequence[AttentionSite], records: Sequence[Sequence[SiteRecord]], place: int
+    ) -> list[tuple[dict[str, Tensor], dict[str, list[dict[str, float]]]]]:
+        """Of the site at a place of a turn, from its own records."""
+        first, own = len(self.data.training), records[place]
+        tensors, state = train_site(turn[place], own[:first], own[first:], self.settings)
+        return [({name: tensor.cpu() for name, tensor in tensors.items()}, state)]
 
     # -- rank gates --------------------------------------------------------------------------------------------------
 
@@ -184,9 +221,8 @@ class Trainer:
         )
         count = len(self.data.training)
         pieces = {
-            (number, place): self._pieces(number, site, routers[place])
-            for place, site in enumerate(self.sites)
-            for number in (*range(count), count + len(self.data.held_out) - 1)
+            (number, place): {name: x.to(self.device) for name, x in found.items()}
+            for number, (place, found) in self.ranks.deal(range(self._contexts), partial(self._pieces_of, routers))
         }
         optimiser = torch.optim.AdamW(gates.parameters(), lr=s.gate_rate, weight_decay=s.weight_decay)
         generator = torch.Generator(device="cpu").manual_seed(s.seed)
@@ -211,8 +247,15 @@ class Trainer:
             ]
         return gates, ranks
 
+    def _pieces_of(self, routers: Sequence[Tensor], number: int) -> Iterator[tuple[int, dict[str, Tensor]]]:
+        """Of a context that is trained on or looked at, by site."""
+        if number < len(self.data.training) or number == self._contexts - 1:
+            for place, site in enumerate(self.sites):
+                pieces = self._pieces(number, site, routers[place])
+                yield place, {name: x.cpu() for name, x in pieces.items()}
+
     def _pieces(self, number: int, site: AttentionSite, router: Tensor) -> dict[str, Tensor]:
-        record = self._record(number, site.index)
+        record = SiteRecord(**self._read(number, site.index)).to(self.device)
         averaged = summaries(router.to(self.device), record.piece_k).unflatten(0, (site.kv_heads, -1)).mean(1)
         return {
             "key": record.key_sigma,
@@ -228,7 +271,10 @@ class Trainer:
         return 0.0 if saved is None else float(saved.state["minutes"])
 
     def _keep_minutes(self, minutes: float) -> None:
-        files.write(self.work / "minutes.safetensors", Checkpoint({}, {"identity": self.identity, "minutes": minutes}))
+        if self.ranks.first:
+            files.write(
+                self.work / "minutes.safetensors", Checkpoint({}, {"identity": self.identity, "minutes": minutes})
+            )
 
 
 def gate_terms(

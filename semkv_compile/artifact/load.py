@@ -75,6 +75,7 @@ def build_program(facts: ProgramFacts, graphs: Mapping[str, GraphModule], source
         raise ArtifactError(
             f"{source / MANIFEST}: graphs {facts.graphs}, expected body and others once each; save it again"
         )
+    made: dict[str, Any] = {name: graphs.get(name) for name in GRAPHS}
     program = Program(
         stage=facts.stage,
         sites=parse_sites(facts.sites),
@@ -86,7 +87,7 @@ def build_program(facts: ProgramFacts, graphs: Mapping[str, GraphModule], source
         evaluated=tuple(facts.evaluated),
         seams=facts.seams,
         notes=tuple(facts.notes),
-        **{name: graphs.get(name) for name in GRAPHS},
+        **made,
     )
     _check_program(program, source)
     return program

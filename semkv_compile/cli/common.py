@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
-from semkv.errors import ConfigError, SemkvError
+from semkv.errors import ConfigError, ProcessError, SemkvError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,6 +31,10 @@ def plain_errors() -> Iterator[None]:
     """Turn errors that a user can cause into one line and exit code 2; an interrupt into exit code 130."""
     try:
         yield
+    except ProcessError as error:
+        if error.told:  # the process that failed prints it
+            raise typer.Exit(2) from None
+        refuse(str(error))
     except (SemkvError, FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
         refuse(str(error))
     except KeyboardInterrupt:
@@ -68,11 +72,14 @@ def whole_numbers(text: str, option: str) -> list[int]:
 
 
 def budgets(text: str, option: str) -> list[int | float]:
-    """`0.05,0.1,256`: with a point a fraction of the full KV, without one tokens per KV head and layer."""
+    """`0.05,10%,256`: with a point or a percent sign a fraction of the full KV, without one tokens per KV head and layer."""
     found: list[int | float] = []
     for part in words(text, option):
         try:
-            found.append(int(part) if part.lstrip("+-").isdecimal() else float(part))
+            if part.endswith("%"):
+                found.append(float(part[:-1]) / 100)
+            else:
+                found.append(int(part) if part.lstrip("+-").isdecimal() else float(part))
         except ValueError:
             refuse(
                 f"{option} {part!r}: expected fractions of the full KV such as 0.1, or tokens per KV head such as 256"

@@ -274,6 +274,10 @@ def export_command(
     $ semkv plan --model config.json --gpu h100,link=25GB/s --context 64K --batch 16 --budget 2048 --report pictures
 
     $ semkv plan --model config.json --gpu memory=80GB,bandwidth=3.35TB/s,link=64GB/s --context 1024K --budget full
+
+    A deployment: GPUs, hosts and links for a thousand users at once.
+
+    $ semkv plan --model config.json --method sekv --budget 10% --users 1000 --context 128K --gpu h100 --gpus 64 --host-memory 1T
     """,
 )
 def plan_command(
@@ -296,7 +300,14 @@ def plan_command(
     working_memory: Annotated[
         str | None, typer.Option(help="Beside weights and KV, `4GB`. Default: 0.3 of the weights.")
     ] = None,
-    host_memory: Annotated[str | None, typer.Option(help="Memory of the host. Default: no limit.")] = None,
+    host_memory: Annotated[str | None, typer.Option(help="Memory of a host. Default: no limit.")] = None,
+    users: Annotated[
+        int | None, typer.Option(help="Plan a deployment: so many contexts, all answering at once.")
+    ] = None,
+    gpus: Annotated[int | None, typer.Option(help="--users: GPUs that there are. Default: as many as needed.")] = None,
+    gpus_per_host: Annotated[int, typer.Option(help="--users: of one host.")] = 8,
+    network: Annotated[str, typer.Option(help="--users: between hosts, one direction.")] = "12.5GB/s",
+    method: Annotated[str | None, typer.Option(help="--users: whose measured steps estimates are made from.")] = None,
     json: Annotated[Path | None, typer.Option(help="Write the plan here.")] = None,
     report: Annotated[Path | None, typer.Option(help="Folder for a picture (PNG).")] = None,
 ) -> None:
@@ -308,8 +319,10 @@ def plan_command(
             refuse("a plan takes one --context and one --budget")
         check_writable(json, "--json")
         check_writable(report, "--report", folder=True)
-        from semkv.cli.plan import PlanRequest, run_plan
+        from semkv.cli.plan import PlanRequest, fleet_of, run_plan
         from semkv.planning.plan import Workload
+
+        fleet = fleet_of(users, gpus, gpus_per_host, host_memory, network, method, batch, budgets[0])
 
         workload = Workload(
             lengths[0],
@@ -320,11 +333,8 @@ def plan_command(
             runtime=parse_size(working_memory, "--working-memory"),
             host=parse_size(host_memory, "--host-memory"),
         )
-        run_plan(
-            PlanRequest(
-                model, gpu, workload, dtype, parse_size(weights, "--weights"), json=json, report=report, latents=latents
-            )
-        )
+        size = parse_size(weights, "--weights")
+        run_plan(PlanRequest(model, gpu, workload, dtype, size, json, report, latents, fleet, method))
 
 
 @app.command(
@@ -455,10 +465,6 @@ def lm_eval_command(
     A saved model, with 8 GB for all requests; what semkv does not know goes to vLLM:
 
     $ semkv serve qwen.semkv --tokenizer Qwen/Qwen3-0.6B --memory 8GB --max-num-seqs 16
-
-    Only the command that would start vLLM:
-
-    $ semkv serve bundled --dry-run
     """,
 )
 def serve_command(
@@ -488,10 +494,15 @@ def serve_command(
         str | None,
         typer.Option(help="Of the host, for prompts while they are read and folded tokens, `8GB`. Default: no limit."),
     ] = None,
+    keep_sessions: Annotated[
+        str | None, typer.Option(help="For ended requests' memories that others go on from.")
+    ] = None,
     max_model_len: Annotated[
         str | None,
         typer.Option(help="Tokens of a request, prompt and answer; 8K is 8192. Default: the model's context."),
     ] = None,
+    ray: Annotated[bool, typer.Option("--ray", help="Run it with Ray Serve LLM, in replicas.")] = False,
+    replicas: Annotated[int | None, typer.Option(help="--ray: engines behind the address. Default: 1.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command that starts vLLM, and stop.")] = False,
 ) -> None:
     """Serve a model over the OpenAI API, in vLLM (docs/serving.md). Options that are not named here go to `vllm serve`."""
@@ -519,6 +530,9 @@ def serve_command(
                 lengths[0],
                 dry_run,
                 context.args,
+                ray,
+                parse_size(keep_sessions, "--keep-sessions"),
+                replicas,
             )
         )
 

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from semkv.cli.common import output_console, quiet_libraries
+from semkv.cli.common import output_console, parse_size, quiet_libraries
+from semkv.errors import ConfigError
 
 if TYPE_CHECKING:
+    from semkv.planning.deployment import Deployment, Fleet
     from semkv.planning.plan import MemoryPlan, Way, Workload
 
 CONTEXTS = tuple(1024 * 4**power for power in range(1, 6))
@@ -28,7 +30,8 @@ LABELS = {
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What the command was asked for. weights: bytes of a quantised checkpoint."""
+    """What the command was asked for. weights: bytes of a quantised checkpoint. fleet: of a deployment, None for one machine. method: whose
+    measured steps an estimate is made from."""
 
     model: str
     gpu: str
@@ -38,6 +41,37 @@ class PlanRequest:
     json: Path | None = None
     report: Path | None = None
     latents: bool = False
+    fleet: Fleet | None = None
+    method: str | None = None
+
+
+def fleet_of(
+    users: int | None,
+    gpus: int | None,
+    gpus_per_host: int,
+    host_memory: str | None,
+    network: str,
+    method: str | None,
+    batch: int,
+    budget: float | int | None,
+) -> Fleet | None:
+    """What `--users` asks for, None without it; `ConfigError` where options contradict each other or a method is unknown."""
+    if users is None:
+        if gpus is not None or method is not None:
+            name = "--gpus" if gpus is not None else "--method"
+            raise ConfigError(f"{name} is for the plan of a deployment: add --users, how many answer at once")
+        return None
+    from semkv.methods import find_method
+    from semkv.planning.deployment import Fleet
+
+    if batch != 1:
+        raise ConfigError(f"--batch {batch}: rows of a step follow from --users; leave one of them out")
+    if method is not None and find_method(method).compresses != (budget is not None):
+        wanted = "a --budget below `full`" if budget is None else "--budget full"
+        raise ConfigError(f"--method {method} needs {wanted}")
+    speed = parse_size(network.removesuffix("/s"), "--network")
+    assert speed is not None
+    return Fleet(users, gpus, gpus_per_host, parse_size(host_memory, "--host-memory"), speed)
 
 
 def run_plan(request: PlanRequest) -> None:
@@ -55,11 +89,22 @@ def run_plan(request: PlanRequest) -> None:
     if request.latents:
         decoder = decoder.on_latents()
     plan = plan_memory(decoder, machine, request.workload)
+    deployments: tuple[Deployment, ...] = ()
+    if request.fleet is not None:
+        from semkv.planning.deployment import deploy
+
+        deployments = deploy(decoder, machine, request.workload, request.fleet, request.method)
     console = output_console()
-    print_plan(console, plan)
+    if request.fleet is None:
+        print_plan(console, plan)
+    else:
+        print_deployments(console, plan, request.fleet, deployments, request.method)
     if request.json is not None:
         request.json.parent.mkdir(parents=True, exist_ok=True)
-        request.json.write_text(json_module.dumps(plan_values(plan), indent=1) + "\n")
+        values = plan_values(plan)
+        if request.fleet is not None:
+            values |= {"fleet": asdict(request.fleet), "deployments": [deployment_values(one) for one in deployments]}
+        request.json.write_text(json_module.dumps(values, indent=1) + "\n")
         console.print(f"\nplan: {request.json}")
     if request.report is not None:
         console.print(f"picture: {write_picture(request.report, plan)}")
@@ -71,6 +116,12 @@ def plan_values(plan: MemoryPlan) -> dict[str, Any]:
     for value, way in zip(values["ways"], plan.ways):
         value |= {"floor_seconds": way.floor_seconds, "tokens_per_second": tokens_per_second(plan, way)}
     return values
+
+
+def deployment_values(one: Deployment) -> dict[str, Any]:
+    """A deployment as JSON values; bytes, seconds and tokens."""
+    own = ("floor_tokens", "estimated_tokens", "estimated_tokens_per_user")
+    return asdict(one) | {name: getattr(one, name) for name in own}
 
 
 def tokens_per_second(plan: MemoryPlan, way: Way) -> float:
@@ -87,6 +138,47 @@ def print_plan(console: Console, plan: MemoryPlan) -> None:
         _thresholds(console, plan)
     console.print(
         "\nFloors: each byte crosses its bus once, at the nominal bandwidth; arithmetic, launches and real transfers come on top."
+    )
+
+
+def print_deployments(
+    console: Console, plan: MemoryPlan, fleet: Fleet, found: tuple[Deployment, ...], method: str | None
+) -> None:
+    """The model, and a column for each way to hold the users."""
+    from semkv.cli.tables import simple_table
+    from semkv.evaluation.tables import size
+    from semkv.planning.deployment import slowdown
+
+    _describe(console, plan)
+    table = simple_table(f"{fleet.users:,} users at once", "", *(LABELS[one.way] for one in found))
+    table.columns[0].justify = "left"
+    lines = {
+        "GPUs of a replica": [str(one.replica_gpus) for one in found],
+        "GPUs that the users need": [f"{one.needed_gpus:,}" for one in found],
+        "GPUs in use": [f"{one.gpus:,} on {one.hosts:,} host(s)" for one in found],
+        "users that they hold": [f"{one.capacity:,}" for one in found],
+        "all users held": ["yes" if one.served == fleet.users else f"no, {one.served:,}" for one in found],
+        "what binds": [one.binds for one in found],
+        "users of a replica": [f"{one.users_per_replica:,}" for one in found],
+        "device, each GPU": [size(one.device) for one in found],
+        "host, each": [size(one.host) for one in found],
+        "host link, each GPU": [f"{one.link / 1e9:.2f} GB/s" for one in found],
+        "between GPUs, each": [f"{one.peer / 1e9:.2f} GB/s" if one.replica_gpus > 1 else "-" for one in found],
+        "a user's memory": [size(one.session) for one in found],
+        "to another host": [f"{one.session_seconds:.1f} s" for one in found],
+        "step, floor": [f"{1e3 * one.step_floor:.2f} ms ({one.step_binds})" for one in found],
+        "tokens/s, floor": [f"{one.floor_tokens:,.0f}" for one in found],
+        "tokens/s, estimate": [f"{one.estimated_tokens:,.0f}" for one in found],
+        "a user's, estimate": [f"{one.estimated_tokens_per_user:.1f}" for one in found],
+    }
+    for name, values in lines.items():
+        table.add_row(name, *values)
+    console.print(table)
+    measured = {name: times for times, name in (slowdown(method, one.way) for one in found)}
+    console.print(
+        "\nFloors: no step can be shorter. Estimates: steps as many times longer as was measured on one H200, one row of 131,072 tokens: "
+        + ", ".join(f"{name} {times:.1f}" for name, times in measured.items())
+        + ". Prompts, queues and failures are not counted; docs/serving.md says what is."
     )
 
 

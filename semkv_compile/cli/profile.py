@@ -15,6 +15,7 @@ from semkv.cli.common import PhaseBars, output_console, parse_size, plain_errors
 from semkv.cli.models import BUNDLED, load_weights
 from semkv.cli.profile_choice import CHOICE
 from semkv.errors import ConfigError
+from semkv.io.ranks import Ranks, launched, own_device
 
 BUNDLED_SETTINGS: dict[str, Any] = {
     "length": 2048,
@@ -84,6 +85,9 @@ Examples:
 Before it begins it says how long each step will take and how much memory; --dry-run ends there. With few contexts it settles for
 less when the halves of them agree.
 
+Under torchrun the processes share the contexts and end with what one would have made: `torchrun --nproc-per-node 8 -m
+semkv.cli.profile MODEL ...`; with --device cuda each takes the GPU of its number.
+
 A run that was interrupted goes on where it stopped when the command is repeated, also in the middle of a step
 (OUT.resume holds what it needs, OUT appears or changes at the end). Each --data file that is long enough counts as a data
 set of its own: taxonomy and layer errors are compared across them.
@@ -112,6 +116,7 @@ class _Request:
     latents: bool
     length_given: bool
     dry_run: bool
+    ranks: Ranks
 
 
 @app.command(help=HELP)
@@ -207,9 +212,10 @@ def profile(
     ] = None,
 ) -> None:
     """See HELP."""
-    with plain_errors():
+    with plain_errors(), launched() as ranks:
         named = _named(steps or ())
         from semkv.profiles.calibration import CalibrationSettings, MeasureSettings
+        from semkv.profiles.calibration.steps import forget
 
         training = {"length": length, "queries": queries, "max_steps": max_steps, "sequences": sequences}
         measuring = {
@@ -234,7 +240,9 @@ def profile(
             check_workers(workers, torch.device(device))
         work = output.with_name(output.name + ".resume")
         chosen = tuple(step for step in ALL_STEPS if step in named) or ALL_STEPS
-        base = None if dry_run else _check_output(output, work, bool(named), resume)
+        if not (resume or dry_run):
+            forget(work)
+        base = None if dry_run else ranks.from_first(lambda: _check_output(output, work, bool(named), resume))
         _check_data(model, data, with_tasks)
         _run(
             _Request(
@@ -248,12 +256,13 @@ def profile(
                 with_tasks,
                 settings,
                 measures,
-                device,
+                own_device(device, ranks),
                 report,
                 workers,
                 latents,
                 length is not None,
                 dry_run,
+                ranks,
             )
         )
 
@@ -274,13 +283,10 @@ def _over(defaults: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
 
 def _check_output(output: Path, work: Path, chosen: bool, resume: bool) -> Any:
     """The profile at `output` whose other sections are kept, or None; refuses to replace a finished one unasked."""
-    from semkv.profiles.calibration.steps import forget
     from semkv.profiles.schema import Profile
 
     if output.exists() and not output.is_dir():
         raise ConfigError(f"{output} is a file: a profile is written to a folder, give another name with -o")
-    if not resume:
-        forget(work)
     if chosen and output.exists():
         return Profile.load(output)
     if resume and output.exists() and not work.exists():
@@ -368,7 +374,8 @@ def _run(request: _Request) -> None:
     from semkv.profiles.calibration.steps import Finished, forget
 
     started = time.monotonic()
-    console = output_console()
+    ranks = request.ranks
+    console = output_console() if ranks.first else Console(quiet=True)
     model, tokenizer = load_weights(request.model)
     model = model.to(request.device)
     request = _fitted(request, model)
@@ -376,7 +383,8 @@ def _run(request: _Request) -> None:
     steps = tuple(step for step in request.steps if step != CHOICE)
     if not steps and request.base is None:
         raise ConfigError(f"--steps {CHOICE} compares methods for a profile that exists: {request.output} does not")
-    print_estimate(console, job, request.steps, request.workers)
+    if ranks.first:
+        print_estimate(console, job, request.steps, request.workers, ranks)
     if request.dry_run:
         return
     made = Finished(request.base, [], {}) if not steps else _calibrated(request, job, steps)
@@ -385,7 +393,10 @@ def _run(request: _Request) -> None:
             print_step(console, step, made.profile, made.notes[step])
     if CHOICE in request.steps:
         made = replace(made, profile=_with_choice(request, console, model, tokenizer, made.profile, job.command))
+    ranks.gather()  # none is at work in the folder
     forget(request.work)
+    if not ranks.first:
+        return
     if request.report is not None:
         files = write_report(request.report, made.profile, made.history)
         console.print(f"wrote {', '.join(files)} to {request.report}")
@@ -404,9 +415,17 @@ def _calibrated(request: _Request, job: Any, steps: tuple[str, ...]) -> Any:
     """The profile with the sections of `steps`, saved."""
     from semkv.profiles.calibration import run_steps
 
+    if not request.ranks.first:
+        return run_steps(job, steps, profile=request.base, work=request.work, ranks=request.ranks)
     with PhaseBars() as bars:
         made = run_steps(
-            job, steps, profile=request.base, work=request.work, report=bars, begin=lambda step: bars.close()
+            job,
+            steps,
+            profile=request.base,
+            work=request.work,
+            report=bars,
+            begin=lambda step: bars.close(),
+            ranks=request.ranks,
         )
     made.profile.save(request.output)
     return made
@@ -428,14 +447,16 @@ def _with_choice(request: _Request, console: Console, model: Any, tokenizer: Any
             rows=request.work / "choice.rows.jsonl",
             workers=request.workers,
             latents=request.latents,
+            ranks=request.ranks,
         )
     except ConfigError as error:
         if request.chosen:
             raise
         console.print(f"{CHOICE} was left out: {error}", style="yellow", highlight=False)
         return profile
-    made.save(request.output)
-    choice_table(console, made)
+    if request.ranks.first:
+        made.save(request.output)
+        choice_table(console, made)
     return made
 
 

@@ -7,6 +7,7 @@ import datetime
 import hashlib
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -15,6 +16,7 @@ from rich.console import Console
 
 from semkv.cli.common import progress_bar
 from semkv.errors import ConfigError
+from semkv.io.ranks import ALONE, Ranks
 
 CHOICE = "choice"
 TEXT_TASKS, TEXT, TEXT_TOKENS = ("niah_single_2", "niah_multikey_1"), "perplexity", 32
@@ -49,20 +51,20 @@ def run_choice(
     rows: Path,
     workers: int | None = None,
     latents: bool = False,
+    ranks: Ranks = ALONE,
 ) -> Any:
     """`profile` with its table of choices; `rows` keeps what is measured, for an interrupted run to go on.
 
     The bundled model answers its own task families; another model looks for needles in the first of the `data` files, in its chat form
     where the tokenizer has one, and goes on reading passages of it.
     workers: processes that measure contexts side by side; None: see `semkv.evaluation.workers.default_workers`. latents: see
-    `CompileConfig`.
+    `CompileConfig`. ranks: processes that share the contexts.
     """
     from semkv.api import compile as compile_model
     from semkv.config import CompileConfig
     from semkv.evaluation.choice import choose
     from semkv.evaluation.identity import subject_identity
     from semkv.evaluation.tasks import build_tasks
-    from semkv.evaluation.workers import default_workers
     from semkv.profiles.calibration.calibrate import versions
     from semkv.profiles.schema import Measured
 
@@ -89,10 +91,18 @@ def run_choice(
     settings = CompileConfig(kv_dtype="float16" if wide else None, floor=0, latents=latents)
     compiled = compile_model(model, profile, method="full", config=settings)
     identity = subject_identity(model, profile, settings, compiled.dtype)
-    workers = default_workers(model, compiled.device) if workers is None else workers
-    with progress_bar(CHOICE) as progress:
+    workers = choice_workers(model, compiled.device, workers, ranks)
+    with progress_bar(CHOICE) if ranks.first else nullcontext() as progress:
         made = choose(
-            compiled, tokenizer, contest, identity=identity, rows=rows, progress=progress, tasks=tasks, workers=workers
+            compiled,
+            tokenizer,
+            contest,
+            identity=identity,
+            rows=rows,
+            progress=progress,
+            tasks=tasks,
+            workers=workers,
+            ranks=ranks,
         )
     if not made.choices:
         raise ConfigError(f"no method could run at any budget with contexts of {length} tokens: {made.left_out[0]}")
@@ -112,6 +122,15 @@ def run_choice(
         update={"choices": made.choices, "measured": {**profile.info.measured, CHOICE: record}}
     )
     return dataclasses.replace(profile, info=info)
+
+
+def choice_workers(model: Any, device: Any, asked: int | None, ranks: Ranks) -> int:
+    """Processes that a process starts to measure contexts: as asked for, one where several share them already."""
+    from semkv.evaluation.workers import default_workers
+
+    if asked is not None:
+        return asked
+    return 1 if ranks.count > 1 else default_workers(model, device)
 
 
 def contest_of(bundled: bool, length: int) -> Any:

@@ -7,23 +7,27 @@ from typing import Any
 
 from rich.console import Console
 
-from semkv.cli.profile_choice import CHOICE, choice_seconds
+from semkv.cli.profile_choice import CHOICE, choice_seconds, choice_workers
+from semkv.io.ranks import ALONE, Ranks
 
 
-def print_estimate(console: Console, job: Any, steps: Sequence[str], workers: int | None = None) -> None:
-    """Time pieces of the work, and print how long each step will take and the most memory. workers: of `choice`, as in `run_choice`."""
+def print_estimate(
+    console: Console, job: Any, steps: Sequence[str], workers: int | None = None, ranks: Ranks = ALONE
+) -> None:
+    """Time pieces of the work, and print how long each step will take and the most memory. workers: of `choice`, as in `run_choice`.
+    ranks: processes that share the work."""
     from semkv.cli.profile_tables import simple_table
-    from semkv.evaluation.workers import default_workers
     from semkv.profiles.calibration.estimate import estimate
 
     with console.status("timing") as status:
         own = tuple(step for step in steps if step != CHOICE)
-        made = estimate(job, own, lambda what: status.update(f"timing {what}"))
+        made = estimate(job, own, lambda what: status.update(f"timing {what}"), processes=ranks.count)
     seconds = dict(made.seconds)
     if CHOICE in steps:
-        workers = default_workers(job.model, next(job.model.parameters()).device) if workers is None else workers
+        workers = choice_workers(job.model, next(job.model.parameters()).device, workers, ranks)
         length = job.measure_settings.length
-        seconds[CHOICE] = choice_seconds(made.passes, bundled=job.name == "bundled", length=length, workers=workers)
+        whole = choice_seconds(made.passes, bundled=job.name == "bundled", length=length, workers=workers)
+        seconds[CHOICE] = whole / ranks.count
     table = simple_table("time at most", "step", "time")
     for step, spent in seconds.items():
         table.add_row(step, duration(spent))

@@ -20,12 +20,13 @@ from semkv.io.files import sha256_of
 from semkv.serving.admission import Admission, units
 from semkv.serving.command import ENVIRONMENT, Server, check_vllm
 from semkv.serving.folder import Served, default_memory
+from semkv.serving.ray_application import check_ray, write
 from semkv.serving.vllm.names import ARCHITECTURE
 
 
 @dataclass(frozen=True)
 class ServeRequest:
-    """Options of the command; memory and host_memory in bytes, longest in tokens."""
+    """Options of the command; memory, host_memory and keep in bytes, longest in tokens. ray: through Ray Serve LLM, with `replicas`."""
 
     model: str
     method: str | None
@@ -40,13 +41,20 @@ class ServeRequest:
     longest: int | None
     dry_run: bool
     extra: Sequence[str]
+    ray: bool = False
+    keep: int | None = None
+    replicas: int | None = None
 
 
 def run_serve(request: ServeRequest) -> None:
     """Make what is missing, check that the longest request fits, and become vLLM's server; with `dry_run`, print its command."""
     on_host = check_vllm()
+    if request.ray:
+        check_ray()
+    elif request.replicas is not None:
+        raise ConfigError(f"--replicas {request.replicas}: one server has no replicas; add --ray")
     artifact, tokenizer, method = _artifact(request)
-    served = Served(str(artifact.resolve()), method, request.budget, request.host_memory)
+    served = Served(str(artifact.resolve()), method, request.budget, request.host_memory, request.keep)
     compiled = served.load()
     longest = request.longest or compiled.program.max_positions
     if longest is None:
@@ -70,9 +78,14 @@ def run_serve(request: ServeRequest) -> None:
         request.extra,
     )
     settings = " ".join(f"{name}={value}" for name, value in ENVIRONMENT.items())
-    typer.echo(f"{settings} {shlex.join(server.command)}", err=not request.dry_run)
+    command = (
+        write(server, 1 if request.replicas is None else request.replicas, on_host=on_host)
+        if request.ray
+        else server.command
+    )
+    typer.echo(f"{settings} {shlex.join(command)}", err=not request.dry_run)
     if not request.dry_run:
-        os.execve(server.command[0], server.command, {**os.environ, **ENVIRONMENT})
+        os.execve(command[0], command, {**os.environ, **ENVIRONMENT})
 
 
 def _artifact(request: ServeRequest) -> tuple[Path, Any, str | None]:

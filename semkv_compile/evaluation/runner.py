@@ -25,6 +25,7 @@ from semkv.evaluation.talking import talk_together
 from semkv.evaluation.tasks.base import Task
 from semkv.evaluation.tasks.bundled import family_tasks
 from semkv.evaluation.workers import check_workers, in_processes
+from semkv.io.ranks import ALONE, Ranks
 from semkv.methods import METHODS
 
 FULL = Variant(method="full")
@@ -191,6 +192,7 @@ def run_grid(
     workers: int = 1,
     refusals: list[Refusal] | None = None,
     together: int = 1,
+    ranks: Ranks = ALONE,
 ) -> None:
     """Measure every cell of `grid` that `store` lacks. An interrupt between two rows loses nothing.
 
@@ -198,11 +200,13 @@ def run_grid(
     by side (`semkv.evaluation.workers`); times of steps are then those of a busy machine. refusals: takes the variants whose
     budget is too small for a context, each with the first such context, and which see no more then; without it that is an error.
     together: contexts whose answers run in the same decode steps, all of them read before the first is asked; a row's times of steps
-    are its share then.
+    are its share then. ranks: processes, of this machine or others, that share the contexts; each has all rows in the end.
 
     Raises ConfigError before any work where the grid cannot run, BudgetError where a context is refused and `refusals` is None.
     """
     check_workers(workers, subject.compiled.device)
+    if workers > 1 and ranks.count > 1:
+        raise ConfigError(f"workers {workers}: {ranks.count} processes measure contexts side by side already; use 1")
     if together < 1:
         raise ConfigError(f"together {together}: expected at least 1 context")
     check_grid(grid, subject, tokenizer, tasks)
@@ -224,8 +228,7 @@ def run_grid(
             yield result
 
     turns = list(enumerate(_side_by_side(work, together)))
-    alone = ((turn, result) for turn in turns for result in results_of(turn))
-    found = alone if workers == 1 else in_processes(results_of, turns, workers)
+    found = ranks.deal(turns, results_of) if workers == 1 else in_processes(results_of, turns, workers)
     for done, ((place, (item, *_)), result) in enumerate(found, start=1):
         if isinstance(result, Row):
             store.add(result)

@@ -69,7 +69,7 @@ class Decoder:
 
     parameters: their number. weights: their bytes. dense: bytes that every step reads (all but an untied embedding table and
     experts). experts: bytes of all routed experts. expert_share: of a layer's experts, those that one token is routed to.
-    itemsize: bytes of a number of the KV. context: declared positions, None where none are.
+    itemsize: bytes of a number of the KV. context: declared positions, None where none are. hidden: numbers of a token between layers.
     """
 
     name: str
@@ -81,6 +81,7 @@ class Decoder:
     layers: tuple[LayerCache, ...]
     itemsize: int
     context: int | None
+    hidden: int = 0
 
     def on_latents(self) -> Decoder:
         """The decoder whose memory holds latents; `ConfigError` where no layer has any that are smaller than its heads."""
@@ -138,7 +139,7 @@ def decoder_of(config: Any, *, dtype: str | None = None, weights: int | None = N
             f"{name}: the checkpoint is quantised, in a form that the configuration does not give sizes for: pass --weights with the "
             "checkpoint's size, such as --weights 40GB"
         )
-    model = _on_meta(config, number, name)
+    model: Any = _on_meta(config, number, name)
     unique = {id(p): (path, p) for path, p in reversed(list(model.named_parameters(remove_duplicate=False)))}
     sizes = {path: p.nbytes for path, p in unique.values()}
     total = sum(sizes.values())
@@ -154,6 +155,7 @@ def decoder_of(config: Any, *, dtype: str | None = None, weights: int | None = N
         layers=_layers(model, config, name),
         itemsize=number.itemsize,
         context=getattr(config, "max_position_embeddings", None),
+        hidden=model.get_input_embeddings().weight.shape[1],
     )
 
 

@@ -37,22 +37,31 @@ class Server:
     extra: Sequence[str] = ()
 
     @property
+    def engine(self) -> dict[str, str | int | bool]:
+        """What vLLM's engine is told, by the names of its options."""
+        return {
+            "dtype": self.dtype,
+            "max-model-len": self.longest,
+            "load-format": LOAD_FORMAT,
+            "worker-cls": WORKER,
+            "scheduler-cls": SCHEDULER,
+            # one block more, which vLLM holds back
+            "kv-cache-memory-bytes": (self.memory_units + 1) * BLOCK_BYTES,
+            "enforce-eager": True,
+            "enable-prefix-caching": False,
+            "async-scheduling": False,
+        }
+
+    @property
     def command(self) -> list[str]:
         """The words of the command."""
-        given = {
-            "--served-model-name": self.name,
-            "--host": self.host,
-            "--port": str(self.port),
-            "--dtype": self.dtype,
-            "--max-model-len": str(self.longest),
-            "--load-format": LOAD_FORMAT,
-            "--worker-cls": WORKER,
-            "--scheduler-cls": SCHEDULER,
-            # one block more, which vLLM holds back
-            "--kv-cache-memory-bytes": str((self.memory_units + 1) * BLOCK_BYTES),
-        }
-        flags = ["--enforce-eager", "--no-enable-prefix-caching", "--no-async-scheduling"]
-        words = [word for pair in given.items() for word in pair]
+        given = {"served-model-name": self.name, "host": self.host, "port": self.port} | self.engine
+        words = []
+        for name, value in given.items():
+            if isinstance(value, bool):
+                words.append(f"--{name}" if value else f"--no-{name}")
+            else:
+                words += [f"--{name}", str(value)]
         return [
             sys.executable,
             "-m",
@@ -60,7 +69,6 @@ class Server:
             "--model",
             str(self.folder),
             *words,
-            *flags,
             *self.extra,
         ]
 

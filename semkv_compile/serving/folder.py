@@ -25,13 +25,15 @@ class Served:
     """An artifact and how it is served.
 
     method, budget: other ones than those it was saved with; None: its own. host_memory: bytes of the host, over all requests, for prompts
-    while they are read and for what is folded; a request that would need more fails alone. None: no limit.
+    while they are read and for what is folded; a request that would need more fails alone. None: no limit. keep: bytes for states of
+    requests that ended, from which others go on (`semkv.serving.requests.Requests`); None: none are kept.
     """
 
     artifact: str
     method: str | None = None
     budget: float | int | None = None
     host_memory: int | None = None
+    keep: int | None = None
 
     @classmethod
     def read(cls, folder: Path) -> Served:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from semkv.errors import StateError, StepError
+from semkv.errors import CapacityError, StateError, StepError
 from semkv.generation.prompt import Prompt
 from semkv.runtime.host.heap import return_freed
 from semkv.runtime.state import State
+
+from .sessions import Sessions
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +52,8 @@ class Request:
     """A request from its admission to its end.
 
     prompt: tokens that are compressed, together, when the last of them is read. known: tokens that the engine has before it samples the
-    next one; more than `prompt` where a request that was preempted is read again. all_logits: whether each token's logits are wanted.
+    next one; more than `prompt` where a request that was preempted is read again, or goes on from a session, which has read `prompt`
+    tokens. all_logits: whether each token's logits are wanted. ids: tokens that were read, where sessions are kept.
     """
 
     name: str
@@ -62,6 +65,7 @@ class Request:
     state: State | None = None
     read: int = 0
     failed: bool = False
+    ids: list[int] = field(default_factory=list)
 
     @property
     def held(self) -> State | Prompt | None:
@@ -70,10 +74,15 @@ class Request:
 
 
 class Requests:
-    """The requests that an engine runs now, by the slots that it gave them. What one of them fails with is nobody else's concern."""
+    """The requests that an engine runs now, by the slots that it gave them. What one of them fails with is nobody else's concern.
 
-    def __init__(self, compiled: Compiled) -> None:
+    keep: bytes for states of requests that ended, from which others go on whose text begins with all that such a state has read. They
+    read what is left of their prompt as `extend` does, over a memory that was compressed before; without them a prompt is compressed whole.
+    """
+
+    def __init__(self, compiled: Compiled, keep: int = 0) -> None:
         self.compiled = compiled
+        self.sessions = Sessions(keep, compiled.release) if keep else None
         self._by_name: dict[str, Request] = {}
         self._by_slot: dict[int, Request] = {}
         self._failed: list[str] = []
@@ -83,8 +92,18 @@ class Requests:
     def __len__(self) -> int:
         return len(self._by_name)
 
-    def begin(self, name: str, slot: int, *, prompt: int, known: int | None = None, all_logits: bool = False) -> None:
-        """Take up a request; one of the same name, or in the same slot, has ended. known: default, `prompt`."""
+    def begin(
+        self,
+        name: str,
+        slot: int,
+        *,
+        prompt: int,
+        known: int | None = None,
+        all_logits: bool = False,
+        ids: Sequence[int] | None = None,
+    ) -> None:
+        """Take up a request; one of the same name, or in the same slot, has ended. known: default, `prompt`. ids: of the prompt, where
+        it may go on from a session."""
         self.end([name])
         before = self._by_slot.get(slot)
         if before is not None:
@@ -92,15 +111,32 @@ class Requests:
         request = Request(name, slot, prompt, prompt if known is None else known, all_logits)
         self._by_name[name] = self._by_slot[slot] = request
         try:
-            request.reading = self.compiled.begin(prompt)
+            self._start(request, ids)
         except Exception as error:
             self._fail(request, error)
 
-    def end(self, names: Sequence[str]) -> None:
-        """Let go of requests that finished, were given up, or are preempted; names that are not known are none of ours."""
+    def _start(self, request: Request, ids: Sequence[int] | None) -> None:
+        """From a session, or from nothing; where there is no room beside the sessions, without them."""
+        try:
+            session = None if self.sessions is None or ids is None else self.sessions.longest(ids)
+            if session is not None and not request.all_logits:
+                request.state, request.prompt = session.state.fork(), len(session.ids)
+            else:
+                request.reading = self.compiled.begin(request.prompt)
+        except CapacityError:
+            if self.sessions is None or not self.sessions.clear():
+                raise
+            request.reading = self.compiled.begin(request.known)
+
+    def end(self, names: Sequence[str], keep: bool = False) -> None:
+        """Let go of requests that finished, were given up, or are preempted; names that are not known are none of ours. keep: their states
+        as sessions."""
         ended = [self._by_name.pop(name) for name in names if name in self._by_name]
         for request in ended:
             del self._by_slot[request.slot]
+            if keep and self.sessions is not None and request.state is not None:
+                self.sessions.keep(request.ids, request.state)
+                request.state = None
             self._release(request)
         if ended:
             return_freed()
@@ -114,6 +150,8 @@ class Requests:
             "resident": resident_bytes(),
             "steps": self.steps,
             "rows": self.stepped_rows,
+            "sessions": 0 if self.sessions is None else len(self.sessions.held),
+            "reused": 0 if self.sessions is None else self.sessions.tokens,
         }
 
     def take_failed(self) -> list[str]:
@@ -157,7 +195,10 @@ class Requests:
     def _read(self, request: Request, ids: Tensor, start: int, logits: dict[int, Tensor]) -> None:
         """Read tokens [t] that the engine knew before: of the prompt, which ends with its last, or behind it."""
         of_prompt = ids[: max(0, request.prompt - request.read)]
-        if len(of_prompt):
+        self._note(request, ids)
+        if len(of_prompt) and request.state is not None:  # a session has read them
+            request.read += len(of_prompt)
+        elif len(of_prompt):
             assert request.reading is not None
             made = request.reading.feed(of_prompt, all_logits=request.all_logits)
             first = start + len(of_prompt) - len(made)
@@ -195,6 +236,11 @@ class Requests:
             assert request.state is not None
             logits[row.start] = request.state.logits[0]
             request.read += 1
+            self._note(request, ids[row.start : row.end])
+
+    def _note(self, request: Request, ids: Tensor) -> None:
+        if self.sessions is not None:
+            request.ids += ids.tolist()
 
     def _fail(self, request: Request, error: Exception) -> None:
         logger.error("request %s failed: %s: %s", request.name, type(error).__name__, error)

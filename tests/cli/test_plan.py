@@ -136,3 +136,37 @@ def test_refusals_are_one_line(run, config, options, said):
     assert result.exit_code == 2
     assert said in result.output
     assert len(result.output.strip().splitlines()) == 1
+
+
+def test_a_deployment(run, config, tmp_path):
+    """Llama-3.1-8B: 34 compressed users on 80 GB beside the weights, 114 in a terabyte of a host; three whole ones."""
+    out = tmp_path / "plan.json"
+    words = ("--budget", "10%", "--users", 1000, "--context", "128K", "--gpus", 64, "--host-memory", "1T")
+    result = run("plan", "--model", config, "--gpu", "h100", "--method", "sekv", *words, "--json", out)
+    assert result.exit_code == 0, result.output
+    for said in ("1,000 users at once", "no, 912", "host memory", "tokens/s, estimate", "one H200", "sekv 15.5"):
+        assert said in " ".join(result.output.split())
+    plan = json.loads(out.read_text())
+    full, budget = plan["deployments"]
+    assert (full["capacity"], full["needed_gpus"], full["binds"]) == (3 * 64, 334, "device memory")
+    assert (budget["capacity"], budget["needed_gpus"], budget["hosts"]) == (8 * 114, 8 * 8 + 3, 8)
+    assert budget["estimated_tokens"] == pytest.approx(912 / budget["step_floor"] / 15.51)
+    assert plan["fleet"]["gpus_per_host"] == 8
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--users", 0), "--users 0: expected a number from 1 to"),
+        (("--users", 5, "--batch", 2), "--batch 2: rows of a step follow from --users"),
+        (("--users", 5, "--method", "none"), "unknown method 'none'; there are:"),
+        (("--users", 5, "--method", "full"), "--method full needs --budget full"),
+        (("--users", 5, "--method", "sekv", "--budget", "full"), "--method sekv needs a --budget below `full`"),
+        (("--users", 5, "--network", "fast"), "--network: 'fast' is no size"),
+        (("--gpus", 5), "--gpus is for the plan of a deployment: add --users"),
+    ],
+)
+def test_deployments_that_are_refused(run, config, words, said):
+    result = run("plan", "--model", config, "--gpu", "h100", "--context", "8K", *words)
+    assert result.exit_code == 2
+    assert said in " ".join(result.output.split())

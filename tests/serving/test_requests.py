@@ -43,11 +43,11 @@ def batch(parts):
 class Engine:
     """A loop with a piece of each unread prompt and a token of each other request in every batch."""
 
-    def __init__(self, compiled):
-        self.requests, self.texts, self.made, self.read = Requests(compiled), {}, {}, {}
+    def __init__(self, compiled, keep=0):
+        self.requests, self.texts, self.made, self.read = Requests(compiled, keep), {}, {}, {}
 
     def add(self, slot, ids, **options):
-        self.requests.begin(f"r{slot}", slot, prompt=options.pop("prompt", len(ids)), **options)
+        self.requests.begin(f"r{slot}", slot, prompt=options.pop("prompt", len(ids)), ids=ids.tolist(), **options)
         self.texts[slot], self.made[slot], self.read[slot] = ids, [], 0
 
     def turn(self, ids_of=None):
@@ -118,6 +118,7 @@ def test_a_request_that_fails_is_alone(compressed, texts, failing, monkeypatch):
     engine.requests.end(["r1", "r2", "unknown"])
     assert engine.requests.report() | {"resident": 0} == {
         "requests": 0, "bytes": 0, "resident": 0, "steps": engine.requests.steps, "rows": engine.requests.stepped_rows,
+        "sessions": 0, "reused": 0,
     }  # fmt: skip
 
 
@@ -170,3 +171,98 @@ def test_a_step_that_is_refused_as_a_whole_runs_one_by_one(compressed, texts, mo
 def test_tokens_of_an_unknown_slot_are_an_error(compressed):
     with pytest.raises(StateError, match="tokens of slot 3, and no request was begun there"):
         Requests(compressed).run(torch.tensor([5]), [Row(3, 0, 1, 0)])
+
+
+def turns(engine, slot, ids, count, keep=True):
+    """The tokens that a request makes, which then ends."""
+    engine.add(slot, ids)
+    while len(engine.made[slot]) < count:
+        assert engine.turn() == []
+    del engine.texts[slot]
+    engine.requests.end([f"r{slot}"], keep=keep)
+    return engine.made[slot]
+
+
+def test_a_session_goes_on_and_nothing_is_read_twice(base, compressed, texts):
+    """Of `full` with the same tokens as without sessions, of a method with those of the state that was compressed before."""
+    ids, more = texts[2], texts[0]
+    for compiled in (base, compressed):
+        engine = Engine(compiled, keep=1 << 30)
+        first = turns(engine, 1, ids, 6)
+        assert first == alone(compiled, ids, 6)
+        second = torch.cat([ids, torch.tensor(first), more])
+        made = turns(engine, 2, second, 6)
+        state = compiled.prefill(ids[None])
+        for token in first[:-1]:
+            compiled.step([state], torch.tensor([token]))
+        compiled.extend(state, second[None, len(ids) + 5 :])
+        assert made == [int(state.logits.argmax()), *following(compiled, state, 5)]
+        if compiled is base:
+            assert made == alone(base, second, 6)
+        report = engine.requests.report()
+        assert (report["sessions"], report["reused"]) == (2, len(ids) + 5)
+        assert turns(engine, 3, second, 6) == made
+        assert engine.requests.report()["reused"] == 2 * (len(ids) + 5)
+
+
+def following(compiled, state, count):
+    made = []
+    token = int(state.logits.argmax())
+    for _ in range(count):
+        token = int(compiled.step([state], torch.tensor([token])).argmax())
+        made.append(token)
+    return made
+
+
+def test_sessions_that_are_none(compressed, texts):
+    """Without `keep`, of preempted requests, of texts that differ or end where the session does, and where all logits are wanted."""
+    ids = texts[1]
+    engine = Engine(compressed)
+    turns(engine, 1, ids, 3)
+    assert engine.requests.report()["sessions"] == 0
+    engine = Engine(compressed, keep=1 << 30)
+    turns(engine, 1, ids, 3, keep=False)
+    assert engine.requests.report()["sessions"] == 0
+    made = turns(engine, 1, ids, 3)
+    read = torch.cat([ids, torch.tensor(made[:2])])
+    other = read.clone()
+    other[7] += 1
+    for number, text in enumerate((ids[:50], read, torch.cat([other, ids]))):
+        turns(engine, 10 + number, text, 2)
+    assert engine.requests.report()["reused"] == 0
+    engine.requests.begin("all", 5, prompt=len(read) + 1, ids=[*read.tolist(), 4], all_logits=True)
+    assert engine.requests._by_name["all"].reading is not None
+
+
+def test_sessions_stay_within_their_bytes(compressed, texts):
+    engine = Engine(compressed, keep=1 << 30)
+    turns(engine, 1, texts[1], 2)
+    one = engine.requests.sessions.nbytes
+    assert one > 0
+    engine = Engine(compressed, keep=2 * one)
+    for slot, start in ((1, 0), (2, 1), (3, 2)):  # of nearly the same length
+        turns(engine, slot, texts[1][start:], 2)
+    held = engine.requests.sessions.held
+    assert [ids[0] for ids in held] == texts[1][1:3].tolist()
+    assert engine.requests.sessions.nbytes <= 2 * one
+    states = [session.state for session in held.values()]
+    turns(engine, 4, texts[2], 2)  # larger than one of the others
+    assert states[0].released
+    small = Engine(compressed, keep=one // 2)
+    turns(small, 1, texts[1], 2)
+    assert small.requests.report()["sessions"] == 0
+
+
+def test_sessions_make_room_for_requests(base, texts):
+    """Where the host's memory is full of them, they are let go of, and the request begins."""
+    roomy = base.with_method("quest", 0.5, config=CompileConfig(floor=0))
+    probe = Engine(roomy, keep=1 << 30)
+    turns(probe, 1, texts[2], 2)
+    waiting = next(iter(probe.requests.sessions.held.values())).state.nbytes["host"]
+    room = roomy._host_nbytes(len(texts[2])) + waiting // 2
+    tight = base.with_method("quest", 0.5, config=CompileConfig(floor=0, host_memory=room))
+    engine = Engine(tight, keep=1 << 30)
+    turns(engine, 1, texts[2], 2)
+    assert engine.requests.report()["sessions"] == 1
+    assert turns(engine, 2, texts[2].flip(0), 2) == alone(roomy, texts[2].flip(0), 2)
+    assert len(engine.requests.sessions.held) == 1

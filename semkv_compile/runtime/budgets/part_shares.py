@@ -23,7 +23,7 @@ def sharing_parts(placement: Placement) -> list[tuple[AttentionSite, Part]]:
     ]
 
 
-def whole_nbytes(placement: Placement, tokens: int) -> int:
+def whole_nbytes(placement: Placement, tokens: int) -> float:
     """Device bytes of the heads that keep every token, and of a page that is not full."""
     return (tokens + placement.page_size) * placement.whole_token_nbytes
 

@@ -107,7 +107,7 @@ class SemkvForCausalLM(nn.Module):
         on_host = compiled.device.type == "cpu"
         admission = Admission.of(compiled.request_bytes, longest, host=on_host)
         admission.check(vllm_config.cache_config.kv_cache_memory_bytes // BLOCK_BYTES - 1, longest)
-        self.requests = Requests(compiled)
+        self.requests = Requests(compiled, served.keep or 0)
         self.vocab_size = compiled.program.vocab_size
         self.layer_name = f"{prefix}.{LAYER}" if prefix else LAYER
         self.layer = RequestsLayer(admission)

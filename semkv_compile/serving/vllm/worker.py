@@ -54,7 +54,8 @@ class SemkvWorker(Worker):
 
 def follow(requests: Requests, scheduled: SchedulerOutput) -> None:
     """Tell `requests` what a step of vLLM begins and ends."""
-    requests.end([*scheduled.finished_req_ids, *(scheduled.preempted_req_ids or ())])
+    requests.end(list(scheduled.finished_req_ids), keep=True)
+    requests.end(list(scheduled.preempted_req_ids or ()))
     for new in scheduled.scheduled_new_reqs:
         sampling = new.sampling_params
         requests.begin(
@@ -62,6 +63,7 @@ def follow(requests: Requests, scheduled: SchedulerOutput) -> None:
             new.block_ids[0][0],
             prompt=new.prompt_len,
             all_logits=sampling is not None and sampling.prompt_logprobs is not None,
+            ids=new.prompt_token_ids,
         )
     cached = scheduled.scheduled_cached_reqs
     for name, blocks, made in zip(cached.req_ids, cached.new_block_ids, cached.num_output_tokens):
