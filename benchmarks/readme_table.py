@@ -6,9 +6,11 @@ python benchmarks/readme_table.py                                               
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from grids import RESULTS, ROOT, table
 from real_page import Line, ours
-from real_table import BUDGETS, able
+from real_table import ABLE, BUDGETS, able
 
 from semkv.evaluation.schema import Report
 
@@ -23,6 +25,12 @@ SHOWN = (
 """The five systems, and methods that many know; the page has all."""
 
 
+def words_of(names: Sequence[str]) -> str:
+    """Tasks as a sentence has them."""
+    quoted = [f"`{name}`" for name in names]
+    return " and ".join(filter(None, (", ".join(quoted[:-1]), quoted[-1])))
+
+
 def block(report: Report) -> str:
     """A paragraph and a table: answers kept and recovered gain, a line per method."""
     cells = [cell for cell in report.cells if cell.cell.length == LENGTH]
@@ -30,7 +38,7 @@ def block(report: Report) -> str:
     full = {line.label: line for line in ours(cells, None)}["full"]
     at: dict[float, dict[str, Line]] = {b: {line.label: line for line in ours(cells, b)} for b in BUDGETS}
     every = [line for lines in at.values() for label, line in lines.items() if label in SHOWN]
-    sizes = [(sum(x.samples for x in line.needles.values()), line.texts) for line in every]
+    sizes = [(sum(line.needles[name].samples for name in names if name in line.needles), line.texts) for line in every]
     (few, fewest), (questions, texts) = min(sizes), max(sizes)
     others = "" if few == questions else f" (methods that were behind after the first round: {few} and {fewest})"
     lines = []
@@ -42,8 +50,9 @@ def block(report: Report) -> str:
     columns = [f"{kind}, {100 * b:g} %" for kind in ("answers", "gain") for b in BUDGETS]
     intro = (
         f"SmolLM2-135M-Instruct, {LENGTH:,} tokens, by the share of the KV that may be on the device. The context is compressed before "
-        "anything is asked. *Answers*: of the needles that the full cache finds, in percent. *Gain*: how much of what the full cache gives "
-        "to the text that follows, beyond first and recent tokens alone, a memory still gives, in percent; below 0 it gives less than "
+        f"anything is asked. *Answers*: of those that the full cache gives in {words_of(names)}, in percent (tasks of which it gives "
+        f"fewer than {100 * ABLE:.0f} % are on the page alone). *Gain*: how much of what the full cache gives to the text that follows, "
+        "beyond first and recent tokens alone, a memory still gives, in percent; below 0 it gives less than "
         f"those. {questions} questions and {texts} texts{others}, with intervals and all methods in "
         "[docs/results/real_smollm2.md](docs/results/real_smollm2.md). `ceiling`: true attention chooses, at no cost. "
         "`sketch` is what `auto` takes here; it holds exact tokens in 8 bits (at 3 % in 4), the others in 16. "
