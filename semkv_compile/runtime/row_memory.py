@@ -16,10 +16,10 @@ from semkv.ir.site import AttentionSite
 from semkv.kernels.mixed_attention.call import DTYPES
 from semkv.profiles.schema.memory import UNBOUNDED, offloaded_stores
 from semkv.runtime.budgets.budget import bounded_shares
-from semkv.runtime.budgets.costs import exact_nbytes, unit_cost_bytes
+from semkv.runtime.budgets.costs import exact_nbytes_of, unit_cost_bytes
 from semkv.runtime.budgets.page_shares import exact_token_nbytes, shares_in_pages
 from semkv.runtime.budgets.part_shares import part_shares, whole_nbytes
-from semkv.runtime.components import Components, Cutting, Evictor, Part
+from semkv.runtime.components import Cutting, Evictor, Part
 from semkv.runtime.decode.join import join_parts
 from semkv.runtime.decode.traffic import Traffic
 from semkv.runtime.placement import Placement, in_pages
@@ -312,6 +312,7 @@ class RowMemory:
         self, store: AttentionSite, part: Part, record: RowRecord, divided: dict[Division, Segmentation]
     ) -> SiteMemory:
         placement, n, components = self.placement, record.tokens, part.components
+        page, dtype = placement.page_size, placement.budget.dtype
         site = store.part(part.first, part.last, part.share)
         heads = slice(part.first, part.last)
         made = PromptPart(site, components, record, record.keys[store.store][heads], record.values[store.store][heads])
@@ -320,7 +321,7 @@ class RowMemory:
         allowance = self.fixed_allowance(store, part, n)
         if allowance == float("inf"):
             return self._site(made, made.everything[:0], made.everything)
-        if components.outside == "folded" and self._fits(site, components, n, allowance):
+        if components.outside == "folded" and exact_nbytes_of(site, components, n, page, dtype) <= allowance:
             sinks, cutting = min(getattr(components.segmenter, "sinks", 0), n), components.segmenter
             boundary = cutting.natural(made.surprisal) if isinstance(cutting, Cutting) else None
             return self._site(
@@ -349,18 +350,8 @@ class RowMemory:
         spans.host_tokens.expect(int(parts.lengths.sum()))
         for block in parts.blocks(max(FOLD_BLOCK, -(-n // FOLD_BLOCKS))):
             at = block.folded
-            spans.fold(
-                Folding(
-                    made.k[:, at],
-                    made.v[:, at],
-                    at,
-                    made.surprisal[at],
-                    block.lengths,
-                    block.units,
-                    record.ids[at],
-                    record,
-                )
-            )
+            tokens = made.k[:, at], made.v[:, at], at, made.surprisal[at]
+            spans.fold(Folding(*tokens, block.lengths, block.units, record.ids[at], record))
         return memory
 
     def _scored(self, made: PromptPart, evictor: Evictor, room: int) -> SiteMemory:
@@ -370,11 +361,6 @@ class RowMemory:
         recent = max(0, n - (room - places)) if n > room else 0
         kept = scores[:, :recent].topk(min(places, recent)).indices.sort().values
         return self._site(made, kept, made.everything[recent:], scores=scores)
-
-    def _fits(self, site: AttentionSite, components: Components, n: int, allowance: float) -> bool:
-        page, dtype = self.placement.page_size, self.placement.budget.dtype
-        each = [exact_nbytes(site, components, dtype, kept=x) * site.kv_heads + 4 * site.once for x in (False, True)]
-        return -(-n // page) * page * each[0] + page * each[1] <= allowance  # sinks may take a page of their own
 
     def _spans(self, made: PromptPart) -> FoldedSpans:
         placement = self.placement

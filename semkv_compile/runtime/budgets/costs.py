@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from semkv.ir.site import AttentionSite
@@ -30,6 +32,14 @@ def form_of(components: Components, *, kept: bool = False) -> Form:
 def exact_nbytes(site: AttentionSite, components: Components, dtype: torch.dtype, *, kept: bool = False) -> int:
     """Device bytes of an exact token's key and value in one KV head, of one that stays for good where `kept`."""
     return token_nbytes(site, form_of(components, kept=kept), dtype)
+
+
+def exact_nbytes_of(site: AttentionSite, components: Components, tokens: int, page: int, dtype: torch.dtype) -> int:
+    """Device bytes of a row of `tokens` exact tokens, in pages of `page`; first ones may take a page of their own."""
+    each, first = (
+        exact_nbytes(site, components, dtype, kept=kept) * site.kv_heads + 4 * site.once for kept in (False, True)
+    )
+    return math.ceil(-(-tokens // page) * page * each + page * first)
 
 
 def token_nbytes(site: AttentionSite, form: Form, dtype: torch.dtype) -> int:
