@@ -118,7 +118,9 @@ class _Cut:
         sites = []
         for site in program.sites:
             heads = heads_of(site, self.ranks)
-            local = self._attention(nodes[site.index], heads)
+            all_of = [heads_of(site, replace(self.ranks, rank=rank)) for rank in range(self.ranks.size)]
+            apart = all(len(each.own) == len(each.query) for each in all_of)  # the same in all: what they exchange is
+            local = self._attention(nodes[site.index], heads, apart)
             if not self._rows_behind(nodes[site.index], site, heads):
                 self._joined(nodes[site.index], local, site, heads)
             order = site.head_order or tuple(range(site.kv_heads))
@@ -134,9 +136,8 @@ class _Cut:
             )
         return tuple(sites)
 
-    def _attention(self, node: Node, heads: Heads) -> Node:
-        """The attention of this process's heads, behind `node`."""
-        apart = len(heads.own) == len(heads.query)
+    def _attention(self, node: Node, heads: Heads, apart: bool) -> Node:
+        """The attention of this process's heads, behind `node`. apart: no two processes share a head."""
         operands = [self._operand(node.args[0], 1, heads.query, apart)]
         operands += [self._operand(x, 1, heads.kv, apart) for x in node.args[1:3]]
         extras: dict[str, Any] = dict(node.kwargs)
