@@ -148,18 +148,9 @@ class Measure(ABC):
     def measure(self, unit: int, sums: Sums) -> None:
         """Measure one unit and add what was seen."""
 
-    def stage(self, unit: int) -> tuple[int, bool]:
-        """Where the units that are like `unit` end, and whether each of them builds on those before it. Processes share those that do
-        not."""
-        return self.units, False
-
-    def prepare(self, unit: int) -> Any:
-        """What a unit that builds on those before it reads of the model alone: this much of it is shared by processes."""
-        raise NotImplementedError
-
-    def prepared(self, unit: int, found: Any) -> None:
-        """Take what a process prepared, before `unit` is measured."""
-        raise NotImplementedError
+    def stage(self, unit: int) -> int:
+        """Where the units that are like `unit` end: processes share them."""
+        return self.units
 
     @abstractmethod
     def finish(self, sums: Sums) -> Outcome:
@@ -172,6 +163,23 @@ class Measure(ABC):
     def figures(self, sums: Sums) -> dict[str, float]:
         """What the progress line shows."""
         return {}
+
+
+class Building(Measure):
+    """A step whose first `building` units build on those before them. Processes share what such a unit reads of the model alone."""
+
+    @property
+    @abstractmethod
+    def building(self) -> int:
+        """How many do; a stage ends there."""
+
+    @abstractmethod
+    def prepare(self, unit: int) -> Any:
+        """What it reads of the model."""
+
+    @abstractmethod
+    def prepared(self, unit: int, found: Any) -> None:
+        """Take what a process prepared, before `unit` is measured."""
 
 
 Report = Callable[[str, int, int, dict[str, float]], None]
@@ -219,25 +227,33 @@ def _turns(step: Measure, done: int, sums: Sums, ranks: Ranks) -> Iterator[tuple
         step.measure(unit, notes)
         yield notes.entries
 
-    def prepared(unit: int) -> Iterator[Any]:
-        yield step.prepare(unit)
-
     def add(_: int, entries: list[tuple[str, tuple[Any, ...]]]) -> None:
         for what, arguments in entries:
             getattr(sums, what)(*arguments)
-
-    def measure(unit: int, found: Any) -> None:
-        step.prepared(unit, found)
-        step.measure(unit, sums)
 
     if ranks.count == 1:
         yield from ((unit, partial(step.measure, unit, sums)) for unit in range(done, step.units))
         return
     while done < step.units:
-        end, built = step.stage(done)
-        for unit, found in ranks.deal(range(done, end), prepared if built else noted):
-            yield unit, partial(measure if built else add, unit, found)
+        end = step.stage(done)
+        if isinstance(step, Building) and done < step.building:
+            yield from _built(step, range(done, end), sums, ranks)
+        else:
+            yield from ((unit, partial(add, unit, found)) for unit, found in ranks.deal(range(done, end), noted))
         done = end
+
+
+def _built(step: Building, units: range, sums: Sums, ranks: Ranks) -> Iterator[tuple[int, Callable[[], None]]]:
+    """`_turns` of units that build on each other."""
+
+    def prepare(unit: int) -> Iterator[Any]:
+        yield step.prepare(unit)
+
+    def measure(unit: int, found: Any) -> None:
+        step.prepared(unit, found)
+        step.measure(unit, sums)
+
+    yield from ((unit, partial(measure, unit, found)) for unit, found in ranks.deal(units, prepare))
 
 
 def agreed(agreement: float | None) -> str:

@@ -22,7 +22,7 @@ from semkv.profiles.schema.retrieval_head import (
 )
 
 from .interpreter import SiteCall, full_attention, run_body
-from .measure import Measure, Outcome, Subject, Sums
+from .measure import Building, Outcome, Subject, Sums
 from .weights import weight_blocks
 
 WARMUP = 0.1
@@ -34,7 +34,7 @@ THETA = 1e7
 """Base of the head's rotary positions: most of its dimensions hardly turn, as what is asked for may stand anywhere."""
 
 
-class Distillation(Measure):
+class Distillation(Building):
     """Optimiser steps first, a sample at a time, then what the head finds on held-out samples.
 
     The teacher is the model: per KV head, the largest attention weight over layers and the query group on every token that is
@@ -71,10 +71,14 @@ class Distillation(Measure):
         else:
             self._look(self.subject.data.held_out[unit - len(self.rounds)][1], sums)
 
-    def stage(self, unit: int) -> tuple[int, bool]:
+    def stage(self, unit: int) -> int:
+        """Training, then held-out samples."""
+        return self.building if unit < self.building else self.units
+
+    @property
+    def building(self) -> int:
         """Training goes on from the sample before; what it learns from is the model's, and shared."""
-        rounds = len(self.rounds)
-        return (rounds, True) if unit < rounds else (self.units, False)
+        return len(self.rounds)
 
     def prepare(self, unit: int) -> tuple[Tensor, Tensor | None]:
         """Target and features of the sample of a training unit, on the CPU."""

