@@ -34,7 +34,10 @@ class Server:
         """The official client."""
         import openai
 
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=300)
+        own = {
+            "Connection": "close"
+        }  # the server closes what idles for five seconds, perhaps while a request is on its way
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=300, default_headers=own)
 
     def complete(self, prompt, **options):
         """The first choice of a completion, greedy unless `options` say otherwise."""

@@ -26,8 +26,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 CPUS = "8"
 """That Ray is told of: each replica, its engine and what stands before them take one, however many there are."""
-OF_RAY = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
-"""Of the environment: a token would be written to the home folder."""
+OF_RAY = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "RAY_DEDUP_LOGS": "0"}
+"""Of the environment: a token would be written to the home folder; each line of the replicas is asked for."""
 PROMPTS = tuple("the late drivers loaded the trains . " * times + "the sailors" for times in (3, 40, 90, 150))
 
 
@@ -79,6 +79,6 @@ def test_two_replicas(cluster, tmp_path):
         assert [text.strip() for text in found] == [text.strip() for text in expected] * 6
         with pytest.raises(openai.NotFoundError):
             client.completions.create(model="other", prompt="the", max_tokens=1)
-        replicas = set(re.findall(r"default_LLMServer:served (\w+) \S+ -- CALL completions OK", log.read_text()))
+        replicas = set(re.findall(r"semkv_LLMServer:served (\w+) \S+ -- CALL completions OK", log.read_text()))
         print(f"{len(PROMPTS) * 7} answers, of {len(replicas)} replicas")
         assert len(replicas) == 2
