@@ -45,12 +45,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """By name: the model type of transformers, and the fields of a model with two layers of attention."""
 
-METHODS: dict[str, dict[str, Any]] = {"streaming_llm": {}, "snapkv": {}, "quest": {}, "sekv": {"router": "coarse"}}
-"""With options: `sekv` by a router that nobody has trained."""
+METHODS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: (name, {}) for name in ("streaming_llm", "snapkv", "quest")},
+    "sekv": ("sekv", {"router": "coarse"}),
+    "sekv, untrained": ("sekv", {"router": "untrained"}),
+}
+"""By label: a method and its options. `sekv` by its two routers that nobody has to train: mean keys, and random projections of them."""
 
 BUDGETS = (0.5, 0.1)
 PROMPTS, TURNS, ANSWER, FORCED = (1043, 1001), ((2, 17), (9, 4)), 8, 24
-TOLERANCE = {"streaming_llm": 1e-4, "snapkv": 1e-4, "quest": 1e-3, "sekv": 1e-3}
+TOLERANCE = {"streaming_llm": 1e-4, "snapkv": 1e-4, "quest": 1e-3, "sekv": 1e-3, "sekv, untrained": 1e-3}
 """Largest difference of logits from the reference, relative to the largest: folded tokens are codes of 8 bits, and a number that differs in
 its last bit may become the next code (`sekv` of `nemotron_h` at 10 %: 1e-4, and 1e-6 with tokens that wait as they are)."""
 
@@ -108,17 +112,19 @@ def examine(
     family: str,
     full: semkv.CompiledModel,
     model: nn.Module,
-    method: str,
+    label: str,
     budget: float,
     *,
     prompts: tuple[int, ...] = PROMPTS,
     answer: int = ANSWER,
     forced: int = FORCED,
 ) -> dict[str, Any]:
-    """One line of the table: what differs from the reference, and the bytes of each tier. `full`: of `model`, at method="full"."""
+    """One line of the table: what differs from the reference, and the bytes of each tier. `full`: of `model`, at method="full"; `label`: of
+    METHODS."""
     began = time.perf_counter()
-    compiled = full.with_method(method, budget, config=full.settings.model_copy(update={"floor": 0}), **METHODS[method])
-    naive = [Conversation(model, method, budget) for _ in prompts]
+    method, options = METHODS[label]
+    compiled = full.with_method(method, budget, config=full.settings.model_copy(update={"floor": 0}), **options)
+    naive = [Conversation(model, label, budget) for _ in prompts]
     whole = Conversation(model, None, 1.0)
     wrong: list[str] = []
 
@@ -155,14 +161,14 @@ def examine(
         theirs = torch.cat([one.go_on(token)[:, -1:] for one in naive])
         differences.append(max(apart(x, y) for x, y in zip(mine, theirs)))
         changes.append(apart(theirs[:1], whole.read(token)))
-    if not max(differences) <= TOLERANCE[method]:
-        place = next(i for i, x in enumerate(differences) if not x <= TOLERANCE[method])
+    if not max(differences) <= TOLERANCE[label]:
+        place = next(i for i, x in enumerate(differences) if not x <= TOLERANCE[label])
         wrong.append(f"logits differ by {max(differences):.1e}, first after {place + 1} given tokens")
     if not max(changes) > NOTICED:
         wrong.append("attention to everything gives the same: the comparison proves nothing")
     return {
         "family": family,
-        "method": method,
+        "method": label,
         "budget": budget,
         "wrong": wrong,
         "difference": max(differences),
@@ -182,7 +188,7 @@ def publish(content: dict[str, Any]) -> Path:
         lines.append(
             [
                 row["family"],
-                f"`{row['method']}`",
+                row["method"],
                 f"{row['budget']:.0%}".replace("%", " %"),
                 "equal" if not row["wrong"] else "; ".join(row["wrong"]),
                 f"{row['difference']:.0e}",
@@ -202,7 +208,8 @@ def publish(content: dict[str, Any]) -> Path:
         "turn), a fork in between, and the last turn again from a saved state and by a saved model: *equal* where all tokens are the "
         f"reference's. Then {FORCED} given tokens: the largest difference of logits from the reference, and that of attention to "
         "everything from the reference, both relative to the largest logit. Bytes are of both rows, at the end: a budget is a share of the "
-        "*full KV*; *recurrent* states are beside it, and do not grow.",
+        "*full KV*; *recurrent* states are beside it, and do not grow. `sekv` is routed by the directions of mean keys; *untrained*: by "
+        'random projections of them (`router="untrained"`).',
         table(columns, lines),
         "## Provenance",
         measured_on(content["environment"]),

@@ -53,7 +53,7 @@ class Conversation:
         if self.length and self.method is not None:
             return self.layers[place].attend(q, k, v, self.surprisal)
         if self.method is not None:
-            self.layers[place] = METHODS[self.method](scale, self.budget)
+            self.layers[place] = METHODS[self.method](scale, self.budget, len(self.layers))
             self.prompts[place] = (self.layers[place], q, k, v)
         hidden = torch.arange(k.shape[1]) > torch.arange(self.length, self.length + q.shape[1])[:, None]
         own = [x.repeat_interleave(q.shape[0] // x.shape[0], 0) for x in (k, v)]

@@ -1,4 +1,4 @@
-"""What four methods leave of a text, written for reading: one attention layer of one conversation, with Python lists of positions over
+"""What some methods leave of a text, written for reading: one attention layer of one conversation, with Python lists of positions over
 all of its keys and values. Nothing is shared with the package, so that it can be held against it.
 
 Every layer has a budget: bytes, a share of what its keys and values would take in float32. Tokens lie in pages of 8, each with a position
@@ -38,13 +38,15 @@ def rounded(x: Tensor, bits: int) -> Tensor:
 
 @dataclass
 class Layer:
-    """scale: of the softmax. budget: a share. kept: positions of each KV head that stay for good; first: of the recent window.
+    """scale: of the softmax. budget: a share. number: which of the model's attention layers it is. kept: positions of each KV head that
+    stay for good; first: of the recent window.
 
     q [Hq, T, D] are the queries of a call, k [Hkv, n, D] and v [Hkv, n, Dv] all keys and values so far.
     """
 
     scale: float
     budget: float
+    number: int = 0
     kept: list[list[int]] = field(default_factory=list)
     first: int = 0
     read: int = 0
@@ -379,13 +381,17 @@ class SeKV(Folding):
         weights = surprisal[tokens]
         mass = float(weights.sum())
         weights = weights / mass if mass > 0 else torch.full_like(weights, 1 / len(tokens))
-        return Unit(tokens, {"mean": rounded((k[:, tokens] * weights[:, None]).sum(1), 4)}, mass)
+        return Unit(tokens, self.parts((k[:, tokens] * weights[:, None]).sum(1)), mass)
+
+    def parts(self, mean: Tensor) -> dict[str, Tensor]:
+        """What is kept of a span with this mean key."""
+        return {"mean": rounded(mean, 4)}
 
     def merged(self, first: Unit, second: Unit) -> Unit:
         mass = first.mass + second.mass
         share = first.mass / mass if mass > 0 else len(first.tokens) / (len(first.tokens) + len(second.tokens))
         mean = first.parts["mean"] * share + second.parts["mean"] * (1 - share)
-        return Unit(first.tokens + second.tokens, {"mean": rounded(mean, 4)}, mass)
+        return Unit(first.tokens + second.tokens, self.parts(mean), mass)
 
     def scores(self, q: Tensor, head: int) -> list[float]:
         mean = self.part("mean", head)
@@ -423,6 +429,40 @@ class SeKV(Folding):
             self.join(at - 1)
 
 
-METHODS: dict[str, type[Layer]] = {"streaming_llm": Streaming, "snapkv": Snap, "quest": Quest, "sekv": SeKV}
+@dataclass
+class Gated(SeKV):
+    """Spans are scored by projections of queries and means with random numbers, one matrix for each query head, and by their sizes."""
+
+    def divide(self, q: Tensor, k: Tensor, v: Tensor, surprisal: Tensor) -> None:
+        heads, dim = q.shape[0], k.shape[2]
+        random = torch.Generator().manual_seed(0)
+        for _ in range(self.number + 1):
+            numbers = torch.randn(heads, max(1, min(32, dim // 4)), dim, generator=random)
+        self.gates = numbers / dim**0.5
+        super().divide(q, k, v, surprisal)
+
+    def unit_nbytes(self) -> float:
+        return super().unit_nbytes() + 2 * len(self.gates)  # a norm in half precision for each query head
+
+    def parts(self, mean: Tensor) -> dict[str, Tensor]:
+        own = mean.repeat_interleave(len(self.gates) // self.heads, 0)
+        lengths = (self.gates @ own[..., None])[..., 0].norm(dim=-1).clamp(1e-4, 6e4)
+        return super().parts(mean) | {"lengths": lengths.half().float().view(self.heads, -1)}
+
+    def scores(self, q: Tensor, head: int) -> list[float]:
+        mean, lengths = self.part("mean", head), self.part("lengths", head)
+        gates = self.gates.view(self.heads, len(q), *self.gates.shape[1:])[head]
+        sizes = torch.tensor([float(len(unit.tokens)) for unit in self.units]).log()
+        logits = [mean @ gate.T @ (gate @ query) / len(gate) ** 0.5 for query, gate in zip(q, gates)]
+        return (torch.stack(logits) / lengths.T + sizes).amax(0).tolist()
+
+
+METHODS: dict[str, type[Layer]] = {
+    "streaming_llm": Streaming,
+    "snapkv": Snap,
+    "quest": Quest,
+    "sekv": SeKV,
+    "sekv, untrained": Gated,
+}
 
 __all__ = ["METHODS", "Layer"]
