@@ -9,7 +9,12 @@ An architecture passes when, at `method="full"`:
   the row's reason says so);
 - teacher-forced logits over those steps agree to 1e-6 in float64 (1e-4 in float32 where the model has no float64 path, and where it
   has recurrences, which are computed in float32), relative to the largest logit;
-- and a control that drops half of the KV does *not* agree, without which the rest would prove nothing.
+- 24 greedy tokens of a second turn equal `model.generate`'s on the whole conversation, after a fork of the state has read and answered
+  something else, which is compared as well;
+- at `method="streaming_llm"` and half of the KV, teacher-forced logits agree with the same program on a plain memory that hides from each
+  step what the method drops (`naive_memory`), to the same tolerance;
+- and a control that drops half of the KV does *not* agree, without which the rest would prove nothing; nor do the logits of half of the KV
+  with those of all.
 
     python benchmarks/architecture_sweep.py                      # all that have no result yet
     python benchmarks/architecture_sweep.py llama gpt2 --again   # these, once more
@@ -39,14 +44,17 @@ from typing import Any
 
 import torch
 import transformers
+from naive_memory import Streaming
 from plain_decoders import DECODERS, greedy
 from tiny_models import CONTEXT, VOCAB, architectures, sensitise, spans, tiny_model
 from torch import Tensor
 
 import semkv
 import semkv.api
-from semkv.errors import CaptureError, SemkvError
+from semkv.errors import CaptureError, ConfigError, SemkvError
+from semkv.ir.memory import Entries
 from semkv.ir.plain_memory import PlainMemory
+from semkv.ir.site import AttentionSite
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "architecture_sweep.json"
@@ -75,7 +83,9 @@ output for that row alone (by `generate`, or where that with a cache contradicts
 `generate(use_cache=False)`, as the row's reason says); teacher-forced logits
 agree (to 1e-6 in float64, or 1e-4 in float32 where the model has no
 float64 path, or has recurrences, which are computed in float32 and compared with the model's own cached steps; relative to the
-largest); and a control that drops half of the KV does not agree.
+largest); a second turn, and a fork of the state that reads something else before it, go on as the model does on the whole
+conversation; and a control that drops half of the KV does not agree. At half of the KV (`streaming_llm`) logits agree, to the same
+tolerance, with a plain memory that hides from each step what the method drops.
 
 Vision-language models are compiled with their text decoder, and what their processor makes is read with the model's own tower:
 [multimodal.md](multimodal.md) says which were tried and what is refused.
@@ -85,8 +95,8 @@ class cannot be built tiny, or cannot generate by itself); {failed} fail; {open}
 
 Made with {versions}. Seconds are CPU time of the whole row, references included.
 
-| architecture | class | result | dtype | sites | logits differ by | control differs by | reason | seconds |
-|---|---|---|---|---|---|---|---|---|
+| architecture | class | result | dtype | sites | logits differ by | at half of the KV | control differs by | reason | seconds |
+|---|---|---|---|---|---|---|---|---|---|
 """
 
 
@@ -232,21 +242,33 @@ def compare(reference: Reference) -> dict[str, Any]:
         "batched": compiled.program.batched,
     }
     with torch.no_grad():
-        tokens = compiled.generate(prompt(1, reference.prompt), max_new_tokens=NEW_TOKENS, do_sample=False)
-        result["tokens_equal"] = bool(torch.equal(tokens, reference.tokens))
+        made = compiled.generate(
+            prompt(1, reference.prompt), max_new_tokens=NEW_TOKENS, do_sample=False, return_dict_in_generate=True
+        )
+        result["tokens_equal"] = bool(torch.equal(made.sequences, reference.tokens))
+        result["turns_equal"], lost_turns = turns_equal(reference, compiled, made["cache"])
         result["rows_equal"], lost = rows_equal(reference, compiled)
+        lost = sorted({*lost, *lost_turns})
         tolerance = TOLERANCE[reference.dtype]
         if compiled.program.stateful:
             reference.logits, tolerance = reference.predict_cached(reference.tokens), TOLERANCE[torch.float32]
         result["difference"] = difference(teacher_forced(compiled, reference), reference.logits)
-        result |= control(reference, compiled)
+        result |= control(reference, compiled) | compress(reference, compiled)
     problems = []
     if not result["tokens_equal"]:
         problems.append("tokens differ")
     if not all(result["rows_equal"]):
         problems.append(f"rows {[i for i, same in enumerate(result['rows_equal']) if not same]} of the batch differ")
-    if not result["difference"] <= tolerance:
-        problems.append(f"logits differ by {result['difference']:.1e}")
+    if not all(result["turns_equal"]):
+        problems.append(
+            " and ".join(what for what, same in zip(("the fork", "the second turn"), result["turns_equal"]) if not same)
+            + " differ"
+        )
+    for key, what in (("difference", "logits"), ("compressed_difference", "logits at half of the KV")):
+        if not result.get(key, 0.0) <= tolerance:
+            problems.append(f"{what} differ by {result[key]:.1e}")
+    if result.get("compressed_change", 1.0) <= CONTROL_DIFFERENCE:
+        problems.append("half of the KV is not noticed: the comparison with it proves nothing")
     if not (result["control_tokens_changed"] or result["control_difference"] > CONTROL_DIFFERENCE):
         problems.append("the control with half of the KV is not noticed: the comparison proves nothing")
     status = "fail" if problems else "pass"
@@ -269,12 +291,30 @@ def rows_equal(reference: Reference, compiled: semkv.CompiledModel) -> tuple[lis
     padded = torch.cat([torch.nn.functional.pad(row, (longest - row.shape[1], 0)) for row in rows])
     mask = torch.cat([torch.nn.functional.pad(torch.ones_like(row), (longest - row.shape[1], 0)) for row in rows])
     batch = compiled.generate(padded, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False)
+    return _equal(reference, compiled, list(batch), rows)
+
+
+def turns_equal(
+    reference: Reference, compiled: semkv.CompiledModel, state: semkv.State
+) -> tuple[list[bool], list[int]]:
+    """Whether a fork of `state`, behind the reference's tokens, and then the state itself go on as the model does; see `rows_equal`."""
+    made, texts = [], []
+    for own, length in ((state.fork(), 5), (state, 9)):
+        turn = prompt(1, length, seed=40 + length)
+        made.append(compiled.generate(turn, state=own, max_new_tokens=NEW_TOKENS, do_sample=False)[0])
+        texts.append(torch.cat([reference.tokens, turn], 1))
+    return _equal(reference, compiled, made, texts)
+
+
+def _equal(
+    reference: Reference, compiled: semkv.CompiledModel, made: list[Tensor], texts: list[Tensor]
+) -> tuple[list[bool], list[int]]:
     same, lost = [], []
-    for mine, row in zip(batch[:, -NEW_TOKENS:], rows):
-        equal = torch.equal(mine, reference.generate(row)[0, -NEW_TOKENS:])
+    for mine, text in zip(made, texts):
+        equal = torch.equal(mine[-NEW_TOKENS:], reference.generate(text)[0, -NEW_TOKENS:])
         if not equal and not reference.plain and not compiled.program.stateful:
-            equal = torch.equal(mine, reference.generate(row, cached=False)[0, -NEW_TOKENS:])
-            lost += [row.shape[1]] if equal else []
+            equal = torch.equal(mine[-NEW_TOKENS:], reference.generate(text, cached=False)[0, -NEW_TOKENS:])
+            lost += [text.shape[1]] if equal else []
         same.append(equal)
     return same, lost
 
@@ -291,15 +331,63 @@ def teacher_forced(compiled: semkv.CompiledModel, reference: Reference) -> Tenso
 
 def control(reference: Reference, compiled: semkv.CompiledModel) -> dict[str, Any]:
     """The same program on a memory that drops every second token of the prompt: must not agree."""
+    memory = PlainMemory(compiled.program.sites, keep=lambda positions: positions[0] % 2 == 0)
+    logits = steps(compiled, reference, memory).nan_to_num()  # of a token that reads dropped ones alone
+    changed = not torch.equal(logits.argmax(-1), reference.logits.argmax(-1))
+    return {"control_tokens_changed": changed, "control_difference": difference(logits, reference.logits)}
+
+
+def steps(compiled: semkv.CompiledModel, reference: Reference, memory: PlainMemory) -> Tensor:
+    """As `teacher_forced`, by the same program on `memory`."""
     program, tokens, length = compiled.program, reference.tokens, reference.prompt
-    memory = PlainMemory(program.sites, keep=lambda positions: positions[0] % 2 == 0)
     positions = torch.arange(tokens.shape[1])[None]
     hidden = [program.prefill(tokens[:, :length], positions[:, :length], memory)[:, -1:]]
     for t in range(length, length + NEW_TOKENS - 1):
         hidden.append(program.decode(tokens[:, t : t + 1], positions[:, t : t + 1], memory))
-    logits = program.head(torch.cat(hidden, 1)).nan_to_num()  # of a token that reads dropped ones alone
-    changed = not torch.equal(logits.argmax(-1), reference.logits.argmax(-1))
-    return {"control_tokens_changed": changed, "control_difference": difference(logits, reference.logits)}
+    return program.head(torch.cat(hidden, 1))
+
+
+class StreamedMemory(PlainMemory):
+    """Of stores that methods compress, shows a step what StreamingLLM leaves at `budget`; of others, everything."""
+
+    def __init__(self, sites: list[AttentionSite], budget: float) -> None:
+        super().__init__(sites)
+        self.sites, self.budget = {site.index: site for site in sites}, budget
+        self.layers: dict[int, Streaming] = {}
+
+    def record(self, site: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> None:
+        super().record(site, q, k, v, positions)
+        own = self.sites[site]
+        if own.treatment == "method" and own.store not in self.layers:
+            self.layers[own.store] = layer = Streaming(own.scale, self.budget)
+            layer.prompt(q[0], k[0], v[0], positions)
+
+    def entries(self, site: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Entries:
+        found = super().entries(site, q, k, v, positions)
+        store = self.store_of[site]
+        if store not in self.layers:
+            return found
+        layer = self.layers[store]
+        if self._writer[store] == site:
+            layer.make_room(1, k[0], v[0], positions)
+            layer.read += 1
+        seen = [*layer.kept[0], *range(layer.first, layer.read)]
+        keys, values, places = self.tensors[store]
+        return Entries([keys[:, :, seen]], [values[:, :, seen]], [places[:, None, seen]])
+
+
+def compress(reference: Reference, compiled: semkv.CompiledModel) -> dict[str, Any]:
+    """Logits at half of the KV, apart from those of the plain memory, and how far these are from those of all."""
+    settings = compiled.settings.model_copy(update={"floor": 0})
+    try:
+        half = compiled.with_method("streaming_llm", 0.5, config=settings)
+    except ConfigError as error:
+        return {"compressed": f"refused: {first_line(error)}"}
+    logits = steps(half, reference, StreamedMemory(half.program.sites, 0.5))
+    return {
+        "compressed_difference": difference(teacher_forced(half, reference), logits),
+        "compressed_change": difference(logits, reference.logits),
+    }
 
 
 def run_apart(name: str, timeout: float) -> dict[str, Any]:
@@ -380,7 +468,8 @@ def write_table() -> None:
         versions=versions,
     ).splitlines()
     for name, row in sorted(rows.items()):
-        numbers = [f"{row[key]:.0e}" if key in row else "" for key in ("difference", "control_difference")]
+        shown = ("difference", "compressed_difference", "control_difference")
+        numbers = [f"{row[key]:.0e}" if key in row else "" for key in shown]
         reason = row.get("reason", "").replace("|", "\\|").replace("\n", " ")
         cells = [name, f"`{row.get('class', '')}`", row["status"], row.get("dtype", ""), str(row.get("sites", ""))]
         reason = textwrap.shorten(reason, 300, placeholder=" …")

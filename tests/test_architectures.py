@@ -32,7 +32,9 @@ def test_row_passes(sweep, name):
     assert row["status"] == "pass", row.get("traceback", row["reason"])
     assert row["tokens_equal"]
     assert row["rows_equal"] == [True, True, True]
-    assert row["difference"] <= 1e-6
+    assert row["turns_equal"] == [True, True]
+    assert max(row["difference"], row["compressed_difference"]) <= 1e-6
+    assert row["compressed_change"] > sweep.CONTROL_DIFFERENCE
     assert row["control_tokens_changed"] or row["control_difference"] > sweep.CONTROL_DIFFERENCE
 
 
@@ -158,3 +160,11 @@ def test_constants_that_count_tokens_are_found_and_small(sweep, name, constants)
     from tiny_models import spans, tiny_config
 
     assert spans(tiny_config(name)) == constants
+
+
+def test_a_method_that_drops_another_token_fails(sweep, monkeypatch):
+    """The plain memory has to notice that a sink is gone."""
+    monkeypatch.setattr("naive_memory.SINKS", 3)
+    row = sweep.examine("llama")
+    assert row["status"] == "fail"
+    assert "logits at half of the KV differ by" in row["reason"]
