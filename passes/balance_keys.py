@@ -68,7 +68,8 @@ class BalanceKeys(Pass):
 
 
 def _check(balance: KeyBalance, owner: AttentionSite, readers: list[AttentionSite]) -> None:
-    expected = (owner.kv_heads, owner.key_dim)
+    heads = owner.kv_heads if owner.among is None else owner.among.kv_heads  # of the whole model, as profiles are
+    expected = (heads, owner.key_dim)
     if balance.mean.shape != expected or balance.scale.shape != expected:
         raise ConfigError(
             f"the balance of store {owner.store} ({owner.name}) has the shapes {tuple(balance.mean.shape)} and "

@@ -96,7 +96,6 @@ class CompressKV(OncePerPrompt):
     span: Tokens = 16
 
     name: ClassVar[str] = "compresskv"
-    shares_heads: ClassVar[bool] = False
     minimum_tokens: ClassVar[int] = 24
 
     def __post_init__(self) -> None:

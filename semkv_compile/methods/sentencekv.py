@@ -214,7 +214,6 @@ class SentenceKV(OncePerPrompt):
     recoverable: bool = False
 
     name: ClassVar[str] = "sentencekv"
-    shares_heads: ClassVar[bool] = False
     minimum_tokens: ClassVar[int] = 40
 
     def check(self, profile: Profile | None) -> None:

@@ -61,7 +61,6 @@ class Sketch(Method):
     oracle: bool = False
 
     name: ClassVar[str] = "sketch"
-    shares_heads: ClassVar[bool] = False
     minimum_tokens: ClassVar[int] = 24
     steps: ClassVar[str] = "sketch"
 
