@@ -10,7 +10,7 @@ from torch.fx import GraphModule, Node
 
 from semkv.ir.graph import attention_nodes, attribute, copy_graph_module, finish
 from semkv.ir.program import Program
-from semkv.ir.site import AttentionSite
+from semkv.ir.site import AttentionSite, head_order
 from semkv.passes.base import Pass, PassOptions
 from semkv.passes.head_paths import Producer, consumer_of, producers_of
 
@@ -49,17 +49,17 @@ class GroupHeads(Pass):
             for site in readers:
                 roles = tuple(owner.roles[head] for head in order)
                 before = site.head_order or tuple(range(site.kv_heads))
-                sites[site.index] = replace(site, roles=roles, head_order=tuple(before[head] for head in order))
+                among = site.among
+                if among is not None:
+                    query = _Order(order, site.group_size).query
+                    kv, asking = tuple(among.kv[head] for head in order), tuple(among.query[head] for head in query)
+                    among = replace(among, kv=kv, query=asking)
+                moved = tuple(before[head] for head in order)
+                sites[site.index] = replace(site, roles=roles, head_order=moved, among=among)
         note = f"{self.name}: {folded} projections permuted, {selected} activations reordered at run time"
         return program.evolve(
             note, body=copy_graph_module(finish(body)), sites=tuple(sites[site.index] for site in program.sites)
         )
-
-
-def head_order(roles: tuple[str, ...]) -> tuple[int, ...]:
-    """KV heads sorted by role, roles in the order in which they first appear, heads of a role in their own order."""
-    rank = {role: number for number, role in enumerate(dict.fromkeys(roles))}
-    return tuple(sorted(range(len(roles)), key=lambda head: (rank[roles[head]], head)))
 
 
 @dataclass(frozen=True)

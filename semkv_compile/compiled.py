@@ -112,7 +112,7 @@ class CompiledModel(Generation):
         check_choices(program, plan, method.name)
         minimum = in_pages(method.minimum_tokens, settings.page_size)
         counted = tuple(store for store in program.stores if store.treatment == "method")
-        demand = Demand.of(method.name, counted, plan, cap, minimum, program.max_positions)
+        demand = Demand.of(method.name, *plan.of_all(counted), cap, minimum, program.max_positions)
         cap = with_floor(cap, demand, settings.floor)
         limits = offload_thresholds(program, plan, profile, cap, settings)
         program = place(
@@ -124,7 +124,7 @@ class CompiledModel(Generation):
             ),
         )
         kernels = form_of(settings.kernels, device)[0]
-        graphed = device.type == "cpu" and serves(plan) and not program.restricted
+        graphed = device.type == "cpu" and serves(plan.of_all(counted)[1]) and not program.restricted
         prepared = (partial(made, settings.kernels, program.dtype) for made in (as_step, as_between, as_turns))
         steps = GraphedSteps(program, *prepared) if graphed else None
         placement = Placement(

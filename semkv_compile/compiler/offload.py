@@ -47,7 +47,7 @@ def offload_demand(
     stores = [store for store in program.stores if store.treatment == "method"]
     waiting = [
         sum(
-            waiting_cost_bytes(store.part(part.first, part.last, 1.0), part.components, budget.dtype)
+            waiting_cost_bytes(part.site(store), part.components, budget.dtype)
             for part in plan.parts[store.store]
         )
         for store in stores

@@ -139,7 +139,7 @@ class Reader(PromptInputs):
         token = max(placement.budget.dtype.itemsize, self.dtype.itemsize)
         read = sum(store.values_per_token * token for store in placement.program.stores)
         waiting = sum(
-            waiting_cost_bytes(store.part(part.first, part.last, 1.0), part.components, placement.budget.dtype)
+            waiting_cost_bytes(part.site(store), part.components, placement.budget.dtype)
             for store in placement.budgeted
             for part in placement.parts(store)
         )

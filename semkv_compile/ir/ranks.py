@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -54,7 +55,7 @@ class Among:
     """What a process has of an attention that it shares with others.
 
     kv, query: which of the attention's heads, in the order of the program before it was shared. kv_heads: of the whole attention. sharers:
-    processes that have the same heads.
+    processes that have the same heads. order: the user's model's KV head at each place of that program; empty where they are in order.
     """
 
     ranks: Ranks
@@ -62,6 +63,14 @@ class Among:
     query: tuple[int, ...]
     kv_heads: int
     sharers: int = 1
+    order: tuple[int, ...] = ()
+
+    def apart(self, places: Iterable[int]) -> bool:
+        """Whether no process has all of these KV heads of the whole attention."""
+        if self.sharers > 1 or self.ranks.size > self.kv_heads:
+            return len(set(places)) > 1
+        parts = [self.ranks.part_of(rank, self.kv_heads) for rank in range(self.ranks.size)]
+        return not any(all(place in part for place in places) for part in parts)
 
     def sum(self, x: Tensor) -> Tensor:
         """A sum over this process's heads, over all heads."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -83,14 +84,43 @@ class AttentionSite:
         return self.kv_heads * (self.key_dim + self.value_dim)
 
     @property
+    def whole(self) -> AttentionSite:
+        """The model's site with all of its heads, in the order of the program before processes shared them, and without roles; itself where
+        none do."""
+        if self.among is None:
+            return self
+        heads = self.among.kv_heads
+        return replace(
+            self,
+            q_heads=heads * self.group_size,
+            kv_heads=heads,
+            among=None,
+            head_order=self.among.order,
+            roles=(),
+        )
+
+    def grouped(self, roles: Sequence[str] | None) -> AttentionSite:
+        """`whole`, its heads grouped by `roles`, of the user's model's KV heads, as a program of one process has them."""
+        site = self.whole
+        if roles is None:
+            return site
+        before = site.head_order or tuple(range(site.kv_heads))
+        own = [roles[head] for head in before]
+        order = head_order(own)
+        return replace(
+            site, roles=tuple(own[at] for at in order), head_order=tuple(before[at] for at in order)
+        )
+
+    @property
     def query_heads(self) -> slice:
         """The query heads of the model's site that this part of it has; all of them where it is the whole site."""
         first = self.first_head * self.group_size
         return slice(first, first + self.q_heads)
 
-    def part(self, first: int, last: int, share: float) -> AttentionSite:
-        """The site of KV heads [first, last) alone, with `share` of the budget of all."""
-        if (first, last) == (0, self.kv_heads) and share == 1.0:
+    def part(self, first: int, last: int, share: float, of: int = 0) -> AttentionSite:
+        """The site of KV heads [first, last) alone, with `share` of the budget of all. of: KV heads that have positions in common with
+        these, where processes share them; 0: all of the site's."""
+        if (first, last) == (0, self.kv_heads) and share == 1.0 and not of:
             return self
         return replace(
             self,
@@ -100,4 +130,11 @@ class AttentionSite:
             budget_share=self.budget_share * share,
             roles=self.roles[first:last],
             head_order=self.head_order[first:last],
+            among=replace(self.among, kv=self.among.kv[first:last], kv_heads=of) if of and self.among else self.among,
         )
+
+
+def head_order(roles: Sequence[str]) -> tuple[int, ...]:
+    """KV heads sorted by role, roles in the order in which they first appear, heads of a role in their own order."""
+    rank = {role: number for number, role in enumerate(dict.fromkeys(roles))}
+    return tuple(sorted(range(len(roles)), key=lambda head: (rank[roles[head]], head)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import ClassVar
@@ -19,7 +20,7 @@ from semkv.methods.pivots import Heads, PivotRouter, pivot_sites
 from semkv.profiles.schema import Profile
 from semkv.profiles.schema.allocation import stability_weight
 from semkv.profiles.schema.roles import head_roles
-from semkv.runtime.components import Components, Part, Plan
+from semkv.runtime.components import Components, Part, Plan, own_parts
 
 MISSING = "method 'heterocache' needs a profile with head roles: measure them with `semkv-profile MODEL --steps taxonomy -o OUT`"
 WHOLE = ("pivot", "volatile")
@@ -54,7 +55,6 @@ class HeteroCache(OncePerPrompt):
     bits: IndexBits = 4
 
     name: ClassVar[str] = "heterocache"
-    shares_heads: ClassVar[bool] = False
     minimum_tokens: ClassVar[int] = 40
 
     def check(self, profile: Profile | None) -> None:
@@ -100,7 +100,8 @@ class HeteroCache(OncePerPrompt):
         assert profile is not None
         assert profile.info.head_taxonomy is not None
         pivots: dict[tuple[int, int], int] = {}
-        for number, site in enumerate(program.stores):
+        whole = self._whole(program, profile)
+        for number, site in enumerate(whole):
             order = site.head_order or tuple(range(site.kv_heads))
             for place, role in enumerate(site.roles):
                 if role == "satellite" and site.treatment == "method":
@@ -112,15 +113,20 @@ class HeteroCache(OncePerPrompt):
             self.pool,
             self.retrieval,
             pivot_sites(program, pivots),
-            self._heads(program),
+            self._heads(whole),
             self.recent,
+            {site.store: site.head_order for site in whole},
         )
         made = self._compositions(router)
         parts = {
             site.store: tuple(self._parts(profile, number, site, made))
-            for number, site in enumerate(program.stores)
+            for number, site in enumerate(whole)
             if site.treatment == "method"
         }
+        together = {site.store: parts[site.store] for site in program.stores if site.among and site.store in parts}
+        for own, site in zip(program.stores, whole):
+            if own.store in together:
+                parts[own.store] = own_parts(parts[own.store], site.head_order or range(site.kv_heads), own)
         attending = {site.index: router for site, _ in router.sites_of_pivots}
         return Plan(
             parts,
@@ -128,7 +134,15 @@ class HeteroCache(OncePerPrompt):
             after_prompt=router if pivots else None,
             at_site=attending,
             generated=self.generated,
+            together=together,
         )
+
+    def _whole(self, program: Program, profile: Profile | None) -> list[AttentionSite]:
+        """The stores' sites with all of the model's heads, grouped by role."""
+        roles, _ = self.taxonomy(profile)
+        return [
+            site if site.among is None else site.grouped(own) for site, own in zip(program.stores, roles, strict=True)
+        ]
 
     def _compositions(self, router: PivotRouter) -> dict[str, Components]:
         """By role."""
@@ -169,9 +183,9 @@ class HeteroCache(OncePerPrompt):
             first = last
         return parts
 
-    def _heads(self, program: Program) -> Heads:
+    def _heads(self, stores: Sequence[AttentionSite]) -> Heads:
         whole = sharing = 0
-        for site in program.stores:
+        for site in stores:
             each = (site.key_dim + site.value_dim) * (site.treatment == "method")
             whole += each * sum(not self._shares(role) for role in site.roles)
             sharing += each * sum(self._shares(role) for role in site.roles)

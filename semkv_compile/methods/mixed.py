@@ -24,7 +24,7 @@ from semkv.methods.specontext import SpeContext
 from semkv.methods.speculation import Speculation, SpeculativeRouter
 from semkv.profiles.schema import Profile
 from semkv.profiles.schema.retrieval_head import RetrievalHead
-from semkv.runtime.components import Brought, Components, Plan
+from semkv.runtime.components import Brought, Components, Plan, own_parts
 from semkv.runtime.components import Part as Runs
 from semkv.runtime.decode.units import Units
 from semkv.runtime.step import Step
@@ -159,7 +159,6 @@ class Mixed(Sketch):
     whole: bool = False
 
     name: ClassVar[str] = "mixed"
-    shares_heads: ClassVar[bool] = False
     minimum_tokens: ClassVar[int] = 24
     steps: ClassVar[str] = "retrieval-heads,sketch,sekv"
 
@@ -210,9 +209,12 @@ class Mixed(Sketch):
         router = self.router(profile)
         found, idle = self.found(router), {}
         parts: dict[int, tuple[Runs, ...]] = {}
-        for site in program.stores:
-            if site.treatment != "method":
+        together: dict[int, tuple[Runs, ...]] = {}
+        roles = self.head_roles(program, profile)
+        for number, own in enumerate(program.stores):
+            if own.treatment != "method":
                 continue
+            site = own if own.among is None else own.grouped(None if roles is None else roles[number])
             kinds, weights, made, first = self._kinds(profile, site), self._weights(profile, site), [], 0
             for kind, run in groupby(kinds):
                 last = first + len(list(run))
@@ -223,11 +225,15 @@ class Mixed(Sketch):
                 if not kind.whole:
                     share = sum(weights[first:last]) / sum(weights)
                     made.append(Runs(first, last, idle[kind.role] if kind.role else found, share))
-                    if not kind.role:
-                        self.fill(router, profile, site, first, last)
                 first = last
-            parts[site.store] = tuple(made)
-        return Plan(parts)
+            parts[own.store] = tuple(made)
+            if own.among is not None:
+                together[own.store] = tuple(made)
+                parts[own.store] = own_parts(made, site.head_order or range(site.kv_heads), own)
+            for part in parts[own.store]:
+                if part.components is found:
+                    self.fill(router, profile, own, part.first, part.last)
+        return Plan(parts, together=together)
 
     def router(self, profile: Profile | None) -> SketchRouter:
         if not self.sentence and not self.prior:
@@ -251,7 +257,8 @@ class Mixed(Sketch):
         return profile.info.head_taxonomy.roles
 
     def layer_shares(self, program: Program, profile: Profile | None) -> tuple[float, ...] | None:
-        return tuple(max(1e-6, sum(self._weights(profile, site)) / site.kv_heads) for site in program.stores)
+        stores = [site.whole for site in program.stores]
+        return tuple(max(1e-6, sum(self._weights(profile, site)) / site.kv_heads) for site in stores)
 
     def _kinds(self, profile: Profile | None, site: AttentionSite) -> list[HeadKind]:
         """The kind of each KV head in the order of the lowered program."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 
 import torch
@@ -49,6 +49,8 @@ class PivotRouter(MeansSuffice):
 
     pivots: for the satellites, by (store, KV head in the lowered program), their pivot's KV head there. pool: width of the
     average pooling of weights. retrieve: False never looks (ablation). sites_of_pivots: (site, pivot's KV head) of every cluster.
+    head_orders: where processes share a model, by store the user's model's KV head at each place of a program of all heads, whose places
+    `pivots` are then; a pivot's process tells the others what its satellites there go by.
     """
 
     pivots: Mapping[tuple[int, int], int]
@@ -59,6 +61,7 @@ class PivotRouter(MeansSuffice):
     sites_of_pivots: tuple[tuple[AttentionSite, int], ...] = ()
     heads: Heads = Heads(0, 1)
     recent: int = 32
+    head_orders: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
     def score(self, site: AttentionSite, q: Tensor, spans: UnitsView, step: Step) -> Tensor:
         at = spans.positions[0].long()
@@ -119,15 +122,17 @@ class PivotRouter(MeansSuffice):
                 self._follow(step, pivot)
 
     def _follow(self, step: Step, pivot: int) -> None:
-        notes, own = step.notes, step.site.part(pivot, pivot + 1, 1.0)
-        name = f"{step.site.index}.{pivot}"
+        notes, own, name = step.notes, self.alone(step.site, pivot), f"{step.site.index}.{pivot}"
         held = notes[f"pivot.queries.{name}"]
-        waiting = torch.cat([held, step.q[own.query_heads].float().cpu()], 1)
+        asked = step.q[:0] if own is None else step.q[own.query_heads]
+        waiting = torch.cat([held, asked.float().cpu()], 1)
         satellites = [order_note(step.site, head) for head in self.satellites(step.site, pivot)]
         used = {satellite: [notes[satellite]] * len(step.ids) for satellite in satellites}
         last = self.every - held.shape[1] - 1  # of the new queries, the one after which there are enough
         while waiting.shape[1] >= self.every:
-            ranking = self._look(step, own, waiting[:, : self.every], step.tokens + last + 1, name)
+            tokens = step.tokens + last + 1
+            ranking = None if own is None else self._look(step, own, waiting[:, : self.every], tokens, name)
+            ranking = self._told(step.site, pivot, ranking, tokens)
             waiting = waiting[:, self.every :].clone()
             if ranking is not None:
                 for satellite in satellites:
@@ -153,14 +158,48 @@ class PivotRouter(MeansSuffice):
         notes[f"pivot.base.{name}"] = tops[-1].to(torch.int32)
         return ranked(weights[-1])
 
+    def _told(self, site: AttentionSite, pivot: int, ranking: Tensor | None, tokens: int) -> Tensor | None:
+        """What the process of a pivot found, in all that have heads of its cluster, where no process has all of them."""
+        among = site.among
+        if among is None or not among.apart(self._places(site, pivot)):
+            return ranking
+        own = torch.full((tokens,), -1, dtype=torch.int32, device="cpu") if ranking is None else ranking
+        told = among.ranks.reduce(own, "max")
+        return None if int(told[0]) < 0 else told
+
     def weights(self, step: Step, own: AttentionSite, q: Tensor, tokens: int) -> Tensor:
         """Pooled attention float32 [W, tokens], averaged over the group, of queries q [G, W, D] of one KV head `own`, which are those of
         the last W of the row's first `tokens` tokens."""
         return _pooled_weights(logits_on(keys_of(step, own), own, q, step)[..., :tokens], self.pool)
 
     def satellites(self, site: AttentionSite, pivot: int) -> list[int]:
-        """The KV heads of a site that follow `pivot`."""
-        return [head for (store, head), own in self.pivots.items() if store == site.store and own == pivot]
+        """The KV heads of a site that follow `pivot`, of this process's."""
+        followers = (head for (store, head), own in self.pivots.items() if store == site.store and own == pivot)
+        return [own for own in (self.own_place(site, head) for head in followers) if own is not None]
+
+    def own_place(self, site: AttentionSite, place: int) -> int | None:
+        """Where the KV head that is at `place` in the program of all heads is in `site`; None: another process has it."""
+        if site.among is None:
+            return place
+        head = self._head(site, place)
+        return site.head_order.index(head) if head in site.head_order else None
+
+    def alone(self, site: AttentionSite, pivot: int) -> AttentionSite | None:
+        """The site of a pivot alone; None: another process has it."""
+        place = self.own_place(site, pivot)
+        return None if place is None else site.part(place, place + 1, 1.0)
+
+    def _head(self, site: AttentionSite, place: int) -> int:
+        """The user's model's KV head at a place of the program of all heads."""
+        order = self.head_orders.get(site.store)
+        return order[place] if order else place
+
+    def _places(self, site: AttentionSite, pivot: int) -> list[int]:
+        """Places of a cluster's heads before processes shared them."""
+        assert site.among is not None
+        cluster = [pivot, *(head for (store, head), own in self.pivots.items() if (store, own) == (site.store, pivot))]
+        heads, order = [self._head(site, place) for place in cluster], site.among.order
+        return [order.index(head) for head in heads] if order else heads
 
     # -- the prompt ----------------------------------------------------------------------------------------------------
 
@@ -170,13 +209,14 @@ class PivotRouter(MeansSuffice):
             keys = record.keys[site.store]
             for head in self.satellites(site, pivot):
                 notes[order_note(site, head)] = ranked(self._prompt_weights(record, site, head))
-            name = f"{site.index}.{pivot}"
+            name, own = f"{site.index}.{pivot}", self.own_place(site, pivot)
+            asking = 0 if own is None else site.group_size
+            notes[f"pivot.queries.{name}"] = torch.zeros(asking, 0, site.key_dim, dtype=torch.float32, device="cpu")
+            if own is None:
+                continue
             size = self.heads.base_length(cap(record.tokens), record.tokens, keys.dtype.itemsize)
-            base = self._prompt_weights(record, site, pivot).topk(size, sorted=False).indices
+            base = self._prompt_weights(record, site, own).topk(size, sorted=False).indices
             notes[f"pivot.base.{name}"] = base.to(torch.int32)
-            notes[f"pivot.queries.{name}"] = torch.zeros(
-                site.group_size, 0, site.key_dim, dtype=torch.float32, device="cpu"
-            )
             notes[f"pivot.checks.{name}"] = torch.zeros(2, dtype=torch.int64, device="cpu")
 
     def _prompt_weights(self, record: RowRecord, site: AttentionSite, head: int) -> Tensor:
@@ -192,9 +232,12 @@ class PivotRouter(MeansSuffice):
         for site, pivot in self.sites_of_pivots:
             name = f"{site.index}.{pivot}"
             found |= {order_note(site, head): Note((None,), torch.int32) for head in self.satellites(site, pivot)}
-            found[f"pivot.base.{name}"] = Note((None,), torch.int32)
-            found[f"pivot.queries.{name}"] = Note((site.group_size, None, site.key_dim), torch.float32)
-            found[f"pivot.checks.{name}"] = Note((2,), torch.int64)
+            own = self.own_place(site, pivot)
+            asking = 0 if own is None else site.group_size
+            found[f"pivot.queries.{name}"] = Note((asking, None, site.key_dim), torch.float32)
+            if own is not None:
+                found[f"pivot.base.{name}"] = Note((None,), torch.int32)
+                found[f"pivot.checks.{name}"] = Note((2,), torch.int64)
         return found
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import groupby
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -390,13 +391,34 @@ class Components:
 class Part:
     """A run of KV heads of one store with their own composition.
 
-    first, last: KV heads [first, last) in the order of the lowered program. share: of the store's budget, in (0, 1].
+    first, last: KV heads [first, last) in the order of the lowered program. share: of the store's budget, in (0, 1]. of: where processes
+    share the heads, the first head and the number of heads of the part that one process would have, of which these are some.
     """
 
     first: int
     last: int
     components: Components
     share: float = 1.0
+    of: tuple[int, int] = (0, 0)
+
+    def site(self, site: AttentionSite, share: float = 1.0) -> AttentionSite:
+        """What `site` has in these heads, with `share` of its budget."""
+        return site.part(self.first, self.last, share, self.of[1])
+
+
+def own_parts(parts: Sequence[Part], order: Sequence[int], site: AttentionSite) -> tuple[Part, ...]:
+    """What a process's `site` has of the `parts` of all heads of a store, which stand in `order`, the user's model's KV heads; in the
+    order of its own heads."""
+    place = {head: at for at, head in enumerate(order)}
+    whole = [next(part for part in parts if part.first <= place[head] < part.last) for head in site.head_order]
+    made, first = [], 0
+    for _, run in groupby(whole, key=lambda part: part.first):
+        part, *others = run
+        last, heads = first + 1 + len(others), part.last - part.first
+        share = part.share * (last - first) / heads
+        made.append(Part(first, last, part.components, share, (part.first, heads)))
+        first = last
+    return tuple(made)
 
 
 @dataclass(frozen=True)
@@ -420,14 +442,17 @@ class Note:
 
 @dataclass(frozen=True)
 class Charge:
-    """What a method's charged notes take at most: `token_nbytes` device bytes for each token of a row, and `share` of its budget."""
+    """What a method's charged notes take at most: `token_nbytes` device bytes for each token of a row, and `share` of its budget. here:
+    where processes share the model, how much of the notes of all of them one holds; counted: how much of them its own budget counts."""
 
     token_nbytes: float = 0.0
     share: float = float("inf")
+    here: float = 1.0
+    counted: float = 1.0
 
 
 Cap = Callable[[int], float]
-"""Device bytes of a row's whole budget at a number of tokens; infinite without a budget."""
+"""Device bytes of a row's whole budget at a number of tokens, in all processes that share it; infinite without a budget."""
 
 
 class BeforeStep(Protocol):
@@ -466,6 +491,8 @@ class Plan:
     features: sites whose entering hidden states the row keeps of the last step, as notes `features.SITE` [T, H], and
         records of the whole prompt.
     generated: see `Generated`.
+    together: where processes share heads that divide a budget, the parts of all heads of `AttentionSite.whole`, which the budget is
+        divided among; empty where each process divides that of its own.
     """
 
     parts: Mapping[int, tuple[Part, ...]]
@@ -477,6 +504,13 @@ class Plan:
     features: tuple[int, ...] = ()
     charge: Charge = Charge()
     generated: Generated = "budgeted"
+    together: Mapping[int, tuple[Part, ...]] = field(default_factory=dict)
+
+    def of_all(self, stores: Sequence[AttentionSite]) -> tuple[tuple[AttentionSite, ...], Plan]:
+        """The `stores` and the plan that a budget is divided by: of all processes' heads, where they divide it together."""
+        if not self.together:
+            return tuple(stores), self
+        return tuple(store.whole for store in stores), replace(self, parts=self.together, together={})
 
     @cached_property
     def passers(self) -> Mapping[int, Passer]:

@@ -90,24 +90,38 @@ class Placement:
         return tuple(store for store in self.program.stores if store.treatment == "method")
 
     @cached_property
+    def division(self) -> tuple[tuple[AttentionSite, ...], Plan]:
+        """The stores and the plan that the budget is divided by, see `Plan.of_all`."""
+        return self.plan.of_all(self.budgeted)
+
+    @cached_property
     def stores(self) -> dict[int, AttentionSite]:
         """The site that owns each store, by the store's number."""
         return {store.store: store for store in self.program.stores}
 
     @cached_property
     def row_cap(self) -> Callable[[int], float]:
-        """Device bytes of the budget of a row with so many tokens; every layer of a step asks for the same."""
+        """Device bytes of the budget that is divided, of a row with so many tokens; every layer of a step asks for the same."""
+        return self._cap_of(self.division[0])
+
+    @cached_property
+    def cap_of_all(self) -> Callable[[int], float]:
+        """The same of all processes that share the model."""
+        return self._cap_of(tuple(store.whole for store in self.budgeted))
+
+    def _cap_of(self, stores: tuple[AttentionSite, ...]) -> Callable[[int], float]:
         if self.budget.value is None:
             return lambda tokens: float("inf")
-        return lru_cache(maxsize=64)(partial(self.budget.cap_bytes, self.budgeted))
+        return lru_cache(maxsize=64)(partial(self.budget.cap_bytes, stores))
 
     @cached_property
     def whole_token_nbytes(self) -> float:
         """Device bytes of a token, with its position, in all heads that keep every token."""
+        stores, plan = self.division
         whole = (
-            store.part(part.first, part.last, 1.0)
-            for store in self.budgeted
-            for part in self.parts(store)
+            part.site(store)
+            for store in stores
+            for part in plan.parts[store.store]
             if part.components.whole
         )
         return sum(site.values_per_token * self.budget.dtype.itemsize + 4 * site.once for site in whole)

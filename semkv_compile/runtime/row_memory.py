@@ -79,7 +79,7 @@ class RowMemory:
         self.passing: dict[str, object] = {}
         self._staying: dict[int, int] = {}
         if placement.plan.after_prompt is not None:
-            placement.plan.after_prompt.read(record, self.notes, self.whole_cap)
+            placement.plan.after_prompt.read(record, self.notes, placement.cap_of_all)
         self.shares = self._shares(record)
         self.part_shares = part_shares(placement, self.shares, self.tokens, self.cap_bytes(self.tokens))
         self._check_budget()
@@ -126,7 +126,7 @@ class RowMemory:
             offloaded_stores(self.placement.thresholds, tokens)
 
     def _shares(self, record: RowRecord) -> dict[int, float]:
-        stores = self.placement.budgeted
+        stores, _ = self.placement.division
         if not stores:
             return {}
         shares = [store.budget_share for store in stores]
@@ -147,7 +147,7 @@ class RowMemory:
             for part in placement.parts(store):
                 if part.components.whole:
                     continue
-                site = store.part(part.first, part.last, part.share)
+                site = part.site(store, part.share)
                 cap = self._part_cap(store, part, self.tokens) / self._token_nbytes(site)
                 if cap < placement.minimum_tokens:
                     self._refuse(store, cap)
@@ -168,13 +168,21 @@ class RowMemory:
                 fitting += heads * int(lengths[fits].sum())
                 if not bool(fits.all()):
                     failing.append((free, float(lengths[~fits].float().mean())))
+        folded, fitting = self._counted_together(folded, fitting)
         if 2 * fitting < folded:
-            free, length = min(failing)
+            free, length = min(failing, default=(0.0, 0.0))
             raise BudgetError(
                 f"budget {self.placement.budget.value} is too small for {self.placement.method!r} in a sequence of {self.tokens} tokens: "
                 f"it leaves {free:.0f} tokens per KV head to unfold units of {length:.0f} tokens on the mean, of which there are so few "
                 "because the index of more does not fit either: raise the budget"
             )
+
+    def _counted_together(self, *counts: int) -> list[int]:
+        """Counts over this process's heads, over those of all processes that share the model: all refuse a row, or none."""
+        if not self.placement.budgeted or (among := self.placement.budgeted[0].among) is None:
+            return list(counts)
+        parts = torch.tensor([counts], dtype=torch.float64, device="cpu")
+        return among.sum(parts)[0].round().long().tolist()
 
     def _refuse(self, store: AttentionSite, cap: float) -> NoReturn:
         placement, smallest = self.placement, self.placement.minimum_tokens
@@ -213,18 +221,26 @@ class RowMemory:
         )
 
     def whole_cap(self, tokens: int) -> float:
-        """Device bytes of the row's budget at `tokens` tokens."""
+        """Device bytes of the row's budget at `tokens` tokens; of all processes' heads where these divide it together (`Plan.together`)."""
         return self.placement.row_cap(tokens)
 
     def cap_bytes(self, tokens: int) -> float:
         """Device bytes that the budgeted stores together may hold at `tokens` tokens: what charged notes leave."""
-        return self.whole_cap(tokens) - self.charged_nbytes
+        return self.whole_cap(tokens) - self._charged(1.0 if self.placement.plan.together else None)
 
     @property
     def charged_nbytes(self) -> int:
         """Device bytes of the notes that the budget counts."""
-        charged = self.placement.plan.charged
-        return sum(x.nbytes for name, x in self.notes.items() if name in charged) if charged else 0
+        return self._charged()
+
+    def _charged(self, counted: float | None = None) -> int:
+        """Of what the charged notes of all processes take, the part that is `counted`; None: that of this process."""
+        plan = self.placement.plan
+        if not plan.charged:
+            return 0
+        held = sum(x.nbytes for name, x in self.notes.items() if name in plan.charged)
+        part = (plan.charge.counted if counted is None else counted) / plan.charge.here
+        return held if part == 1 else round(held * part)
 
     @property
     def is_short(self) -> bool:
@@ -274,7 +290,7 @@ class RowMemory:
         cap, components = self._part_cap(store, part, tokens), part.components
         floor = in_pages(components.floor_tokens, self.placement.page_size)
         return min(
-            cap, max(components.fixed_share * cap, floor * self._token_nbytes(store.part(part.first, part.last, 1.0)))
+            cap, max(components.fixed_share * cap, floor * self._token_nbytes(part.site(store)))
         )
 
     def _step_allowance(self, store: AttentionSite, part: Part, tokens: int) -> float:
@@ -304,6 +320,9 @@ class RowMemory:
                 if memory.spans is not None:
                     pages = min(pages - 1, max(1, pages // 3))  # a window that is not whole pages, and units' summaries
                 limit = min(limit, pages * self.placement.page_size)
+        ranks = self.placement.program.ranks
+        if ranks is not None:  # processes that share the model run the same steps
+            limit = int(ranks.reduce(torch.tensor([limit], dtype=torch.int64, device="cpu"), "min"))
         return max(1, limit)
 
     # -- building ----------------------------------------------------------------------------------------------------
@@ -313,7 +332,7 @@ class RowMemory:
     ) -> SiteMemory:
         placement, n, components = self.placement, record.tokens, part.components
         page, dtype = placement.page_size, placement.budget.dtype
-        site = store.part(part.first, part.last, part.share)
+        site = part.site(store, part.share)
         heads = slice(part.first, part.last)
         made = PromptPart(site, components, record, record.keys[store.store][heads], record.values[store.store][heads])
         if store.treatment == "window":
@@ -420,7 +439,7 @@ class RowMemory:
         self.passing, self.chosen, self._staying = {}, {}, {}
         self._offload(self.tokens + len(ids))
         if self.placement.plan.before is not None:
-            self.placement.plan.before.begin(ids, self.tokens, self.notes, self.passing, self.whole_cap)
+            self.placement.plan.before.begin(ids, self.tokens, self.notes, self.passing, self.placement.cap_of_all)
 
     def observe(self, site: int, hidden: Tensor) -> None:
         """Keep the hidden states [T, H] that enter a site's layer, where the method reads them in the next step."""
@@ -460,7 +479,7 @@ class RowMemory:
             step.passing[CHOSEN] = self.chosen[site.chooser]
         if site.index in self.placement.plan.at_site:
             self.placement.plan.at_site[site.index].stored(step)
-        sites = [site.part(part.first, part.last, 1.0) for part in parts]
+        sites = [part.site(site) for part in parts]
         made = [
             memory.entries(own, q[own.query_heads] if len(parts) > 1 else q, room, step)
             for own, memory, room in zip(sites, memories, self.workspace_allowance(store, tokens))

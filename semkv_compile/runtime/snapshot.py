@@ -173,7 +173,9 @@ def _part_shares(placement: Placement, listed: list[list[Any]]) -> dict[tuple[in
     shares = {(store, first): share for store, first, share in listed}
     expected = sorted((store.store, part.first) for store, part in sharing_parts(placement))
     sound = sorted(shares) == expected and all(isinstance(x, float) and 0 <= x <= 1 for x in shares.values())
-    if not sound or (shares and abs(sum(shares.values()) - 1) > 1e-6):
+    some = bool(placement.plan.together)  # the other processes' parts have the rest
+    total = sum(shares.values())
+    if not sound or (shares and (total > 1 + 1e-6 or (total < 1 - 1e-6 and not some))):
         raise ValueError(f"part shares {listed!r} do not divide what whole heads leave among the parts {expected}")
     return shares
 
@@ -188,7 +190,7 @@ def _memory(
     prompt: int,
 ) -> SiteMemory:
     """The memory of one part of a store, of a row of `tokens` tokens, the first `prompt` of them a prompt."""
-    site = store.part(part.first, part.last, part.share)
+    site = part.site(store, part.share)
     heads, dtype, device = site.kv_heads, placement.budget.dtype, placement.device
     exact = {}
     for name in ("kept", "recent"):

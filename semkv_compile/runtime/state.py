@@ -413,7 +413,11 @@ class State(Contents):
             if not self.failures or index not in self.failures:
                 with self.apart(index):
                     row.fold_ahead()
-        return steps.serves(self.rows)
+        own, ranks, plan = steps.serves(self.rows), self.placement.program.ranks, self.placement.plan
+        if ranks is None or not plan.together or not plan.at_site:
+            return own
+        # What sites exchange comes within one kind of step, and behind the other: all processes take the same.
+        return bool(ranks.reduce(torch.tensor([own], dtype=torch.int64, device="cpu"), "min"))
 
     def graph_step(self, ids: Tensor, positions: Tensor) -> Tensor:
         """The step that has begun, over ids int64 [B, 1] at `positions` int64 [B, 1], as one graph -> hidden [B, 1, H]."""

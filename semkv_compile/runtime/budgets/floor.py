@@ -59,7 +59,7 @@ class Demand:
         whole, sharing = 0, []
         for store in stores:
             for part in plan.parts[store.store]:
-                site = store.part(part.first, part.last, 1.0)
+                site = part.site(store)
                 if part.components.whole:
                     whole += budget.held_bytes(site, 1) - budget.held_bytes(site, 0)
                 else:

@@ -24,8 +24,8 @@ def exact_token_nbytes(site: AttentionSite, components: Components, dtype: torch
 def shares_in_pages(placement: Placement, shares: Mapping[int, float], cap: float) -> dict[int, float]:
     """`shares` of `cap` device bytes, by store, changed so that what every store keeps of a prompt is whole pages, by `whole_pages`; what
     those leave is divided evenly. As they are where shares are even, or some store does more than keep tokens."""
-    stores = placement.budgeted
-    parts = {store.store: placement.parts(store) for store in stores}
+    stores, plan = placement.division
+    parts = {store.store: plan.parts[store.store] for store in stores}
     keeps = all(len(own) == 1 and own[0].components.keeper is not None for own in parts.values())
     total = sum(store.values_per_token for store in stores)
     even = {store.store: store.values_per_token / total for store in stores}

@@ -15,12 +15,17 @@ from semkv.runtime.placement import Placement
 
 def sharing_parts(placement: Placement) -> list[tuple[AttentionSite, Part]]:
     """(store, part) of those that share what whole heads leave; none where every store is one part."""
-    divided = any(len(parts) > 1 for parts in placement.plan.parts.values())
-    if not (divided or placement.plan.keeps_whole_heads) or placement.budget.value is None:
+    if not _divides(placement):
         return []
     return [
         (store, part) for store in placement.budgeted for part in placement.parts(store) if not part.components.whole
     ]
+
+
+def _divides(placement: Placement) -> bool:
+    _, plan = placement.division
+    divided = any(len(parts) > 1 for parts in plan.parts.values())
+    return (divided or plan.keeps_whole_heads) and placement.budget.value is not None
 
 
 def whole_nbytes(placement: Placement, tokens: int) -> float:
@@ -31,7 +36,7 @@ def whole_nbytes(placement: Placement, tokens: int) -> float:
 def part_shares(
     placement: Placement, shares: Mapping[int, float], tokens: int, cap: float
 ) -> dict[tuple[int, int], float]:
-    """Of what whole heads leave of `cap` device bytes, the share of each other part, by (store, first head): in proportion to the stores'
+    """Of what whole heads leave of `cap` device bytes, the share of each other part of this process, by (store, first head): in proportion to the stores'
     `shares` and the parts' own, none less than the method needs or more than all `tokens` tokens; what that takes from one goes to the
     others. Empty where every store is one part.
 
@@ -39,25 +44,33 @@ def part_shares(
     ------
     BudgetError: whole heads leave too little of the budget; names the smallest that would do.
     """
-    sharing, least = sharing_parts(placement), placement.minimum_tokens
-    if placement.budget.value is None or not (sharing or placement.plan.keeps_whole_heads):
+    if not _divides(placement):
         return {}
-    sites = [store.part(part.first, part.last, 1.0) for store, part in sharing]
+    (stores, plan), least = placement.division, placement.minimum_tokens
+    sharing = [(store, part) for store in stores for part in plan.parts[store.store] if not part.components.whole]
+    sites = [part.site(store) for store, part in sharing]
     token = sum(site.values_per_token for site in sites) * placement.budget.dtype.itemsize
     room = cap - whole_nbytes(placement, tokens)
-    if placement.plan.keeps_whole_heads and room < 1.002 * least * token:
+    if plan.keeps_whole_heads and room < 1.002 * least * token:
         _refuse(placement, whole_nbytes(placement, tokens) + 1.003 * least * token, tokens)
     if not sharing:
         return {}
     weights = [shares[store.store] * part.share for store, part in sharing]
     sizes = bounded_shares(sites, weights, room / token, least, tokens + 2 * placement.page_size)
     parts = [size * site.values_per_token for size, site in zip(sizes, sites)]
-    return {(store.store, part.first): size / sum(parts) for (store, part), size in zip(sharing, parts)}
+    found = {(store.store, part.first): size / sum(parts) for (store, part), size in zip(sharing, parts)}
+    return {
+        (store.store, part.first): found[store.store, part.of[0]] * (part.last - part.first) / part.of[1]
+        if part.of[1]
+        else found[store.store, part.first]
+        for store, part in sharing_parts(placement)
+    }
 
 
 def _refuse(placement: Placement, needed: float, tokens: int) -> None:
-    full = sum(placement.budget.full_bytes(store, tokens) for store in placement.budgeted)
-    parts = [part for store in placement.budgeted for part in placement.parts(store)]
+    stores, plan = placement.division
+    full = sum(placement.budget.full_bytes(store, tokens) for store in stores)
+    parts = [part for store in stores for part in plan.parts[store.store]]
     heads = sum(part.last - part.first for part in parts)
     whole = sum(part.last - part.first for part in parts if part.components.whole)
     share = math.ceil(1e3 * needed / full) / 1e3

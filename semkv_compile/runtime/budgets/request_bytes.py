@@ -108,7 +108,7 @@ def _folded(placement: Placement, length: int) -> int:
     total = tokens * sum(_waiting(placement, store) for store in placement.budgeted)
     for store in placement.budgeted:
         for part in placement.parts(store):
-            site, components = store.part(part.first, part.last, 1.0), part.components
+            site, components = part.site(store), part.components
             if components.segmenter is None:
                 continue
             if components.unfold and components.router is not None:
@@ -125,7 +125,7 @@ def _waiting(placement: Placement, store: AttentionSite) -> int:
     """Bytes of a folded token in all heads."""
     dtype = placement.budget.dtype
     parts = placement.parts(store)
-    return sum(waiting_cost_bytes(store.part(part.first, part.last, 1.0), part.components, dtype) for part in parts)
+    return sum(waiting_cost_bytes(part.site(store), part.components, dtype) for part in parts)
 
 
 def _notes(placement: Placement, length: int) -> int:

@@ -93,7 +93,7 @@ def turns_of(row: RowMemory, ids: Tensor, surprisal: Tensor, layers: Layers) -> 
         rooms = row.workspace_allowance(store, tokens)
         own = []
         for part, memory, at, room in zip(parts, memories, places, rooms):
-            mine = site.part(part.first, part.last, 1.0)
+            mine = part.site(site)
             count, usable, start, shift = memory.prepare(mine, room)
             tensors, bringer = memory.step_tensors(), memory.components.bringer
             if bringer is not None and memory.reads_units:
