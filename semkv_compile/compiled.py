@@ -124,7 +124,7 @@ class CompiledModel(Generation):
             ),
         )
         kernels = form_of(settings.kernels, device)[0]
-        graphed = device.type == "cpu" and serves(plan.of_all(counted)[1]) and not program.restricted
+        graphed = device.type == "cpu" and serves(plan) and not program.restricted
         prepared = (partial(made, settings.kernels, program.dtype) for made in (as_step, as_between, as_turns))
         steps = GraphedSteps(program, *prepared) if graphed else None
         placement = Placement(

@@ -523,9 +523,9 @@ class Plan:
         return frozenset(name for name, note in self.notes.items() if note.charged)
 
     def all_components(self) -> tuple[Components, ...]:
-        """The distinct compositions, in order."""
+        """The distinct compositions, in order; of all processes' heads, so that they run the same steps."""
         seen: dict[int, Components] = {}
-        for parts in self.parts.values():
+        for parts in (self.together or self.parts).values():
             for part in parts:
                 seen.setdefault(id(part.components), part.components)
         return tuple(seen.values())

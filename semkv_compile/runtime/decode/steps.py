@@ -102,7 +102,8 @@ def extend(
     while start < ids.shape[1]:
         state.outgrow(1)
         exact = state.exact_tokens(exact_chunk)
-        part = ids[:, start : start + (exact or min(chunk, state.chunk_limit()))]
+        limit = state.chunk_limit() if ids.shape[1] - start > 1 else 1
+        part = ids[:, start : start + (exact or min(chunk, limit))]
         own = None if content is None else content.part(start, start + part.shape[1])
         parts.append(step(program, state, part, all_logits=all_logits, content=own))
         start += part.shape[1]
