@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
@@ -12,7 +13,7 @@ from semkv.ir.program import Program
 from semkv.passes.base import Pass, PassOptions
 from semkv.passes.graph_utils import aten
 from semkv.passes.residual_stream import stream_before_sites
-from semkv.passes.retrieval_graph import head_graph
+from semkv.passes.retrieval_graph import Lookup, head_graph
 
 
 class InsertRetrievalHead(Pass):
@@ -56,7 +57,8 @@ class InsertRetrievalHead(Pass):
             f"{self.name}: {section.q_heads} query and {section.kv_heads} KV heads of {section.head_dim} on {reads}, "
             f"{section.parameters} parameters, {saved:.1%} fewer than the one-layer model"
         )
-        return program.evolve(note, selector=head_graph(head, embedding, name), **lowered)
+        lookup = _lookup_among(program, embedding)
+        return program.evolve(note, selector=head_graph(head, embedding, name, lookup), **lowered)
 
 
 def token_embedding(body: GraphModule) -> tuple[str, Tensor]:
@@ -70,6 +72,22 @@ def token_embedding(body: GraphModule) -> tuple[str, Tensor]:
                 assert isinstance(table, Tensor)
                 return str(sources[0].target), table
     raise ConfigError("a retrieval head shares the model's embedding of ids, but this model's graph looks up none")
+
+
+def _lookup_among(program: Program, embedding: Tensor) -> Lookup:
+    """How ids find their embeddings: where processes share the model, each may have a part of the table."""
+    ranks, ids = program.ranks, placeholders(program.body.graph)["input_ids"]
+    rows = [user for user in ids.users if user.target == aten.sub.Tensor and _inside(user, len(embedding))]
+    if ranks is None or not rows:
+        return torch.nn.functional.embedding
+    first = rows[0].args[1]
+    assert isinstance(first, int)
+    return lambda ids, table: ranks.lookup(table, ids, first)
+
+
+def _inside(place: Node, rows: int) -> bool:
+    """Whether places in a table are held within its rows, as `shard_heads` does it."""
+    return any(user.target == aten.clamp.default and user.args[1:] == (0, rows - 1) for user in place.users)
 
 
 def _check_features(stream: dict[int, Node], sites: tuple[int, ...], features: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -16,6 +16,8 @@ EMBEDDING = "embedding"
 FREQUENCIES = "frequencies"
 INPUTS = ("input_ids", "positions")
 FEATURES = "features"
+Lookup = Callable[[Tensor, Tensor], Tensor]
+"""Of ids [B, T] in a table [vocab, H]: their rows [B, T, H]."""
 
 
 def queries_and_keys(
@@ -25,14 +27,15 @@ def queries_and_keys(
     positions: Tensor,
     features: Tensor | None = None,
     rows: Tensor | None = None,
+    lookup: Lookup = torch.nn.functional.embedding,
 ) -> tuple[Tensor, Tensor]:
     """What the head asks and holds for tokens: queries float32 [B, Hq, T, D], scaled so that q.k is a logit, and keys
     float32 [B, Hkv, T, D]. rows int64 [r]: the tokens whose queries are wanted, None for all.
 
     ids, positions [B, T]; features [B, T, F] of the token before each, zeros before the first. weights: the section's tensors
-    without its prefix, the model's `embedding` [vocab, H] and `frequencies` [D / 2].
+    without its prefix, the model's `embedding` [vocab, H] and `frequencies` [D / 2]. lookup: how ids find their rows there.
     """
-    own = torch.nn.functional.embedding(ids, weights[EMBEDDING]).float()
+    own = lookup(ids, weights[EMBEDDING]).float()
     parts = [_normalised(own, section.epsilon) * weights["input_norm"].float()]
     if features is not None:
         given = features.float()
@@ -61,7 +64,9 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
-def head_graph(head: RetrievalHead, embedding: Tensor, embedding_name: str) -> GraphModule:
+def head_graph(
+    head: RetrievalHead, embedding: Tensor, embedding_name: str, lookup: Lookup = torch.nn.functional.embedding
+) -> GraphModule:
     """`queries_and_keys` as a graph of `input_ids`, `positions` and, where the head reads them, `features`.
 
     The model's `embedding` keeps its name and storage; the head's own tensors are on its device.
@@ -77,7 +82,7 @@ def head_graph(head: RetrievalHead, embedding: Tensor, embedding_name: str) -> G
     inputs = [*INPUTS, *([FEATURES] if section.features else [])]
 
     def whole(*tensors: Tensor) -> tuple[Tensor, Tensor]:
-        return queries_and_keys(section, dict(zip(names, tensors)), *tensors[len(names) :])
+        return queries_and_keys(section, dict(zip(names, tensors)), *tensors[len(names) :], lookup=lookup)
 
     traced = make_fx(whole, tracing_mode="symbolic")(embedding, *weights.values(), *given)
     found = list(placeholders(traced.graph).values())

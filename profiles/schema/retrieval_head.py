@@ -156,3 +156,11 @@ def matched_heads(weights: Tensor, heads: int) -> Tensor:
     if have % heads == 0:
         return weights.unflatten(0, (heads, -1)).amax(1)
     return weights.amax(0, keepdim=True).repeat_interleave(heads, 0)
+
+
+def matches(have: int, heads: int) -> tuple[tuple[int, ...], ...]:
+    """For each of `heads` KV heads, those of `have` that `matched_heads` takes the largest weight of."""
+    if heads % have == 0:
+        return tuple((head // (heads // have),) for head in range(heads))
+    each = have // heads if have % heads == 0 else 0
+    return tuple(tuple(range(head * each, (head + 1) * each)) if each else tuple(range(have)) for head in range(heads))

@@ -67,10 +67,10 @@ class Among:
 
     def apart(self, places: Iterable[int]) -> bool:
         """Whether no process has all of these KV heads of the whole attention."""
-        if self.sharers > 1 or self.ranks.size > self.kv_heads:
-            return len(set(places)) > 1
-        parts = [self.ranks.part_of(rank, self.kv_heads) for rank in range(self.ranks.size)]
-        return not any(all(place in part for place in places) for part in parts)
+        wanted = set(places)
+        if self.ranks.size > self.kv_heads:  # each process has one
+            return len(wanted) > 1
+        return not any(wanted <= set(self.ranks.part_of(rank, self.kv_heads)) for rank in range(self.ranks.size))
 
     def sum(self, x: Tensor) -> Tensor:
         """A sum over this process's heads, over all heads."""

@@ -56,7 +56,6 @@ class Indexer(Method):
     fixed_share: Share = 1 / 3
 
     name: ClassVar[str] = "indexer"
-    shares_heads: ClassVar[bool] = False
     minimum_tokens: ClassVar[int] = 24
     needs_indexer: ClassVar[bool] = True
 

@@ -193,8 +193,7 @@ class Mixed(Sketch):
         head = self.retrieval_head(profile)
         if head is None:
             return plan
-        assert program.selector is not None
-        ahead = Speculation(program.selector, head.section, strict=True)
+        ahead = Speculation.of(program, head.section, strict=True)
         return replace(
             plan,
             before=ahead,

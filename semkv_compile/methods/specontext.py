@@ -37,7 +37,6 @@ class SpeContext(Method):
     strict: bool = False
 
     name: ClassVar[str] = "specontext"
-    shares_heads: ClassVar[bool] = False
     minimum_tokens: ClassVar[int] = 40
 
     def check(self, profile: Profile | None) -> None:
@@ -72,7 +71,7 @@ class SpeContext(Method):
             return plan
         if program.selector is None:
             raise ConfigError("method 'specontext' needs the retrieval head in the program: compile or save it again")
-        speculation = Speculation(program.selector, head.section, self.strict, batch=self.selection == "batch")
+        speculation = Speculation.of(program, head.section, strict=self.strict, batch=self.selection == "batch")
         return Plan(
             plan.parts,
             before=speculation,

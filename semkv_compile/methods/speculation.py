@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from semkv.ir.program import Program
+from semkv.ir.ranks import Ranks
 from semkv.ir.site import AttentionSite
 from semkv.kernels.mixed_attention.streaming import scores
 from semkv.methods.routers import MeansSuffice
-from semkv.profiles.schema.retrieval_head import RetrievalHeadSection, group_scores, matched_heads
+from semkv.profiles.schema.retrieval_head import RetrievalHeadSection, group_scores, matched_heads, matches
 from semkv.runtime.components import Brought, Cap, Charge, Note
 from semkv.runtime.decode.units import Units
 from semkv.runtime.prompt.record import RowRecord
@@ -33,10 +35,13 @@ PROMPT_CHUNK = 2048
 @dataclass(frozen=True)
 class Ranking:
     """logs float32 [H, T, m]: for the new tokens, the logarithm of how much each KV head of the retrieval head attends to the last m
-    tokens, of which the first is token `first`; -inf where it is later than the query."""
+    tokens, of which the first is token `first`; -inf where it is later than the query. heads: of `of` KV heads, those that they are, where
+    processes share the model; empty: all."""
 
     logs: Tensor
     first: int
+    heads: tuple[int, ...] = ()
+    of: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +56,8 @@ class Speculation:
     first has them: the others ask with what is known, and their keys are made before the next step.
 
     selector: `Program.selector`. strict: keys in 8 or 4 bits, whichever fits `share` of the budget, of the newest tokens where
-    neither does. batch: one ranking for all heads, by the mean.
+    neither does. batch: one ranking for all heads, by the mean. ranks: the processes that share the model, of which this one has keys of
+    the retrieval head's KV heads `heads`, and its budget counts `counted` of all keys; None: it is alone, and has all.
     """
 
     selector: GraphModule
@@ -59,10 +65,42 @@ class Speculation:
     strict: bool = False
     share: float = 1 / 2
     batch: bool = False
+    ranks: Ranks | None = None
+    heads: tuple[int, ...] = ()
+    counted: float = 1.0
+
+    @classmethod
+    def of(
+        cls, program: Program, section: RetrievalHeadSection, *, strict: bool = False, batch: bool = False
+    ) -> Speculation:
+        """For a program with the head in it."""
+        assert program.selector is not None
+        if program.ranks is None:
+            return cls(program.selector, section, strict, batch=batch)
+        stores = [site for site in program.stores if site.treatment == "method"]
+        read = {
+            head
+            for site in stores
+            for own in site.head_order
+            for head in matches(section.kv_heads, site.whole.kv_heads)[own]
+        }
+        own, full = (
+            sum(each.values_per_token / (1 if each.among is None else each.among.sharers) for each in sites)
+            for sites in (stores, [site.whole for site in stores])
+        )
+        heads = tuple(sorted(read))
+        return cls(
+            program.selector, section, strict, batch=batch, ranks=program.ranks, heads=heads, counted=own / full
+        )
+
+    @property
+    def held(self) -> int:
+        """KV heads of the retrieval head whose keys are here."""
+        return len(self.heads) or self.section.kv_heads
 
     def notes(self) -> dict[str, Note]:
         """Keys (half precision, or codes and scales), and what the last step left: ids without keys, and hidden states."""
-        heads, dim = self.section.kv_heads, self.section.head_dim
+        heads, dim = self.held, self.section.head_dim
         kept = {KEYS: Note((heads, None, dim), torch.float16, charged=True)}
         if self.strict:
             kept = {
@@ -76,9 +114,10 @@ class Speculation:
     def charge(self) -> Charge:
         """What keys take at most."""
         heads, dim = self.section.kv_heads, self.section.head_dim
+        part = {"here": self.held / heads, "counted": self.counted}
         if self.strict:
-            return Charge(heads * bytes_per_vector(dim, 8), self.share)
-        return Charge(heads * dim * torch.float16.itemsize)
+            return Charge(self.counted * heads * bytes_per_vector(dim, 8), self.share, **part)
+        return Charge(self.counted * heads * dim * torch.float16.itemsize, **part)
 
     # -- prompt --------------------------------------------------------------------------------------------------------
 
@@ -137,7 +176,7 @@ class Speculation:
         passing[RANKING] = self._ranking(q, notes, tokens, keyed - _keyed(notes))
 
     def _ranking(self, q: Tensor, notes: dict[str, Tensor], tokens: int, first: int) -> Ranking:
-        grouped = q.unflatten(0, (self.section.kv_heads, -1))  # [Hkv, G, T, D]
+        grouped = q.unflatten(0, (self.held, -1))  # [Hkv, G, T, D]
         logits = self._products(grouped.flatten(1, 2), notes).unflatten(1, grouped.shape[1:3])  # [Hkv, G, T, m]
         if q.shape[1] > 1:
             asked = tokens + torch.arange(q.shape[1], dtype=torch.int64, device="cpu")
@@ -145,17 +184,27 @@ class Speculation:
                 first + torch.arange(logits.shape[3], dtype=torch.int64, device="cpu") > asked[:, None], float("-inf")
             )
         logs = group_scores(logits)
-        return Ranking(logs.exp().mean(0, keepdim=True).log() if self.batch else logs, first)
+        if not self.batch:
+            return Ranking(logs, first, self.heads, self.section.kv_heads)
+        if self.ranks is not None:
+            every = torch.full((self.section.kv_heads, *logs.shape[1:]), float("-inf"), dtype=logs.dtype, device="cpu")
+            every[list(self.heads)] = logs
+            logs = self.ranks.reduce(every, "max")
+        return Ranking(logs.exp().mean(0, keepdim=True).log(), first)
 
     def _run(self, ids: Tensor, first: int, before: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
-        """Queries [Hq, t, D] and keys [Hkv, t, D] of ids [n] from position `first` on, a chunk at a time, on the host."""
+        """Queries [Hq, t, D] and keys [Hkv, t, D] of ids [n] from position `first` on, a chunk at a time, on the host; of the heads that are
+        here."""
         device = next(self.selector.buffers()).device
         for start in range(0, len(ids), PROMPT_CHUNK):
             part = slice(start, start + PROMPT_CHUNK)
             at = first + torch.arange(len(ids), dtype=torch.int64, device="cpu")[part]
             given = [x[None].to(device) for x in (ids[part], at, *([] if before is None else [before[part]]))]
-            q, k = self.selector(*given)
-            yield q[0].cpu(), k[0].cpu()
+            q, k = (x[0].cpu() for x in self.selector(*given))
+            if self.heads:
+                q = q.unflatten(0, (self.section.kv_heads, -1))[list(self.heads)].flatten(0, 1)
+                k = k[list(self.heads)]
+            yield q, k
 
     def _whole(self, ids: Tensor, first: int, before: Tensor | None) -> tuple[Tensor, Tensor]:
         parts = list(self._run(ids, first, before))
@@ -202,13 +251,21 @@ def _keyed(notes: dict[str, Tensor]) -> int:
     return notes[KEYS].shape[1] + notes[f"{KEYS}{NEWEST}"].shape[1]
 
 
-def own_heads_of(logs: Tensor, site: AttentionSite, whole: AttentionSite) -> Tensor:
-    """logs [H, ...] of the retrieval head's KV heads, for those of `site`, a part of the site `whole`."""
-    if whole.among is None:
-        matched = matched_heads(logs, whole.kv_heads)
-    else:
-        matched = matched_heads(logs, whole.among.kv_heads)[list(whole.among.kv)]
-    return matched[site.first_head : site.first_head + site.kv_heads]
+def model_heads(site: AttentionSite, whole: AttentionSite) -> tuple[int, ...]:
+    """The user's model's KV heads that `site` has, a part of the site `whole`."""
+    order = whole.head_order or tuple(range(whole.kv_heads))
+    return order[site.first_head : site.first_head + site.kv_heads]
+
+
+def own_heads_of(logs: Tensor, ranking: Ranking, site: AttentionSite, whole: AttentionSite) -> Tensor:
+    """logs [H, ...] of the ranking's KV heads, for those of `site`, a part of the site `whole`."""
+    own, count = model_heads(site, whole), whole.whole.kv_heads
+    if not ranking.heads:
+        matched = matched_heads(logs, count)
+        return matched[list(own)] if whole.head_order else matched[own[0] : own[-1] + 1]
+    place = {head: at for at, head in enumerate(ranking.heads)}
+    groups = matches(ranking.of, count)
+    return torch.stack([logs[[place[head] for head in groups[own_head]]].amax(0) for own_head in own])
 
 
 @dataclass(frozen=True)
@@ -223,11 +280,11 @@ class SpeculativeRouter(MeansSuffice):
         if start is None or start < ranking.first:
             place = spans.positions[0].long() - ranking.first
             logs = ranking.logs[:, :, place.clamp(min=0)].masked_fill(place < 0, float("-inf"))
-            return self._of_heads(logs, site, step)
+            return self._of_heads(logs, ranking, site, step)
         at = start - ranking.first
-        asked = (at, spans.count, site.first_head, site.kv_heads, site.group_size, step.site.kv_heads)
+        asked = (at, spans.count, model_heads(site, step.site), site.group_size, step.site.whole.kv_heads)
         if asked not in known:  # the same for most layers
-            known[asked] = self._of_heads(ranking.logs[:, :, at : at + spans.count], site, step)
+            known[asked] = self._of_heads(ranking.logs[:, :, at : at + spans.count], ranking, site, step)
         return known[asked]
 
     @property
@@ -245,9 +302,9 @@ class SpeculativeRouter(MeansSuffice):
         assert isinstance(ranking, Ranking)
         assert isinstance(known, dict)
         skipped = spans.places.start + spans.places.shift - ranking.first
-        asked = (skipped, site.first_head, site.kv_heads, step.site.kv_heads)
+        asked = (skipped, model_heads(site, step.site), step.site.whole.kv_heads)
         if asked not in known:  # the same for most layers
-            own = own_heads_of(ranking.logs[:, 0], site, step.site)
+            own = own_heads_of(ranking.logs[:, 0], ranking, site, step.site)
             count = own.shape[1]
             room = torch.full(
                 (site.kv_heads, count + JOINED - count % JOINED), float("-inf"), dtype=torch.float32, device="cpu"
@@ -261,9 +318,9 @@ class SpeculativeRouter(MeansSuffice):
         return units.tensors["ranking"][:, :, None]
 
     @staticmethod
-    def _of_heads(logs: Tensor, site: AttentionSite, step: Step) -> Tensor:
-        """logs float32 [H, T, M] of the retrieval head's KV heads, for the query heads of a site."""
-        return own_heads_of(logs, site, step.site).repeat_interleave(site.group_size, 0)
+    def _of_heads(logs: Tensor, ranking: Ranking, site: AttentionSite, step: Step) -> Tensor:
+        """logs float32 [H, T, M] of the ranking's KV heads, for the query heads of a site."""
+        return own_heads_of(logs, ranking, site, step.site).repeat_interleave(site.group_size, 0)
 
     def threshold(self, site: AttentionSite) -> Tensor:
         return torch.full((site.q_heads,), float("-inf"), dtype=torch.float32, device="cpu")

@@ -510,7 +510,8 @@ class Plan:
         """The `stores` and the plan that a budget is divided by: of all processes' heads, where they divide it together."""
         if not self.together:
             return tuple(stores), self
-        return tuple(store.whole for store in stores), replace(self, parts=self.together, together={})
+        charge = replace(self.charge, token_nbytes=self.charge.token_nbytes / self.charge.counted)
+        return tuple(store.whole for store in stores), replace(self, parts=self.together, together={}, charge=charge)
 
     @cached_property
     def passers(self) -> Mapping[int, Passer]:

@@ -514,7 +514,7 @@ class RowMemory:
         self.outgrow(tokens)
         self._offload(self.tokens + tokens)
         plan, budget = self.placement.plan, self.cap_bytes(self.tokens)
-        ahead = tokens * plan.charge.token_nbytes
+        ahead = tokens * self.placement.division[1].charge.token_nbytes
         for store in self.placement.program.stores:
             capped = (
                 store.treatment == "method" and self.placement.budget.value is not None and not plan.keeps_generated
