@@ -41,8 +41,16 @@ METHODS = {
     ),
     **dict.fromkeys(("semanticache", "sekv"), 0.4),
     **dict.fromkeys(("clusterkv", "omnikv"), 0.75),
+    "sketch": 0.1,
+    "mixed": 0.2,
+    **dict.fromkeys(("compresskv", "specontext", "indexer"), 0.3),
+    **dict.fromkeys(("sentencekv", "heterocache"), 0.4),
 }
-"""Methods that need no profile, and a budget at which a prompt of 300 tokens is compressed by each."""
+"""Methods, and a budget at which a prompt of 300 tokens is compressed by each."""
+OPTIONS: dict[str, dict[str, Any]] = {"heterocache": {"strict": True, "tau_stable": 0.2, "tau_similar": 0.15}}
+"""Roles of all kinds in random models, at a budget that whole heads would not leave."""
+PROFILED = ("sketch", "compresskv", "sentencekv", "mixed", "heterocache", "specontext")
+"""Those that need a profile."""
 
 PROMPT, STEPS, TOLERANCE = 300, 24, 1e-5
 
@@ -86,22 +94,25 @@ def work(rank: int, world: int, port: int, jobs: list[tuple[str, str]], folder: 
         group = dist.group.WORLD
     import semkv
     from semkv.config import CompileConfig
+    from semkv.profiles.schema import Profile
 
     sys.path.insert(0, str(ROOT / "benchmarks"))
     from tiny_models import VOCAB, tiny_model
 
-    compiled: dict[str, Any] = {}
+    compiled: dict[tuple[str, bool], Any] = {}
     for name, method in jobs:
         try:
-            if name not in compiled:
+            key = (name, method in PROFILED)
+            if key not in compiled:
                 compiled.clear()
-                dtype = torch.float32 if name == "gpt_neo" else torch.float64
+                profile = Profile.load(Path(folder) / f"{name}.profile") if method in PROFILED else None
                 settings = CompileConfig(floor=0, kernels="torch")
-                compiled[name] = semkv.compile(
-                    tiny_model(name, dtype=dtype), method="full", config=settings, group=group
+                compiled[key] = semkv.compile(
+                    tiny_model(name, dtype=dtype_of(name)), profile, method="full", config=settings, group=group
                 )
-            whole = compiled[name]
-            own = whole if method == "full" else whole.with_method(method, METHODS[method])
+            whole = compiled[key]
+            options = OPTIONS.get(method, {})
+            own = whole if method == "full" else whole.with_method(method, METHODS[method], **options)
             ids = torch.randint(5, VOCAB, (1, PROMPT), generator=torch.Generator().manual_seed(0))
             state = own.prefill(ids)
             logits, tokens = [state.logits.clone()], []
@@ -125,10 +136,33 @@ def work(rank: int, world: int, port: int, jobs: list[tuple[str, str]], folder: 
         dist.destroy_process_group()
 
 
+def dtype_of(name: str) -> torch.dtype:
+    return torch.float32 if name == "gpt_neo" else torch.float64
+
+
+def profiles(names: list[str], folder: str) -> None:
+    """Make a profile of each architecture in `folder`; one that cannot be made is said when it is missing."""
+    from tiny_models import VOCAB, tiny_model
+    from tiny_profiles import tiny_profile
+
+    torch.set_num_threads(1)
+    for name in names:
+        try:
+            made, left_out = tiny_profile(tiny_model(name, dtype=dtype_of(name)), VOCAB)
+        except Exception as error:  # its methods are refused then, which is a result as well
+            print(f"{name}: no profile: {type(error).__name__}: {error}", flush=True)
+            continue
+        made.save(Path(folder) / f"{name}.profile")
+        for step, reason in left_out.items():
+            print(f"{name}: profile without {step}: {reason}", flush=True)
+
+
 def run(jobs: list[tuple[str, str]], world: int, timeout: float) -> dict[tuple[str, str], dict[str, Any]]:
-    """What came of `jobs`, by `world` processes together and by one alone."""
+    """What came of `jobs`, by `world` processes together and by one alone. The first one without a result, as processes ended or hung in
+    it, has failed; those behind it were not begun, and have no row."""
     context, port = mp.get_context("spawn"), free_port()
     with tempfile.TemporaryDirectory() as folder:
+        profiles(sorted({name for name, method in jobs if method in PROFILED}), folder)
         places = [(rank, world, port) for rank in range(world)] + [(0, 1, port)]
         processes = [context.Process(target=work, args=(*place, jobs, folder)) for place in places]
         for process in processes:
@@ -141,8 +175,10 @@ def run(jobs: list[tuple[str, str]], world: int, timeout: float) -> dict[tuple[s
         rows = {}
         for name, method in jobs:
             files = [Path(folder) / f"{size}.{rank}.{name}.{method}" for rank, size, _ in places]
-            if all(file.exists() for file in files):
-                rows[name, method] = compare([torch.load(file) for file in files])
+            if not all(file.exists() for file in files):
+                rows[name, method] = {"status": "failed", "reason": f"no result within {timeout:g} s"}
+                break
+            rows[name, method] = compare([torch.load(file) for file in files])
         return rows
 
 

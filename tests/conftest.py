@@ -297,8 +297,8 @@ def base() -> CompiledModel:
 
 
 @pytest.fixture(scope="session")
-def tiny(profiled) -> CompiledModel:
-    """The tiny model. Its weights are so large that tokens depend on all of the prompt."""
+def tiny_llama() -> LlamaForCausalLM:
+    """The model of `tiny`. Its weights are so large that tokens depend on all of the prompt."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -314,4 +314,10 @@ def tiny(profiled) -> CompiledModel:
         eos_token_id=None,
         pad_token_id=0,
     )
-    return profiled(LlamaForCausalLM(config).eval())
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="session")
+def tiny(profiled, tiny_llama) -> CompiledModel:
+    """The tiny model with a profile."""
+    return profiled(tiny_llama)

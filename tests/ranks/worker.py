@@ -35,7 +35,7 @@ def model() -> torch.nn.Module:
 
 def run(compiled: semkv.CompiledModel) -> dict[str, object]:
     """Tokens and logits of a prompt of 260 tokens and 24 steps; bytes that the row's tensors take."""
-    ids = torch.randint(1, 97, (1, 260), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(1, compiled.program.vocab_size, (1, 260), generator=torch.Generator().manual_seed(0))
     state = compiled.prefill(ids)
     tokens, logits = [], [state.logits.clone()]
     for _ in range(24):
@@ -43,23 +43,37 @@ def run(compiled: semkv.CompiledModel) -> dict[str, object]:
         tokens.append(int(new))
         compiled.extend(state, new[:, None])
         logits.append(state.logits.clone())
-    stores = [memory for row in state.rows for memories in row.stores.values() for memory in memories]
-    held = sum(x.nbytes for memory in stores for part in (memory.kept, memory.recent) for x in part.buffers)
-    return {"tokens": tokens, "logits": torch.cat(logits), "held": held}
+    (row,) = state.rows
+    held = sum(x.nbytes for memory in row.memories() for part in (memory.kept, memory.recent) for x in part.buffers)
+    updates = sum(int(x[1]) for name, x in row.notes.items() if name.startswith("pivot.checks"))
+    keys = sum(x.nbytes for name, x in row.notes.items() if name.startswith("retrieval.keys"))
+    return {"tokens": tokens, "logits": torch.cat(logits), "held": held, "updates": updates, "keys": keys}
 
 
 def results(jobs: list[list], source: str, group: dist.ProcessGroup | None) -> dict[str, dict[str, object]]:
-    """By method: `run` of it at its budget; an error's text where it is refused. source: an artifact, or "" for a capture."""
-    if source:
-        return {"loaded": run(semkv.load(source, group=group))}
-    whole = semkv.compile(model(), method="full", config=SETTINGS, group=group)
+    """By job, method, budget and options: `run` of it; an error's text where it is refused. source: an artifact, which is a job of its own
+    where there are no others, or "" for a capture."""
+    whole = (
+        semkv.load(source, group=group)
+        if source
+        else semkv.compile(model(), method="full", config=SETTINGS, group=group)
+    )
+    if not jobs:
+        return {"loaded": run(whole)}
     made: dict[str, dict[str, object]] = {}
-    for method, budget in jobs:
+    for job in jobs:
+        method, budget, *options = job
         try:
-            made[method] = run(whole if method == "full" else whole.with_method(method, budget))
+            made[label(job)] = run(
+                whole if method == "full" else whole.with_method(method, budget, **(options[0] if options else {}))
+            )
         except SemkvError as error:
-            made[method] = {"error": str(error)}
+            made[label(job)] = {"error": str(error)}
     return made
+
+
+def label(job: list) -> str:
+    return json.dumps(job)
 
 
 if __name__ == "__main__":
