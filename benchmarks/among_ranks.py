@@ -137,7 +137,8 @@ def work(rank: int, world: int, port: int, jobs: list[tuple[str, str]], folder: 
 
 
 def dtype_of(name: str) -> torch.dtype:
-    return torch.float32 if name == "gpt_neo" else torch.float64
+    """What the sweep ran the architecture in: some have code that float64 does not run."""
+    return getattr(torch, json.loads(SWEEP.read_text())["rows"][name]["dtype"])
 
 
 def profiles(names: list[str], folder: str) -> None:
