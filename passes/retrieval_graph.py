@@ -82,7 +82,9 @@ def head_graph(
     inputs = [*INPUTS, *([FEATURES] if section.features else [])]
 
     def whole(*tensors: Tensor) -> tuple[Tensor, Tensor]:
-        return queries_and_keys(section, dict(zip(names, tensors)), *tensors[len(names) :], lookup=lookup)
+        ids, positions, *features = tensors[len(names) :]
+        given = features[0] if features else None
+        return queries_and_keys(section, dict(zip(names, tensors)), ids, positions, given, lookup=lookup)
 
     traced = make_fx(whole, tracing_mode="symbolic")(embedding, *weights.values(), *given)
     found = list(placeholders(traced.graph).values())

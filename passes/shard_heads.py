@@ -131,9 +131,7 @@ class _Cut:
                     kv_heads=len(heads.kv),
                     head_order=tuple(order[head] for head in heads.kv),
                     roles=tuple(site.roles[head] for head in heads.kv) if site.roles else (),
-                    among=Among(
-                        self.ranks, heads.kv, heads.query, site.kv_heads, heads.sharers, site.head_order
-                    ),
+                    among=Among(self.ranks, heads.kv, heads.query, site.kv_heads, heads.sharers, site.head_order),
                 )
             )
         return tuple(sites)

@@ -46,10 +46,7 @@ def offload_demand(
     """What this program under this plan asks of the device."""
     stores = [store for store in program.stores if store.treatment == "method"]
     waiting = [
-        sum(
-            waiting_cost_bytes(part.site(store), part.components, budget.dtype)
-            for part in plan.parts[store.store]
-        )
+        sum(waiting_cost_bytes(part.site(store), part.components, budget.dtype) for part in plan.parts[store.store])
         for store in stores
     ]
     weights = weight_bytes(program)

@@ -72,6 +72,10 @@ class Among:
             return len(wanted) > 1
         return not any(wanted <= set(self.ranks.part_of(rank, self.kv_heads)) for rank in range(self.ranks.size))
 
+    def counts(self, *own: int) -> list[int]:
+        """Counts over this process's heads, over all heads."""
+        return self.sum(torch.tensor(own, dtype=torch.float64, device="cpu")).round().long().tolist()
+
     def sum(self, x: Tensor) -> Tensor:
         """A sum over this process's heads, over all heads."""
         return self.ranks.reduce(x / self.sharers if self.sharers > 1 else x, "sum")

@@ -107,9 +107,7 @@ class AttentionSite:
         before = site.head_order or tuple(range(site.kv_heads))
         own = [roles[head] for head in before]
         order = head_order(own)
-        return replace(
-            site, roles=tuple(own[at] for at in order), head_order=tuple(before[at] for at in order)
-        )
+        return replace(site, roles=tuple(own[at] for at in order), head_order=tuple(before[at] for at in order))
 
     @property
     def query_heads(self) -> slice:

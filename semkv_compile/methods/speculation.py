@@ -89,9 +89,7 @@ class Speculation:
             for sites in (stores, [site.whole for site in stores])
         )
         heads = tuple(sorted(read))
-        return cls(
-            program.selector, section, strict, batch=batch, ranks=program.ranks, heads=heads, counted=own / full
-        )
+        return cls(program.selector, section, strict, batch=batch, ranks=program.ranks, heads=heads, counted=own / full)
 
     @property
     def held(self) -> int:
@@ -193,8 +191,7 @@ class Speculation:
         return Ranking(logs.exp().mean(0, keepdim=True).log(), first)
 
     def _run(self, ids: Tensor, first: int, before: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
-        """Queries [Hq, t, D] and keys [Hkv, t, D] of ids [n] from position `first` on, a chunk at a time, on the host; of the heads that are
-        here."""
+        """Queries [Hq, t, D] and keys [Hkv, t, D] of ids [n] from position `first` on, a chunk at a time, on the host; of own heads."""
         device = next(self.selector.buffers()).device
         for start in range(0, len(ids), PROMPT_CHUNK):
             part = slice(start, start + PROMPT_CHUNK)

@@ -118,12 +118,7 @@ class Placement:
     def whole_token_nbytes(self) -> float:
         """Device bytes of a token, with its position, in all heads that keep every token."""
         stores, plan = self.division
-        whole = (
-            part.site(store)
-            for store in stores
-            for part in plan.parts[store.store]
-            if part.components.whole
-        )
+        whole = (part.site(store) for store in stores for part in plan.parts[store.store] if part.components.whole)
         return sum(site.values_per_token * self.budget.dtype.itemsize + 4 * site.once for site in whole)
 
     @cached_property

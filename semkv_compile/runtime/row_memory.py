@@ -168,7 +168,9 @@ class RowMemory:
                 fitting += heads * int(lengths[fits].sum())
                 if not bool(fits.all()):
                     failing.append((free, float(lengths[~fits].float().mean())))
-        folded, fitting = self._counted_together(folded, fitting)
+        among = next((store.among for store in self.placement.budgeted), None)
+        if among is not None:  # all processes refuse a row, or none
+            folded, fitting = among.counts(folded, fitting)
         if 2 * fitting < folded:
             free, length = min(failing, default=(0.0, 0.0))
             raise BudgetError(
@@ -176,13 +178,6 @@ class RowMemory:
                 f"it leaves {free:.0f} tokens per KV head to unfold units of {length:.0f} tokens on the mean, of which there are so few "
                 "because the index of more does not fit either: raise the budget"
             )
-
-    def _counted_together(self, *counts: int) -> list[int]:
-        """Counts over this process's heads, over those of all processes that share the model: all refuse a row, or none."""
-        if not self.placement.budgeted or (among := self.placement.budgeted[0].among) is None:
-            return list(counts)
-        parts = torch.tensor([counts], dtype=torch.float64, device="cpu")
-        return among.sum(parts)[0].round().long().tolist()
 
     def _refuse(self, store: AttentionSite, cap: float) -> NoReturn:
         placement, smallest = self.placement, self.placement.minimum_tokens
@@ -231,13 +226,11 @@ class RowMemory:
     @property
     def charged_nbytes(self) -> int:
         """Device bytes of the notes that the budget counts."""
-        return self._charged()
+        return self._charged() if self.placement.plan.charged else 0
 
     def _charged(self, counted: float | None = None) -> int:
         """Of what the charged notes of all processes take, the part that is `counted`; None: that of this process."""
         plan = self.placement.plan
-        if not plan.charged:
-            return 0
         held = sum(x.nbytes for name, x in self.notes.items() if name in plan.charged)
         part = (plan.charge.counted if counted is None else counted) / plan.charge.here
         return held if part == 1 else round(held * part)
@@ -289,9 +282,7 @@ class RowMemory:
             return float("inf")
         cap, components = self._part_cap(store, part, tokens), part.components
         floor = in_pages(components.floor_tokens, self.placement.page_size)
-        return min(
-            cap, max(components.fixed_share * cap, floor * self._token_nbytes(part.site(store)))
-        )
+        return min(cap, max(components.fixed_share * cap, floor * self._token_nbytes(part.site(store))))
 
     def _step_allowance(self, store: AttentionSite, part: Part, tokens: int) -> float:
         """`fixed_allowance` for what a step adds to a row; no limit where it stays beside the budget."""

@@ -75,14 +75,20 @@ def test_two_processes_give_the_tokens_of_one(tmp_path):
 
 
 EVEN = (
-    ("pivot", "anchor", "satellite", "volatile"),
-    ("satellite", "pivot", "anchor", "anchor"),
-), ((0, 1, 0, 3), (1, 1, 2, 3))
+    (
+        ("pivot", "anchor", "satellite", "volatile"),
+        ("satellite", "pivot", "anchor", "anchor"),
+    ),
+    ((0, 1, 0, 3), (1, 1, 2, 3)),
+)
 """Roles and clusters of two layers' heads, of which two processes have as many each; a pivot's satellite is elsewhere, and beside it."""
 UNEVEN = (
-    ("anchor", "satellite", "volatile", "pivot"),
-    ("satellite", "satellite", "anchor", "pivot"),
-), ((0, 3, 2, 3), (3, 3, 2, 3))
+    (
+        ("anchor", "satellite", "volatile", "pivot"),
+        ("satellite", "satellite", "anchor", "pivot"),
+    ),
+    ((0, 3, 2, 3), (3, 3, 2, 3)),
+)
 """All whole heads in one process, all satellites in the other."""
 
 

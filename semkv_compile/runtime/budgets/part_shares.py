@@ -36,9 +36,9 @@ def whole_nbytes(placement: Placement, tokens: int) -> float:
 def part_shares(
     placement: Placement, shares: Mapping[int, float], tokens: int, cap: float
 ) -> dict[tuple[int, int], float]:
-    """Of what whole heads leave of `cap` device bytes, the share of each other part of this process, by (store, first head): in proportion to the stores'
+    """Of what whole heads leave of `cap` device bytes, the share of each other part, by (store, first head): in proportion to the stores'
     `shares` and the parts' own, none less than the method needs or more than all `tokens` tokens; what that takes from one goes to the
-    others. Empty where every store is one part.
+    others. Where processes share the heads, of this one's parts. Empty where every store is one part.
 
     Raises
     ------
