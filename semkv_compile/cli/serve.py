@@ -26,7 +26,8 @@ from semkv.serving.vllm.names import ARCHITECTURE
 
 @dataclass(frozen=True)
 class ServeRequest:
-    """Options of the command; memory, host_memory and keep in bytes, longest in tokens. ray: through Ray Serve LLM, with `replicas`."""
+    """Options of the command; memory, host_memory and keep in bytes, longest in tokens. ray: through Ray Serve LLM, with `replicas`.
+    processes: that share the model."""
 
     model: str
     method: str | None
@@ -44,6 +45,7 @@ class ServeRequest:
     ray: bool = False
     keep: int | None = None
     replicas: int | None = None
+    processes: int = 1
 
 
 def run_serve(request: ServeRequest) -> None:
@@ -61,8 +63,13 @@ def run_serve(request: ServeRequest) -> None:
         raise ConfigError("the model names no context: give --max-model-len")
     if longest > (compiled.program.max_positions or longest):
         raise ConfigError(f"--max-model-len {longest}: the model's context is {compiled.program.max_positions} tokens")
-    memory = request.memory or default_memory(cuda=not on_host)
-    Admission.of(compiled.request_bytes, longest, host=on_host).check(units(memory), longest)
+    processes = request.processes
+    heads = max(site.q_heads for site in compiled.program.sites)
+    if processes < 1 or heads % processes:
+        raise ConfigError(f"--tensor-parallel-size {processes}: expected a number that divides the {heads} query heads")
+    memory = request.memory or default_memory(cuda=not on_host) // (processes if on_host else 1)
+    if processes == 1:  # else each process checks its part, which only it knows
+        Admission.of(compiled.request_bytes, longest, host=on_host).check(units(memory), longest)
     key = hashlib.sha256(repr((served, longest)).encode()).hexdigest()[:16]
     folder = cache_folder() / "serving" / key
     served.write(folder, compiled, tokenizer, ARCHITECTURE)
@@ -75,6 +82,7 @@ def run_serve(request: ServeRequest) -> None:
         memory,
         request.host,
         request.port,
+        processes,
         request.extra,
     )
     settings = " ".join(f"{name}={value}" for name, value in ENVIRONMENT.items())

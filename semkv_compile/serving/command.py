@@ -23,8 +23,8 @@ ENVIRONMENT = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 class Server:
     """How vLLM serves a folder.
 
-    name: of the model in the API. dtype: of the compiled model. longest: tokens of a request. memory: bytes for all requests. extra:
-    arguments of `vllm serve`, as they are.
+    name: of the model in the API. dtype: of the compiled model. longest: tokens of a request. memory: bytes for all requests, in each
+    process. processes: that share the model. extra: arguments of `vllm serve`, as they are.
     """
 
     folder: Path
@@ -34,6 +34,7 @@ class Server:
     memory: int
     host: str
     port: int
+    processes: int = 1
     extra: Sequence[str] = ()
 
     @property
@@ -47,6 +48,7 @@ class Server:
             "scheduler-cls": SCHEDULER,
             # one block more, which vLLM holds back
             "kv-cache-memory-bytes": (self.memory_units + 1) * BLOCK_BYTES,
+            "tensor-parallel-size": self.processes,
             "enforce-eager": True,
             "enable-prefix-caching": False,
             "async-scheduling": False,

@@ -16,7 +16,7 @@ from semkv.serving.vllm.names import LOAD_FORMAT, SCHEDULER, WORKER
 def flags(**changes):
     """vLLM's configuration as `semkv serve` makes it, but for `group__name=value`."""
     config = Space(
-        parallel_config=Space(worker_cls=WORKER, world_size=1),
+        parallel_config=Space(worker_cls=WORKER, world_size=3, tensor_parallel_size=3, decode_context_parallel_size=1),
         scheduler_config=Space(scheduler_cls=SCHEDULER, async_scheduling=False),
         cache_config=Space(enable_prefix_caching=False, kv_cache_memory_bytes=1600, cache_dtype="auto"),
         load_config=Space(load_format=LOAD_FORMAT),
@@ -55,7 +55,8 @@ def test_the_flags_of_the_command_are_enough():
         ({"cache_config__kv_cache_memory_bytes": None}, "missing here: --kv-cache-memory-bytes"),
         ({"model_config__enforce_eager": False}, "missing here: --enforce-eager"),
         ({"use_v2_model_runner": True}, "VLLM_USE_V2_MODEL_RUNNER=0 in the environment"),
-        ({"parallel_config__world_size": 2}, "does not take tensor or pipeline parallelism: serve without"),
+        ({"parallel_config__world_size": 6}, "does not take pipeline or context parallelism: serve without"),
+        ({"parallel_config__decode_context_parallel_size": 3}, "does not take pipeline or context parallelism"),
         ({"lora_config": 1, "speculative_config": 1}, "does not take LoRA, speculative decoding: serve without"),
         ({"quant_config": 1}, "does not take quantization"),
         ({"model_config__enable_prompt_embeds": True}, "does not take prompts of embeddings"),
