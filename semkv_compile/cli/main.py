@@ -494,9 +494,7 @@ def serve_command(
         str | None,
         typer.Option(help="Of the host, for prompts being read and folded tokens, `8GB`. Default: no limit."),
     ] = None,
-    keep_sessions: Annotated[
-        str | None, typer.Option(help="For ended requests' memories that others go on from.")
-    ] = None,
+    keep_sessions: Annotated[str | None, typer.Option(help="For ended requests, which others go on from.")] = None,
     max_model_len: Annotated[
         str | None,
         typer.Option(help="Tokens of a request, prompt and answer; 8K is 8192. Default: the model's context."),

@@ -18,7 +18,7 @@ from semkv.errors import ConfigError
 from semkv.io.cache_folder import cache_folder
 from semkv.io.files import sha256_of
 from semkv.serving.admission import Admission, units
-from semkv.serving.command import ENVIRONMENT, Server, check_vllm
+from semkv.serving.command import BINDING, ENVIRONMENT, Server, check_vllm
 from semkv.serving.folder import Served, default_memory
 from semkv.serving.ray_application import check_ray, write
 from semkv.serving.vllm.names import ARCHITECTURE
@@ -85,7 +85,11 @@ def run_serve(request: ServeRequest) -> None:
         processes,
         request.extra,
     )
-    settings = " ".join(f"{name}={value}" for name, value in ENVIRONMENT.items())
+    variables = dict(ENVIRONMENT)
+    if on_host and processes > 1:  # vLLM would look for a node of memory for each
+        shares = {BINDING: "nobind", "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // processes))}
+        variables |= {name: os.environ.get(name, value) for name, value in shares.items()}
+    settings = " ".join(f"{name}={value}" for name, value in variables.items())
     command = (
         write(server, 1 if request.replicas is None else request.replicas, on_host=on_host)
         if request.ray
@@ -93,7 +97,7 @@ def run_serve(request: ServeRequest) -> None:
     )
     typer.echo(f"{settings} {shlex.join(command)}", err=not request.dry_run)
     if not request.dry_run:
-        os.execve(command[0], command, {**os.environ, **ENVIRONMENT})
+        os.execve(command[0], command, {**os.environ, **variables})
 
 
 def _artifact(request: ServeRequest) -> tuple[Path, Any, str | None]:

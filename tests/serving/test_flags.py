@@ -9,7 +9,10 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed: `make test-serving` makes an environment with it")
 
 from semkv.errors import ConfigError
-from semkv.serving.vllm.model import check_flags
+from semkv.serving.admission import Admission
+from semkv.serving.folder import Served
+from semkv.serving.vllm import model
+from semkv.serving.vllm.model import check_flags, of_all
 from semkv.serving.vllm.names import LOAD_FORMAT, SCHEDULER, WORKER
 
 
@@ -67,3 +70,20 @@ def test_the_flags_of_the_command_are_enough():
 def test_other_flags_are_refused(change, message):
     with pytest.raises(ConfigError, match=message):
         check_flags(flags(**change))
+
+
+def test_limits_in_bytes_need_equal_parts(monkeypatch):
+    """Processes with other numbers of KV heads would reach them at other requests."""
+    own, other = Admission(4, (1, 5), (2, 2)), Admission(4, (3, 4), (1, 6))
+
+    def gather(tables, table, group):
+        tables[:] = [table, *parts]
+
+    monkeypatch.setattr(model.dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(model.dist, "all_gather_object", gather)
+    parts = [other]
+    assert of_all(own, Served("x"), None) == Admission(4, (3, 5), (2, 6))
+    with pytest.raises(ConfigError, match="--keep-sessions: 2 processes have different numbers of KV heads"):
+        of_all(own, Served("x", keep=5), None)
+    parts = [own]
+    assert of_all(own, Served("x", keep=5, host_memory=9), None) == own
