@@ -25,8 +25,10 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+import semkv
 from semkv.compiler.pipeline import among_ranks, captured_program
 from semkv.ir.ranks import Ranks, collectives
+from semkv.loading import load_compiled
 from semkv.passes.shapes import with_shapes
 from semkv.passes.shard_heads import Cut, heads_of, weights_of
 
@@ -220,6 +222,16 @@ def test_shapes_are_found_anew():
     other = among_ranks(with_shapes(bare), Ranks(1, 2, "none"))
     for found in logits([program, other]):
         torch.testing.assert_close(found, logits([whole])[0], rtol=1e-6, atol=1e-6)
+
+
+def test_an_artifact_is_cut_as_the_model_is(tmp_path):
+    """Its projections stream their weights already."""
+    torch.manual_seed(0)
+    model = FAMILIES["three KV heads"]().eval()
+    semkv.compile(model, method="full").save(tmp_path / "model")
+    ranks = Ranks(1, 2, "none")
+    (note,) = (x for x in load_compiled(tmp_path / "model", ranks=ranks).program.notes if x.startswith("shard_heads"))
+    assert note == among_ranks(captured_program(model), ranks).notes[-1]
 
 
 def _without_values(module):
