@@ -348,11 +348,11 @@ def steps(compiled: semkv.CompiledModel, reference: Reference, memory: PlainMemo
 
 
 class StreamedMemory(PlainMemory):
-    """Of stores that methods compress, shows a step what StreamingLLM leaves at `budget`; of others, everything."""
+    """Of stores that methods compress, shows a step what StreamingLLM leaves at `budget`; of others, everything. dtype: of the KV."""
 
-    def __init__(self, sites: list[AttentionSite], budget: float) -> None:
+    def __init__(self, sites: list[AttentionSite], budget: float, dtype: torch.dtype) -> None:
         super().__init__(sites)
-        self.sites, self.budget = {site.index: site for site in sites}, budget
+        self.sites, self.budget, self.dtype = {site.index: site for site in sites}, budget, dtype
         self.layers: dict[int, Streaming] = {}
 
     def record(self, site: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> None:
@@ -360,7 +360,7 @@ class StreamedMemory(PlainMemory):
         own = self.sites[site]
         if own.treatment == "method" and own.store not in self.layers:
             self.layers[own.store] = layer = Streaming(own.scale, self.budget)
-            layer.prompt(q[0], k[0], v[0], positions)
+            layer.prompt(q[0], k[0].to(self.dtype), v[0].to(self.dtype), positions)
 
     def entries(self, site: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Entries:
         found = super().entries(site, q, k, v, positions)
@@ -383,7 +383,9 @@ def compress(reference: Reference, compiled: semkv.CompiledModel) -> dict[str, A
         half = compiled.with_method("streaming_llm", 0.5, config=settings)
     except ConfigError as error:
         return {"compressed": f"refused: {first_line(error)}"}
-    logits = steps(half, reference, StreamedMemory(half.program.sites, 0.5))
+    if all(site.treatment != "method" for site in half.program.sites):
+        return {"compressed": "no attention that methods compress"}
+    logits = steps(half, reference, StreamedMemory(half.program.sites, 0.5, half.dtype))
     return {
         "compressed_difference": difference(teacher_forced(half, reference), logits),
         "compressed_change": difference(logits, reference.logits),

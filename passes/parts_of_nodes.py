@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from semkv.ir.graph import attribute, shape_of
+from semkv.ir.ops import linear
 from semkv.passes.graph_utils import argument, copy_context
 
 aten = torch.ops.aten
@@ -205,7 +206,7 @@ def call_of(parts: Parts, node: Node, axis: int, index: Index) -> Call | Node | 
         return _view(parts, node, axis, index, shape)
     if target is operator.getitem:
         return _piece_of_split(parts, node, axis, index)
-    if target == aten.linear.default:
+    if target in (aten.linear.default, linear):
         return _linear(parts, node, axis, index, rank)
     if target in (aten.matmul.default, aten.bmm.default, aten.mm.default):
         return _matmul(parts, node, axis, index, rank)

@@ -58,14 +58,14 @@ class ShardHeads(Pass):
     def run(self, program: Program, options: PassOptions) -> Program:
         """Cut body and head; the notes say what is cut, and what every process holds whole."""
         assert options.ranks is not None
-        cut = _Cut(copy_graph_module(program.body), options.ranks)
+        cut = Cut(copy_graph_module(program.body), options.ranks)
         sites = cut.attentions(program)
         cut.norms()
         cut.channels()
         cut.vocabulary()
         body, head = cut.finished(), program.head
         if head is not None:
-            behind = _Cut(copy_graph_module(head), options.ranks, counts=cut.counts)
+            behind = Cut(copy_graph_module(head), options.ranks, counts=cut.counts)
             behind.parts.stored = cut.parts.stored
             behind.logits()
             head = behind.finished()
@@ -99,7 +99,10 @@ def heads_of(site: AttentionSite, ranks: Ranks) -> Heads:
 
 
 @dataclass(eq=False)
-class _Cut:
+class Cut:
+    """A program's graph as one of `ranks` has it, changed in place. counts, whole: what was cut, and weights that all have, by name. names:
+    nodes that were replaced, and by which."""
+
     body: GraphModule
     ranks: Ranks
     counts: Counter[str] = field(default_factory=Counter)
@@ -110,6 +113,23 @@ class _Cut:
         self.graph = self.body.graph
         self.parts = Parts(self.body, NAME)
         self.shared_out: set[tuple[Node, int]] = set()
+        self._dead: set[Node] = set()
+        self._dead_when = (0, 0)
+
+    @property
+    def dead(self) -> set[Node]:
+        """Nodes that nothing reads, nor any that read them."""
+        now = (len(self.graph.nodes), len(self.names))
+        if now != self._dead_when:
+            self._dead, self._dead_when = set(), now
+            for node in reversed(self.graph.nodes):
+                if (
+                    node.op == "call_function"
+                    and all(user in self._dead for user in node.users)
+                    and not node.is_impure()
+                ):
+                    self._dead.add(node)
+        return self._dead
 
     # -- attention -----------------------------------------------------------------------------------------------------
 
@@ -205,7 +225,7 @@ class _Cut:
     def channels(self) -> None:
         """Products over channels that are made one by one by other products: an MLP's, an expert's."""
         for node in list(self.graph.nodes):
-            if not _is_product(node) or _is_dead(node) or node.meta.get("origin", "").endswith(NAME):
+            if not _is_product(node) or node in self.dead or node.meta.get("origin", "").endswith(NAME):
                 continue
             width = (shape_of(_input_of(node)) or (None,))[-1]
             if isinstance(width, int) and width >= self.ranks.size:
@@ -231,7 +251,7 @@ class _Cut:
             return False
         with self.graph.inserting_before(product.next):
             partial, bias = self._partial(product, own, index)
-        last = product if bias is not None else _last_of_sum(product)
+        last = product if bias is not None else self._last_of_sum(product)
         if last is product:
             added = self._reduced(partial, product)
         else:  # what follows is a sum over the experts of a token: behind it there is less to send
@@ -245,8 +265,25 @@ class _Cut:
         self.counts[kind] += 1
         return True
 
+    def _last_of_sum(self, product: Node) -> Node:
+        """The sum over a token's experts that alone reads what they make, by operators to which it makes no difference; else the
+        product."""
+        node, last = product, product
+        while True:
+            users = [user for user in node.users if user not in self.dead]
+            if (
+                len(users) != 1
+                or users[0].target not in SCALED
+                or users[0].args[0] is not node
+                or node in users[0].args[1:]
+            ):
+                return last
+            (node,) = users
+            if node.target in SUMS:
+                last = node
+
     def _read_elsewhere(self, node: Node, touched: set[Node], product: Node) -> bool:
-        return not all(user in touched or user is product or _is_dead(user) for user in node.users)
+        return not all(user in touched or user is product or user in self.dead for user in node.users)
 
     def _partial(self, product: Node, x: Node, index: Index) -> tuple[Node, Node | None]:
         """The product over `index` alone, without its bias, which is added once."""
@@ -287,7 +324,7 @@ class _Cut:
         """Sums and means over a projection of which attention reads a part: each process sums over its part."""
         parts = {(node, axis): index for node, axis, index in self.parts.made if _is_product(node)}
         for node in list(self.graph.nodes):
-            if node.target not in (aten.mean.dim, aten.sum.dim_IntList) or _is_dead(node):
+            if node.target not in (aten.mean.dim, aten.sum.dim_IntList) or node in self.dead:
                 continue
             source, (dim, *others) = node.args[0], node.args[1] or (0, 0)
             shape = shape_of(source) or (None,)
@@ -325,7 +362,7 @@ class _Cut:
                 node.target != aten.embedding.default
                 or node.args[1] is not ids
                 or node.args[0].op != "get_attr"
-                or _is_dead(node)
+                or node in self.dead
             ):
                 continue
             rows = (shape_of(node.args[0]) or (None,))[0]
@@ -411,11 +448,6 @@ def _weight_is_stored(product: Node) -> bool:
     return isinstance(weight, Node) and weight.op == "get_attr"
 
 
-def _is_dead(node: Node) -> bool:
-    """Whether nothing reads the node, nor any that read it."""
-    return node.op == "call_function" and not node.is_impure() and all(_is_dead(user) for user in node.users)
-
-
 def _product_behind(node: Node, width: int) -> Node | None:
     """The product whose input's last axis is an attention's output: all heads, one behind the other."""
     waiting, seen = list(node.users), set()
@@ -460,23 +492,6 @@ def _alone_behind(node: Node) -> Node | None:
 SUMS = frozenset({aten.sum.dim_IntList})
 SCALED = frozenset({aten.mul.Tensor, aten.div.Tensor, aten.unsqueeze.default, aten.index.Tensor, *VIEWS, *SUMS})
 """Operators to which a sum of parts may be added up behind them as well."""
-
-
-def _last_of_sum(product: Node) -> Node:
-    """The sum over a token's experts that alone reads what they make, by operators to which it makes no difference; else the product."""
-    node, last = product, product
-    while True:
-        users = [user for user in node.users if not _is_dead(user)]
-        if (
-            len(users) != 1
-            or users[0].target not in SCALED
-            or users[0].args[0] is not node
-            or node in users[0].args[1:]
-        ):
-            return last
-        (node,) = users
-        if node.target in SUMS:
-            last = node
 
 
 __all__ = ["Heads", "ShardHeads", "heads_of", "weights_of"]

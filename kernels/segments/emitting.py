@@ -253,8 +253,10 @@ def _entry(call: Call) -> int:
 
 
 def _expect_numbers_fit(given: Sequence[Given]) -> None:
-    """Refuse whole numbers that PyTorch would wrap around: they become numbers of the tensors' dtype."""
+    """Refuse numbers that no instruction knows, and whole ones that PyTorch would wrap around: they become numbers of the tensors' dtype."""
     kinds = [x.dtype for x in given if isinstance(x, Value) and x.dtype != torch.bool]
+    for kind in kinds:
+        expect(kind in DTYPES, f"numbers of {kind}")
     if not kinds or any(kind.is_floating_point for kind in kinds):
         return
     wide = torch.iinfo(max(kinds, key=lambda kind: torch.iinfo(kind).max))

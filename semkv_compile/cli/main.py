@@ -492,15 +492,16 @@ def serve_command(
     ] = None,
     host_memory: Annotated[
         str | None,
-        typer.Option(help="Of the host, for prompts while they are read and folded tokens, `8GB`. Default: no limit."),
+        typer.Option(help="Of the host, for prompts being read and folded tokens, `8GB`. Default: no limit."),
     ] = None,
-    keep_sessions: Annotated[
-        str | None, typer.Option(help="For ended requests' memories that others go on from.")
-    ] = None,
+    keep_sessions: Annotated[str | None, typer.Option(help="For ended requests, which others go on from.")] = None,
     max_model_len: Annotated[
         str | None,
         typer.Option(help="Tokens of a request, prompt and answer; 8K is 8192. Default: the model's context."),
     ] = None,
+    tensor_parallel_size: Annotated[
+        int, typer.Option(help="Processes that share the model; on GPUs, one each. --memory is of each.")
+    ] = 1,
     ray: Annotated[bool, typer.Option("--ray", help="Run it with Ray Serve LLM, in replicas.")] = False,
     replicas: Annotated[int | None, typer.Option(help="--ray: engines behind the address. Default: 1.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command that starts vLLM, and stop.")] = False,
@@ -533,6 +534,7 @@ def serve_command(
                 ray,
                 parse_size(keep_sessions, "--keep-sessions"),
                 replicas,
+                tensor_parallel_size,
             )
         )
 

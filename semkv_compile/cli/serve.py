@@ -18,7 +18,7 @@ from semkv.errors import ConfigError
 from semkv.io.cache_folder import cache_folder
 from semkv.io.files import sha256_of
 from semkv.serving.admission import Admission, units
-from semkv.serving.command import ENVIRONMENT, Server, check_vllm
+from semkv.serving.command import BINDING, ENVIRONMENT, Server, check_vllm
 from semkv.serving.folder import Served, default_memory
 from semkv.serving.ray_application import check_ray, write
 from semkv.serving.vllm.names import ARCHITECTURE
@@ -26,7 +26,8 @@ from semkv.serving.vllm.names import ARCHITECTURE
 
 @dataclass(frozen=True)
 class ServeRequest:
-    """Options of the command; memory, host_memory and keep in bytes, longest in tokens. ray: through Ray Serve LLM, with `replicas`."""
+    """Options of the command; memory, host_memory and keep in bytes, longest in tokens. ray: through Ray Serve LLM, with `replicas`.
+    processes: that share the model."""
 
     model: str
     method: str | None
@@ -44,6 +45,7 @@ class ServeRequest:
     ray: bool = False
     keep: int | None = None
     replicas: int | None = None
+    processes: int = 1
 
 
 def run_serve(request: ServeRequest) -> None:
@@ -61,8 +63,13 @@ def run_serve(request: ServeRequest) -> None:
         raise ConfigError("the model names no context: give --max-model-len")
     if longest > (compiled.program.max_positions or longest):
         raise ConfigError(f"--max-model-len {longest}: the model's context is {compiled.program.max_positions} tokens")
-    memory = request.memory or default_memory(cuda=not on_host)
-    Admission.of(compiled.request_bytes, longest, host=on_host).check(units(memory), longest)
+    processes = request.processes
+    heads = max(site.q_heads for site in compiled.program.sites)
+    if processes < 1 or heads % processes:
+        raise ConfigError(f"--tensor-parallel-size {processes}: expected a number that divides the {heads} query heads")
+    memory = request.memory or default_memory(cuda=not on_host) // (processes if on_host else 1)
+    if processes == 1:  # else each process checks its part, which only it knows
+        Admission.of(compiled.request_bytes, longest, host=on_host).check(units(memory), longest)
     key = hashlib.sha256(repr((served, longest)).encode()).hexdigest()[:16]
     folder = cache_folder() / "serving" / key
     served.write(folder, compiled, tokenizer, ARCHITECTURE)
@@ -75,9 +82,14 @@ def run_serve(request: ServeRequest) -> None:
         memory,
         request.host,
         request.port,
+        processes,
         request.extra,
     )
-    settings = " ".join(f"{name}={value}" for name, value in ENVIRONMENT.items())
+    variables = dict(ENVIRONMENT)
+    if on_host and processes > 1:  # vLLM would look for a node of memory for each
+        shares = {BINDING: "nobind", "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // processes))}
+        variables |= {name: os.environ.get(name, value) for name, value in shares.items()}
+    settings = " ".join(f"{name}={value}" for name, value in variables.items())
     command = (
         write(server, 1 if request.replicas is None else request.replicas, on_host=on_host)
         if request.ray
@@ -85,7 +97,7 @@ def run_serve(request: ServeRequest) -> None:
     )
     typer.echo(f"{settings} {shlex.join(command)}", err=not request.dry_run)
     if not request.dry_run:
-        os.execve(command[0], command, {**os.environ, **ENVIRONMENT})
+        os.execve(command[0], command, {**os.environ, **variables})
 
 
 def _artifact(request: ServeRequest) -> tuple[Path, Any, str | None]:

@@ -50,6 +50,8 @@ def own_configuration(config: GenerationConfig | None) -> GenerationConfig:
     for name in CHECKPOINTS:
         if getattr(made, name, None):
             setattr(made, name, None)
+    if made.use_cache is False:  # as MPT's: of the model that it belongs to as well
+        made.use_cache = GenerationConfig().use_cache
     return made
 
 

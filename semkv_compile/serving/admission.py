@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from semkv.errors import ConfigError
@@ -35,6 +35,12 @@ class Admission:
             _rising([units(x.device + (x.reading if host else 0)) for x in bounds]),
             _rising([units(x.device + (x.host if host else 0)) for x in bounds]),
         )
+
+    @classmethod
+    def largest(cls, tables: Sequence[Admission]) -> Admission:
+        """What suffices for each of `tables`, which are of the same lengths: those of processes that share a model."""
+        reading = tuple(max(each) for each in zip(*(table.reading for table in tables)))
+        return cls(tables[0].step, reading, tuple(max(each) for each in zip(*(table.running for table in tables))))
 
     def units(self, length: int, *, reading: bool) -> int:
         """Of a request of `length` tokens so far."""

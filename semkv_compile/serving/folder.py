@@ -13,6 +13,7 @@ import torch
 from semkv.compiled import CompiledModel
 from semkv.errors import ConfigError
 from semkv.io.files import read_json, replace_folder
+from semkv.ir.ranks import Ranks
 from semkv.loading import load_compiled
 from semkv.methods import find_method
 from semkv.methods.auto import AUTO, measured_best
@@ -44,9 +45,9 @@ class Served:
         except (TypeError, KeyError) as error:
             raise ConfigError(f"{folder / CONFIG}: not of a folder that `semkv serve` wrote; call it again") from error
 
-    def load(self, device: str | torch.device = "cpu") -> CompiledModel:
-        """The compiled model that it describes. Raises as `semkv.load` and `semkv.compile` do."""
-        compiled = load_compiled(self.artifact, device=device)
+    def load(self, device: str | torch.device = "cpu", ranks: Ranks | None = None) -> CompiledModel:
+        """The compiled model that it describes, or what one of `ranks` has of it. Raises as `semkv.load` and `semkv.compile` do."""
+        compiled = load_compiled(self.artifact, device=device, ranks=ranks)
         method = self.method or compiled.method.name
         if method == AUTO:
             method = measured_best(compiled.profile, self.budget)

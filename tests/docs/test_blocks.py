@@ -29,6 +29,7 @@ NOT_RUN = {
     ("docs/cli.md", "semkv-profile MODEL"): "takes as long as the model is large",
     ("docs/serving.md", "semkv serve bundled"): "starts a server",
     ("docs/calibration.md", "torchrun --nproc-per-node 8"): "needs a model from the Hub, and GPUs",
+    ("docs/serving.md", "semkv serve model.semkv"): "starts a server",
     ("docs/serving.md", 'pip install "ray[serve]'): "starts servers",
     ("docs/serving.md", "semkv plan --model meta-llama"): "needs a configuration from the Hub",
     ("docs/parallel.md", "torchrun --nproc-per-node 2"): "starts several processes",

@@ -72,6 +72,15 @@ def test_numbers_that_pytorch_wraps_around_are_refused():
     assert "the number -3 beside tensors of uint8" in step.reason
 
 
+def test_numbers_that_no_instruction_knows_are_refused():
+    x, phase = torch.ones(3), torch.polar(torch.ones(2), torch.arange(2.0))
+    module = make_fx(lambda x, phase: (x * 2, phase[None]))(x, phase)
+    step = whole(module)
+    with torch.no_grad():
+        assert all(map(torch.equal, step(x, phase), module(x, phase)))
+    assert "numbers of torch.complex64" in step.reason
+
+
 def test_whole_numbers_beyond_float32_stay_what_they_are():
     x = torch.tensor([(1 << 40) + 1, -(1 << 53) - 1], dtype=torch.int64)
     step = whole(make_fx(lambda x: (x.floor(), x.ceil(), x.round()))(x))

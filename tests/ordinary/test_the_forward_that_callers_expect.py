@@ -143,9 +143,13 @@ def test_what_a_configuration_asks_for_is_refused_too_but_not_a_checkpoints_defa
         full.generate(ids(9), generation_config=config)
     other = make_llama(seed=1)
     other.generation_config.cache_implementation = "static"
+    other.generation_config.use_cache = False
     compiled = semkv.compile(other)
     assert compiled.generate(ids(9), max_new_tokens=2).shape == (1, 11)
     assert other.generation_config.cache_implementation == "static"
+    assert other.generation_config.use_cache is False
+    with pytest.raises(ConfigError, match=r"generate\(use_cache=False\)"):
+        compiled.generate(ids(9), max_new_tokens=2, use_cache=False)
 
 
 def test_input_ids_are_needed(full):

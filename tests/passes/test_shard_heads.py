@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 from torch import Tensor
-from torch.fx import Interpreter
+from torch.fx import Graph, GraphModule, Interpreter
 from transformers import (
     FalconConfig,
     FalconForCausalLM,
@@ -25,10 +25,12 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+import semkv
 from semkv.compiler.pipeline import among_ranks, captured_program
 from semkv.ir.ranks import Ranks, collectives
+from semkv.loading import load_compiled
 from semkv.passes.shapes import with_shapes
-from semkv.passes.shard_heads import heads_of, weights_of
+from semkv.passes.shard_heads import Cut, heads_of, weights_of
 
 SIZES = {
     "vocab_size": 101,
@@ -167,6 +169,22 @@ def test_sites_know_the_heads_of_the_model():
     assert site.once == 2 / 3
 
 
+def test_what_nothing_reads_is_found_in_long_programs():
+    """A graph of more operations than Python has calls."""
+    graph = Graph()
+    live = x = graph.placeholder("x")
+    unread = []
+    for _ in range(2000):
+        live = graph.call_function(torch.ops.aten.neg.default, (live,))
+        unread.append(graph.call_function(torch.ops.aten.neg.default, (unread[-1] if unread else x,)))
+    graph.output(live)
+    cut = Cut(GraphModule(torch.nn.Module(), graph), Ranks(0, 2, "none"))
+    assert cut.dead == set(unread)
+    live.replace_all_uses_with(x)
+    cut.names["live"] = "x"
+    assert len(cut.dead) == 4000
+
+
 def test_a_process_alone_has_the_program_itself():
     whole = captured("grouped")
     assert among_ranks(whole, Ranks(0, 1, "none")) is whole
@@ -204,6 +222,16 @@ def test_shapes_are_found_anew():
     other = among_ranks(with_shapes(bare), Ranks(1, 2, "none"))
     for found in logits([program, other]):
         torch.testing.assert_close(found, logits([whole])[0], rtol=1e-6, atol=1e-6)
+
+
+def test_an_artifact_is_cut_as_the_model_is(tmp_path):
+    """Its projections stream their weights already."""
+    torch.manual_seed(0)
+    model = FAMILIES["three KV heads"]().eval()
+    semkv.compile(model, method="full").save(tmp_path / "model")
+    ranks = Ranks(1, 2, "none")
+    (note,) = (x for x in load_compiled(tmp_path / "model", ranks=ranks).program.notes if x.startswith("shard_heads"))
+    assert note == among_ranks(captured_program(model), ranks).notes[-1]
 
 
 def _without_values(module):

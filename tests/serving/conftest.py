@@ -56,14 +56,18 @@ class Server:
         return found
 
     def report(self) -> dict[str, int]:
-        """What the worker holds; see `SemkvWorker.semkv_report`."""
+        """What the one worker holds; see `SemkvWorker.semkv_report`."""
+        (found,) = self.reports()
+        return found
+
+    def reports(self) -> list[dict[str, int]]:
+        """What each worker holds."""
         request = urllib.request.Request(
             f"{self.url}/collective_rpc",
             json.dumps({"method": "semkv_report"}).encode(),
             {"Content-Type": "application/json"},
         )
-        (found,) = json.load(urllib.request.urlopen(request, timeout=60))["results"]
-        return found
+        return json.load(urllib.request.urlopen(request, timeout=60))["results"]
 
     def settled(self) -> dict[str, int]:
         """The report once no request runs or waits."""

@@ -69,3 +69,8 @@ def test_the_longest_request_has_to_fit():
 
 def test_units():
     assert [units(n) for n in (0, 1, UNIT, UNIT + 1)] == [1, 1, 1, 2]
+
+
+def test_the_largest_of_several_processes():
+    tables = [Admission(4, (1, 5), (2, 2)), Admission(4, (3, 4), (1, 6))]
+    assert Admission.largest(tables) == Admission(4, (3, 5), (2, 6))

@@ -107,6 +107,20 @@ def test_the_command(serve, artifact, tmp_path):
     assert (served.load().method.name, served.load().budget) == ("snapkv", 0.2)
 
 
+def test_processes_that_share_a_model(serve, artifact, monkeypatch):
+    """Each has its share of the processors, and no node of memory of its own, unless the user says so."""
+    monkeypatch.setattr("os.cpu_count", lambda: 5)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.delenv(command.BINDING, raising=False)
+    words = ("--tokenizer", "bundled", *SIZES, "--tensor-parallel-size", "2", "--dry-run")
+    printed = [serve(artifact, *words).stdout.split()[1:3]]
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    result = serve(artifact, *words)
+    printed.append(result.stdout.split()[1:3])
+    assert printed == [[f"{command.BINDING}=nobind", f"OMP_NUM_THREADS={count}"] for count in (3, 2)]
+    assert dict(pairwise(shlex.split(result.stdout)))["--tensor-parallel-size"] == "2"
+
+
 @pytest.mark.slow
 def test_a_model_is_compiled_once(serve, tmp_path, monkeypatch):
     words = ("bundled", "--method", "full", "--memory", "300MB", "--max-model-len", "1K", "--dry-run")
@@ -133,6 +147,10 @@ def test_a_model_is_compiled_once(serve, tmp_path, monkeypatch):
         (("--tokenizer", "bundled", "--budget", "0.1"), "budget 0.1: method 'full' keeps every token"),
         (("--tokenizer", "bundled", "--max-model-len", "32K"), "--max-model-len 32768: the model's context is 16384"),
         (("--tokenizer", "bundled", "--memory", "9MB"), "a request of 16384 tokens takes up to"),
+        (
+            ("--tokenizer", "bundled", "--tensor-parallel-size", "3"),
+            "--tensor-parallel-size 3: expected a number that divides the 8 query heads",
+        ),
     ],
 )
 def test_refusals(serve, artifact, arguments, message):
@@ -201,6 +219,7 @@ def test_the_application_of_ray(serve, artifact, installed):
         "worker_cls": "semkv.serving.vllm.worker.SemkvWorker",
         "scheduler_cls": "semkv.serving.vllm.scheduler.SemkvScheduler",
         "kv_cache_memory_bytes": 16 * 288,
+        "tensor_parallel_size": 1,
         "enforce_eager": True,
         "enable_prefix_caching": False,
         "async_scheduling": False,

@@ -9,14 +9,17 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed: `make test-serving` makes an environment with it")
 
 from semkv.errors import ConfigError
-from semkv.serving.vllm.model import check_flags
+from semkv.serving.admission import Admission
+from semkv.serving.folder import Served
+from semkv.serving.vllm import model
+from semkv.serving.vllm.model import check_flags, of_all
 from semkv.serving.vllm.names import LOAD_FORMAT, SCHEDULER, WORKER
 
 
 def flags(**changes):
     """vLLM's configuration as `semkv serve` makes it, but for `group__name=value`."""
     config = Space(
-        parallel_config=Space(worker_cls=WORKER, world_size=1),
+        parallel_config=Space(worker_cls=WORKER, world_size=3, tensor_parallel_size=3, decode_context_parallel_size=1),
         scheduler_config=Space(scheduler_cls=SCHEDULER, async_scheduling=False),
         cache_config=Space(enable_prefix_caching=False, kv_cache_memory_bytes=1600, cache_dtype="auto"),
         load_config=Space(load_format=LOAD_FORMAT),
@@ -55,7 +58,8 @@ def test_the_flags_of_the_command_are_enough():
         ({"cache_config__kv_cache_memory_bytes": None}, "missing here: --kv-cache-memory-bytes"),
         ({"model_config__enforce_eager": False}, "missing here: --enforce-eager"),
         ({"use_v2_model_runner": True}, "VLLM_USE_V2_MODEL_RUNNER=0 in the environment"),
-        ({"parallel_config__world_size": 2}, "does not take tensor or pipeline parallelism: serve without"),
+        ({"parallel_config__world_size": 6}, "does not take pipeline or context parallelism: serve without"),
+        ({"parallel_config__decode_context_parallel_size": 3}, "does not take pipeline or context parallelism"),
         ({"lora_config": 1, "speculative_config": 1}, "does not take LoRA, speculative decoding: serve without"),
         ({"quant_config": 1}, "does not take quantization"),
         ({"model_config__enable_prompt_embeds": True}, "does not take prompts of embeddings"),
@@ -66,3 +70,20 @@ def test_the_flags_of_the_command_are_enough():
 def test_other_flags_are_refused(change, message):
     with pytest.raises(ConfigError, match=message):
         check_flags(flags(**change))
+
+
+def test_limits_in_bytes_need_equal_parts(monkeypatch):
+    """Processes with other numbers of KV heads would reach them at other requests."""
+    own, other = Admission(4, (1, 5), (2, 2)), Admission(4, (3, 4), (1, 6))
+
+    def gather(tables, table, group):
+        tables[:] = [table, *parts]
+
+    monkeypatch.setattr(model.dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(model.dist, "all_gather_object", gather)
+    parts = [other]
+    assert of_all(own, Served("x"), None) == Admission(4, (3, 5), (2, 6))
+    with pytest.raises(ConfigError, match="--keep-sessions: 2 processes have different numbers of KV heads"):
+        of_all(own, Served("x", keep=5), None)
+    parts = [own]
+    assert of_all(own, Served("x", keep=5, host_memory=9), None) == own

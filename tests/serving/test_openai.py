@@ -152,6 +152,28 @@ def test_four_ragged_requests_share_a_step(chunked):
     assert rows / steps > 2, "they did not share their steps"
 
 
+def test_three_processes_share_the_model(semkv_server, weights, chunked):
+    """Each has one of the three KV heads: text and log probabilities are those of one process, and requests share steps."""
+    options = ("--memory", "1GB", "--max-model-len", "2K", "--max-num-batched-tokens", "256")
+    asked = {"max_tokens": 24, "logprobs": 1, "extra_body": {"prompt_logprobs": 0}}
+    with semkv_server(weights, *options, "--tensor-parallel-size", "3") as shared:
+        worst = 0.0
+        for prompt in PROMPTS:
+            text, tokens, made, read = told(shared.complete(prompt, **asked))
+            own_text, own_tokens, own_made, own_read = told(chunked.complete(prompt, **asked))
+            assert (text, tokens) == (own_text, own_tokens)
+            worst = max(worst, *(abs(a - b) for a, b in zip(made + read, own_made + own_read, strict=True)))
+        print(f"three processes: log probabilities differ by at most {worst:.1e}")
+        assert worst < CLOSE
+        with concurrent.futures.ThreadPoolExecutor(len(PROMPTS)) as pool:
+            together = [one.text for one in pool.map(lambda prompt: shared.complete(prompt, max_tokens=24), PROMPTS)]
+        assert together == [chunked.complete(prompt, max_tokens=24).text for prompt in PROMPTS]
+        reports = shared.reports()
+    assert [one["requests"] for one in reports] == [0, 0, 0]
+    assert len({(one["steps"], one["rows"]) for one in reports}) == 1
+    assert reports[0]["rows"] > reports[0]["steps"]
+
+
 def test_metrics(chunked):
     before = chunked.metrics()
     chunked.complete(PROMPTS[0], max_tokens=7, extra_body={"ignore_eos": True})

@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from vllm.config import VllmConfig
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionBackend, AttentionMetadataBuilder, CommonAttentionMetadata
@@ -16,6 +19,7 @@ from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from semkv.errors import ConfigError
+from semkv.ir.ranks import ranks_of
 from semkv.serving.admission import Admission
 from semkv.serving.folder import Served
 from semkv.serving.requests import Requests, Row
@@ -58,7 +62,7 @@ class RowsBackend(AttentionBackend):
 
     @staticmethod
     def get_impl_cls() -> type:
-        """Asked of a backend whose attention vLLM runs, or divides among processes, which `check_flags` refuses."""
+        """Asked of a backend whose attention vLLM runs, or divides by context, which `check_flags` refuses."""
         raise ConfigError(
             "vLLM runs no attention of this model, it is in the compiled one: serve it with `semkv serve`"
         )
@@ -98,7 +102,10 @@ class SemkvForCausalLM(nn.Module):
         super().__init__()
         check_flags(vllm_config)
         served = Served.read(Path(vllm_config.model_config.model))
-        compiled = served.load(vllm_config.device_config.device)
+        among = get_tp_group() if vllm_config.parallel_config.tensor_parallel_size > 1 else None
+        compiled = served.load(
+            vllm_config.device_config.device, None if among is None else ranks_of(among.device_group)
+        )
         if vllm_config.model_config.dtype != compiled.dtype:
             raise ConfigError(
                 f"--dtype {vllm_config.model_config.dtype}: the artifact computes in {compiled.dtype}; leave the option to `semkv serve`"
@@ -106,6 +113,8 @@ class SemkvForCausalLM(nn.Module):
         longest = vllm_config.model_config.max_model_len
         on_host = compiled.device.type == "cpu"
         admission = Admission.of(compiled.request_bytes, longest, host=on_host)
+        if among is not None:
+            admission = of_all(admission, served, among.cpu_group)
         admission.check(vllm_config.cache_config.kv_cache_memory_bytes // BLOCK_BYTES - 1, longest)
         self.requests = Requests(compiled, served.keep or 0)
         self.vocab_size = compiled.program.vocab_size
@@ -145,6 +154,23 @@ class SemkvForCausalLM(nn.Module):
         return torch.stack(made) if made else nothing.new_empty((0, self.vocab_size))
 
 
+def of_all(own: Admission, served: Served, group: ProcessGroup) -> Admission:
+    """What the requests take of each process of `group`, at most: all admit alike.
+
+    Raises `ConfigError` for limits in bytes that one process would reach before another, which would then wait for it in vain.
+    """
+    tables = [own] * dist.get_world_size(group)
+    dist.all_gather_object(tables, own, group=group)
+    limits = {"--host-memory": served.host_memory, "--keep-sessions": served.keep}
+    given = [flag for flag, limit in limits.items() if limit is not None]
+    if given and any(table != own for table in tables):
+        raise ConfigError(
+            f"{', '.join(given)}: {len(tables)} processes have different numbers of KV heads, so that a limit in bytes would not be the "
+            "same requests in each: leave it out, or take a number of processes that divides the KV heads"
+        )
+    return Admission.largest(tables)
+
+
 def check_flags(config: VllmConfig) -> None:
     """Raise `ConfigError` for settings under which requests would be lost or answered wrongly."""
     parallel, scheduler, cache = config.parallel_config, config.scheduler_config, config.cache_config
@@ -164,7 +190,8 @@ def check_flags(config: VllmConfig) -> None:
             f"serve this folder with `semkv serve`, which adds what is missing here: {', '.join(missing)}"
         )
     refused = {
-        "tensor or pipeline parallelism": parallel.world_size > 1,
+        "pipeline or context parallelism": parallel.world_size != parallel.tensor_parallel_size
+        or parallel.decode_context_parallel_size > 1,
         "LoRA": config.lora_config is not None,
         "speculative decoding": config.speculative_config is not None,
         "quantization": config.quant_config is not None,
@@ -177,4 +204,4 @@ def check_flags(config: VllmConfig) -> None:
         raise ConfigError(f"semkv's model in vLLM does not take {', '.join(asked)}: serve without")
 
 
-__all__ = ["SemkvForCausalLM", "check_flags"]
+__all__ = ["SemkvForCausalLM", "check_flags", "of_all"]
