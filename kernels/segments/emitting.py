@@ -253,7 +253,7 @@ def _entry(call: Call) -> int:
 
 
 def _expect_numbers_fit(given: Sequence[Given]) -> None:
-    """Refuse numbers that no instruction knows, and whole ones that PyTorch would wrap around: they become numbers of the tensors' dtype."""
+    """Refuse numbers that no instruction knows, and whole ones that PyTorch would wrap around: they become ones of the tensors' dtype."""
     kinds = [x.dtype for x in given if isinstance(x, Value) and x.dtype != torch.bool]
     for kind in kinds:
         expect(kind in DTYPES, f"numbers of {kind}")
