@@ -66,7 +66,7 @@ class AttentionSite:
     @property
     def once(self) -> float:
         """How much of what its heads have in common (positions) this process counts: its share of the heads; 1 where it has them all."""
-        return 1 if self.among is None else len(self.among.kv) / (self.among.kv_heads * self.among.sharers)
+        return 1 if self.among is None else len(self.among.kv) / self.among.kv_heads
 
     @property
     def group_size(self) -> int:

@@ -84,10 +84,7 @@ class Speculation:
             for own in site.head_order
             for head in matches(section.kv_heads, site.whole.kv_heads)[own]
         }
-        own, full = (
-            sum(each.values_per_token / (1 if each.among is None else each.among.sharers) for each in sites)
-            for sites in (stores, [site.whole for site in stores])
-        )
+        own, full = (sum(x.values_per_token for x in sites) for sites in (stores, [site.whole for site in stores]))
         heads = tuple(sorted(read))
         return cls(program.selector, section, strict, batch=batch, ranks=program.ranks, heads=heads, counted=own / full)
 

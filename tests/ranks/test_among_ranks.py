@@ -188,3 +188,11 @@ def test_a_method_that_does_not_share_heads_is_refused():
 def test_a_group_that_is_none_is_refused():
     with pytest.raises(ConfigError, match="init_process_group"):
         ranks_of("world")
+
+
+def test_processes_that_share_a_head_have_all_of_its_budget_and_count_all_that_it_takes():
+    whole = semkv.compile(worker.model(), config=worker.SETTINGS)
+    for rank in range(4):  # of two KV heads
+        (site, *_) = among_ranks(whole._source, Ranks(rank, 4, "none")).sites
+        assert (site.kv_heads, site.among.sharers, site.once) == (1, 2, 1 / 2)
+        assert site.whole.kv_heads == 2
