@@ -7,8 +7,9 @@ same bits, and per process the weights and the KV that it holds, as shares of on
     python benchmarks/among_ranks.py                                   # all that have no result yet
     python benchmarks/among_ranks.py llama gpt2 --methods full snapkv  # these
     python benchmarks/among_ranks.py --for 600                         # for at most ten minutes: what is missing is run next time
+    python benchmarks/among_ranks.py --table                           # only the page
 
-Results: `benchmarks/results/among_ranks.json`.
+Results: `benchmarks/results/among_ranks.json`, and from it `docs/results/among_ranks.md`.
 """
 
 from __future__ import annotations
@@ -210,6 +211,62 @@ def load() -> dict[str, Any]:
     return json.loads(RESULTS.read_text()) if RESULTS.exists() else {"rows": {}}
 
 
+STATUSES = {"pass": "equal", "differs": "differ", "refused": "refused", "failed": "failed"}
+
+
+def counted(rows: list[dict[str, Any]]) -> str:
+    """How many rows came out how."""
+    counts = {word: sum(row["status"] == status for row in rows) for status, word in STATUSES.items()}
+    return ", ".join(f"{count} {word}" for word, count in counts.items())
+
+
+def publish(results: dict[str, Any], architectures: int) -> Path:
+    """docs/results/among_ranks.md: a line for each of the `architectures` of the sweep that were run."""
+    from grids import table, write_document
+
+    by_name: dict[str, dict[str, dict[str, Any]]] = {}
+    for key, row in results["rows"].items():
+        name, method, world = key.split(" ")
+        if world == "2" and (method, row["status"]) != ("indexer", "refused"):  # most models have none
+            by_name.setdefault(name, {})[method] = row
+    lines, reasons = [], []
+    for name, rows in by_name.items():
+        ran = {method: row for method, row in rows.items() if row["status"] in ("pass", "differs")}
+        uneven = {method: max(row["kv"]) for method, row in ran.items() if max(row["kv"]) > 0.52}
+        held = [max(row["kv"]) for method, row in ran.items() if method not in uneven]
+        lines.append(
+            [
+                name,
+                str(sum(row["status"] == "pass" for row in rows.values())),
+                ", ".join(method for method, row in rows.items() if row["status"] in ("differs", "failed")) or "-",
+                ", ".join(method for method, row in rows.items() if row["status"] == "refused") or "-",
+                f"{max((row['difference'] for row in ran.values()), default=0):.0e}",
+                ", ".join(f"{x:.3f}" for x in next(iter(ran.values()))["weights"]) if ran else "-",
+                ", ".join([f"{max(held):.3f}" if held else "-", *(f"`{m}` {x:.3f}" for m, x in uneven.items())]),
+            ]
+        )
+        reasons += [f"- {name}, `{method}`: {row['reason']}" for method, row in rows.items() if "reason" in row]
+    shown = counted([row for rows in by_name.values() for row in rows.values()])
+    columns = ["architecture", "equal", "differ or failed", "refused", "logits differ by", "weights", "KV, most"]
+    commits = sorted({row["commit"] for row in results["rows"].values() if "commit" in row})
+    versions = ", ".join(f"{name} {value}" for name, value in results["versions"].items())
+    return write_document(
+        "among_ranks",
+        "# Processes that share a model",
+        "Made by `benchmarks/among_ranks.py`; do not edit.",
+        f"Tiny random models on two gloo processes, against one process that has the model alone: a prompt of {PROMPT} tokens and {STEPS} "
+        "greedy ones. *Equal*: methods of which all tokens are equal, all processes have the same bits, and logits differ by less than "
+        f"{TOLERANCE:.0e} of the largest. *Weights*, *KV*: what each process holds of one process's; *most* is over both processes and all "
+        f"methods, those above 0.52 by name. {len(by_name)} of the {architectures} architectures of [the sweep](../architectures.md) were "
+        f"run so far: {shown}. [parallel.md](../parallel.md) says what each process has.",
+        table(columns, lines),
+        "## Refused",
+        "\n".join(reasons) or "Nothing.",
+        "## Provenance",
+        f"{versions}; commits {', '.join(commits)}. Command: `python benchmarks/among_ranks.py`.",
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="architectures; default: all that the sweep passes")
@@ -223,6 +280,7 @@ def main() -> None:
     parser.add_argument(
         "--together", type=int, default=4, help="architectures of one group, which start processes once"
     )
+    parser.add_argument("--table", action="store_true", help="only write docs/results/among_ranks.md")
     arguments = parser.parse_args()
     passed = [name for name, row in json.loads(SWEEP.read_text())["rows"].items() if row["status"] == "pass"]
     unknown = [name for name in arguments.names if name not in passed]
@@ -231,7 +289,11 @@ def main() -> None:
     from plain_decoders import DECODERS
 
     names = arguments.names or [name for name in passed if name not in DECODERS]
-    began, results = time.monotonic(), load()
+    from semkv.evaluation.environment import describe, now
+
+    began, results, commit = time.monotonic(), load(), describe(now()).commit
+    if arguments.table:
+        names = []
     for start in range(0, len(names), arguments.together):
         group = names[start : start + arguments.together]
         jobs = [(name, method) for name in group for method in arguments.methods]
@@ -240,7 +302,7 @@ def main() -> None:
         if not jobs or time.monotonic() - began > arguments.seconds:
             continue
         for (name, method), row in run(jobs, arguments.world, arguments.timeout).items():
-            results["rows"][f"{name} {method} {arguments.world}"] = row
+            results["rows"][f"{name} {method} {arguments.world}"] = row | {"commit": commit}
             print(f"{name:20} {method:14} {row}", flush=True)
         results["versions"] = {
             "torch": torch.__version__,
@@ -250,11 +312,8 @@ def main() -> None:
         }
         results["rows"] = dict(sorted(results["rows"].items()))
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-    rows = list(results["rows"].values())
-    counts = {
-        status: sum(row["status"] == status for row in rows) for status in ("pass", "differs", "refused", "failed")
-    }
-    print(", ".join(f"{count} {status}" for status, count in counts.items()))
+    print(publish(results, len(passed)))
+    print(counted(list(results["rows"].values())))
 
 
 if __name__ == "__main__":
