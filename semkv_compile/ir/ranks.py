@@ -22,11 +22,13 @@ Reduction = Literal["sum", "max", "min"]
 
 @dataclass(frozen=True)
 class Ranks:
-    """rank: of this process, 0 to size - 1. size: processes that share the model. group: under which torch finds their process group."""
+    """rank: of this process, 0 to size - 1. size: processes that share the model. group: under which torch finds their process group.
+    host: a group of the same processes for tensors on the host, where the other one has no way for them, as NCCL's."""
 
     rank: int
     size: int
     group: str
+    host: str = ""
 
     def __post_init__(self) -> None:
         import torch.distributed._functional_collectives  # noqa: F401 - registers the collectives that graphs call
@@ -40,7 +42,8 @@ class Ranks:
 
     def reduce(self, x: Tensor, how: Reduction) -> Tensor:
         """`x` over all processes: their sum, largest or smallest number at each place; every process gets the same bits."""
-        return collectives.wait_tensor(collectives.all_reduce(x.contiguous(), how, self.group))
+        group = self.host if self.host and x.device.type == "cpu" else self.group
+        return collectives.wait_tensor(collectives.all_reduce(x.contiguous(), how, group))
 
     def lookup(self, table: Tensor, ids: Tensor, first: int) -> Tensor:
         """Embeddings [..., H] of ids, where this process has the rows of `first` on, table [n, H], and the others have the rest."""
@@ -83,14 +86,18 @@ class Among:
 
 def ranks_of(group: ProcessGroup) -> Ranks:
     """This process among those of `group`. `ConfigError` where it is no group, or this process is not in it."""
-    from torch.distributed import ProcessGroup
+    import torch.distributed as dist
 
-    if not isinstance(group, ProcessGroup):
+    if not isinstance(group, dist.ProcessGroup):
         raise ConfigError(
             f"group is {group!r}; expected a process group: torch.distributed.init_process_group(), then torch.distributed.group.WORLD "
             "or what new_group returned in this process"
         )
-    return Ranks(group.rank(), group.size(), group.group_name)
+    host = ""
+    if "cpu:" not in dist.get_backend_config(group):
+        members = dist.get_process_group_ranks(group)
+        host = dist.new_group(members, backend="gloo", use_local_synchronization=True).group_name
+    return Ranks(group.rank(), group.size(), group.group_name, host)
 
 
 __all__ = ["Among", "Ranks", "Reduction", "collectives", "ranks_of"]

@@ -185,6 +185,21 @@ def test_a_method_that_does_not_share_heads_is_refused():
         semkv.compiled.CompiledModel(part, None, Own(), None, worker.SETTINGS)
 
 
+def test_what_is_on_the_host_has_a_group_of_its_own_beside_one_for_devices():
+    """As beside NCCL's, which has no way for it."""
+    lines = (
+        "import torch, torch.distributed as dist",
+        "from semkv.ir.ranks import ranks_of",
+        "dist.init_process_group('gloo', init_method='tcp://127.0.0.1:0', rank=0, world_size=1)",
+        "of_devices = ranks_of(dist.new_group([0], backend='cuda:gloo'))",
+        "assert of_devices.host not in ('', of_devices.group)",
+        "assert of_devices.reduce(torch.full((2,), 3.0), 'sum').tolist() == [3.0, 3.0]",
+        "assert ranks_of(dist.group.WORLD).host == ''",
+    )
+    made = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=False)
+    assert made.returncode == 0, made.stderr[-3000:]
+
+
 def test_a_group_that_is_none_is_refused():
     with pytest.raises(ConfigError, match="init_process_group"):
         ranks_of("world")
