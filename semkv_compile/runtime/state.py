@@ -197,7 +197,9 @@ class State(Contents):
             out["recurrent"] += sum(x.nbytes for states in row.recurrent.values() for x in states)
         out["device"] += out["workspace"]
         out["peak"] = max(out["peak"], out["device"])
-        return out
+        return {
+            name: round(nbytes) for name, nbytes in out.items()
+        }  # processes that share heads count parts of what these have in common
 
     @property
     def stats(self) -> Stats:

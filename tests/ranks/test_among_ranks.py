@@ -64,6 +64,7 @@ def check(jobs, tmp_path, source: str = "", even: bool = True):
             assert own.get("tokens") == one["tokens"], (name, own.get("error"))
             torch.testing.assert_close(own["logits"], one["logits"], rtol=1e-9, atol=1e-9)
             assert not even or own["held"] <= 0.52 * one["held"], name
+            assert all(type(x) is int for x in own["counted"]), (name, own["counted"])  # of bytes there are no parts
         held = sum(own["held"] for own in both)
         assert one["held"] <= held <= 1.05 * one["held"], name  # what all heads have in common, both have
         assert torch.equal(both[0]["logits"], both[1]["logits"]), name

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -47,7 +48,15 @@ def run(compiled: semkv.CompiledModel) -> dict[str, object]:
     held = sum(x.nbytes for memory in row.memories() for part in (memory.kept, memory.recent) for x in part.buffers)
     updates = sum(int(x[1]) for name, x in row.notes.items() if name.startswith("pivot.checks"))
     keys = sum(x.nbytes for name, x in row.notes.items() if name.startswith("retrieval.keys"))
-    return {"tokens": tokens, "logits": torch.cat(logits), "held": held, "updates": updates, "keys": keys}
+    counted = [*state.nbytes.values(), *asdict(compiled.request_bytes(300)).values()]
+    return {
+        "tokens": tokens,
+        "logits": torch.cat(logits),
+        "held": held,
+        "updates": updates,
+        "keys": keys,
+        "counted": counted,
+    }
 
 
 def results(jobs: list[list], source: str, group: dist.ProcessGroup | None) -> dict[str, dict[str, object]]:

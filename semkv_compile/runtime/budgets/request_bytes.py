@@ -42,7 +42,8 @@ def request_bytes(placement: Placement, compute: torch.dtype, prompt: int | None
     host = _host_bytes(placement, compute, length)
     read = _record_bytes(placement, compute, prompt or length)
     prompts = (1, length) if prompt is None else (prompt,)  # bytes go by it evenly
-    return RequestBytes(max(_device_bytes(placement, compute, n, length) for n in prompts), host, read + host)
+    device = max(_device_bytes(placement, compute, n, length) for n in prompts)
+    return RequestBytes(*map(math.ceil, (device, host, read + host)))
 
 
 # -- device ------------------------------------------------------------------------------------------------------------
