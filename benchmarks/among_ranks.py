@@ -260,11 +260,40 @@ def publish(results: dict[str, Any], architectures: int) -> Path:
         f"methods, those above 0.52 by name. {len(by_name)} of the {architectures} architectures of [the sweep](../architectures.md) were "
         f"run so far: {shown}. [parallel.md](../parallel.md) says what each process has.",
         table(columns, lines),
+        *real_model(),
         "## Refused",
         "\n".join(reasons) or "Nothing.",
         "## Provenance",
         f"{versions}; commits {', '.join(commits)}. Command: `python benchmarks/among_ranks.py`.",
     )
+
+
+def real_model() -> list[str]:
+    """What `real_ranks.py` measured."""
+    from grids import measured_on, table
+
+    path = RESULTS.with_name("real_ranks.json")
+    if not path.is_file():
+        return []
+    content = json.loads(path.read_text(encoding="utf-8"))
+    lines = [
+        [
+            f"`{row['method']}`",
+            "-" if row["budget"] is None else f"{row['budget']:.0%}".replace("%", " %"),
+            "equal" if row["equal"] else "differ",
+            f"{row['difference']:.0e}",
+            ", ".join(f"{share:.3f}" for share in row["peak"]),
+        ]
+        for row in content["rows"]
+    ]
+    return [
+        "## A real model",
+        "SmolLM2-135M, in float32, 1,500 tokens of Python's manual and 24 greedy ones: one of its three KV heads in each process, against one "
+        "process with all. Rounding in other orders makes other codes, so that logits of `sketch` and `mixed` differ by more.",
+        table(["method", "budget", "tokens", "logits differ by", "most bytes held, of one process's"], lines),
+        f"*{content['cut']}*",
+        measured_on(content["environment"]),
+    ]
 
 
 def main() -> None:
