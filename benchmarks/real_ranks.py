@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 3 benchmarks/real_ranks.py     # some minutes of two cores; writes benchmarks/results/real_ranks.json
 
 The first process compiles the model, saves it, and reads the prompt with each method alone. Then all load the artifact with `group=`. The
-model has three KV heads, in float32: sums in another order may round to other codes, so that logits of `sketch` and `mixed` differ by more.
+model has three KV heads, and is in float32: sums in another order round to other codes here and there.
 `python benchmarks/among_ranks.py --table` puts the figures on its page.
 """
 
