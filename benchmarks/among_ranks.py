@@ -289,7 +289,7 @@ def real_model() -> list[str]:
     return [
         "## A real model",
         "SmolLM2-135M, in float32, 1,500 tokens of Python's manual and 24 greedy ones: one of its three KV heads in each process, against "
-        "one process with all. Sums in another order round to other codes here and there, so that logits of methods that keep tokens as codes "
+        "one process with all. Sums in another order round to other codes here and there, so that logits of methods that keep codes "
         "differ by more.",
         table(["method", "budget", "tokens", "logits differ by", "most bytes held, of one process's"], lines),
         f"*{content['cut']}*",
