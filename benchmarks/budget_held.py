@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from tiny_profiles import MEASURING, TRAINING
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -41,10 +42,8 @@ from semkv.profiles.bundled.tasks import make_haystack
 from semkv.profiles.calibration import (
     STEPS,
     CalibrationData,
-    CalibrationSettings,
     Job,
     MeasureData,
-    MeasureSettings,
     run_steps,
 )
 from semkv.profiles.calibration.needles import NeedleQuestion, NeedleTest
@@ -261,27 +260,13 @@ def random_model(layers: int) -> CompiledModel:
         return torch.randint(3, VOCABULARY, (tokens,), generator=generator)
 
     _, tokenizer = semkv.bundled.load()
-    training = CalibrationSettings(
-        length=128, queries=8, max_steps=1, sequences=1, held_out=1, gate_hidden=8, budgets=(0.5,)
-    )
-    measuring = MeasureSettings.checked(
-        length=96,
-        steps=8,
-        samples=2,
-        held_out=1,
-        keep=16,
-        observation=4,
-        sketch_stages=2,
-        sketch_rounds=2,
-        pass_recall=0.0,
-    )
-    data = CalibrationData((ids(training.length + 8),), (ids(136),), "random tokens")
+    data = CalibrationData((ids(TRAINING.length + 8),), (ids(136),), "random tokens")
     sets = tuple(SampleSet(name, (ids(104),), (ids(104),)) for name in ("one", "two"))
     questions = tuple(
         NeedleQuestion(tuple(ids(7).tolist()), tuple(ids(24).tolist()), tuple(range(20, 45))) for _ in range(8)
     )
     measured = MeasureData(sets, (NeedleTest(ids(96), questions),), "random tokens", tokenizer)
-    job = Job(model, "random", "", data, training, measured, measuring, False)
+    job = Job(model, "random", "", data, TRAINING, measured, MEASURING, False)
     with tempfile.TemporaryDirectory() as work:
         made = run_steps(job, STEPS, work=Path(work))
     assert not made.skipped, made.notes
