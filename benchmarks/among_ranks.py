@@ -54,6 +54,8 @@ PROFILED = ("sketch", "compresskv", "sentencekv", "mixed", "heterocache", "speco
 """Those that need a profile."""
 
 PROMPT, STEPS, TOLERANCE = 300, 24, 1e-5
+NOISE, DRAWS = 3e-8, 12
+"""Relative noise on weights in float32, less than their last bit is worth; how often it is drawn, at most."""
 
 
 def free_port() -> int:
@@ -98,7 +100,7 @@ def work(rank: int, world: int, port: int, jobs: list[tuple[str, str]], folder: 
     from semkv.profiles.schema import Profile
 
     sys.path.insert(0, str(ROOT / "benchmarks"))
-    from tiny_models import VOCAB, tiny_model
+    from tiny_models import tiny_model
 
     compiled: dict[tuple[str, bool], Any] = {}
     for name, method in jobs:
@@ -111,30 +113,71 @@ def work(rank: int, world: int, port: int, jobs: list[tuple[str, str]], folder: 
                 compiled[key] = semkv.compile(
                     tiny_model(name, dtype=dtype_of(name)), profile, method="full", config=settings, group=group
                 )
-            whole = compiled[key]
-            options = OPTIONS.get(method, {})
-            own = whole if method == "full" else whole.with_method(method, METHODS[method], **options)
-            ids = torch.randint(5, VOCAB, (1, PROMPT), generator=torch.Generator().manual_seed(0))
-            state = own.prefill(ids)
-            logits, tokens = [state.logits.clone()], []
-            for _ in range(STEPS):
-                new = state.logits.argmax(-1)
-                tokens.append(int(new))
-                own.extend(state, new[:, None])
-                logits.append(state.logits.clone())
-            heads = sorted({site.kv_heads for site in own.program.sites})
-            made = {
-                "tokens": tokens,
-                "logits": torch.cat(logits),
-                "weights": weights(own.program),
-                "kv": held(state),
-                "heads": heads,
-            }
+            made = answer(compiled[key], method)
         except Exception as error:  # a refusal is a result as well
             made = {"error": f"{type(error).__name__}: {str(error).splitlines()[0][:300]}"}
         torch.save(made, Path(folder) / f"{world}.{rank}.{name}.{method}")
     if world > 1:
         dist.destroy_process_group()
+
+
+def answer(whole: Any, method: str) -> dict[str, Any]:
+    """Greedy tokens after a prompt by `method`, logits, and what the process holds."""
+    from tiny_models import VOCAB
+
+    options = OPTIONS.get(method, {})
+    own = whole if method == "full" else whole.with_method(method, METHODS[method], **options)
+    ids = torch.randint(5, VOCAB, (1, PROMPT), generator=torch.Generator().manual_seed(0))
+    state = own.prefill(ids)
+    logits, tokens = [state.logits.clone()], []
+    for _ in range(STEPS):
+        new = state.logits.argmax(-1)
+        tokens.append(int(new))
+        own.extend(state, new[:, None])
+        logits.append(state.logits.clone())
+    return {
+        "tokens": tokens,
+        "logits": torch.cat(logits),
+        "weights": weights(own.program),
+        "kv": held(state),
+        "heads": sorted({site.kv_heads for site in own.program.sites}),
+    }
+
+
+def rounding(name: str, method: str, profile: Any, enough: float) -> float:
+    """By how much the logits of one process differ where noise changes the last bits of its weights, float32: the largest of `DRAWS`, or
+    the first that is `enough`. A number that falls on the other side may become another code, expert or cluster."""
+    from tiny_models import tiny_model
+
+    import semkv
+    from semkv.config import CompileConfig
+
+    found: list[dict[str, Any]] = []
+    largest = 0.0
+    for draw in range(DRAWS + 1):
+        model, generator = tiny_model(name, dtype=torch.float32), torch.Generator().manual_seed(draw)
+        with torch.no_grad():
+            for weight in model.parameters() if draw else ():
+                weight.mul_(1 + NOISE * torch.randn(weight.shape, generator=generator))
+        settings = CompileConfig(floor=0, kernels="torch")
+        found.append(answer(semkv.compile(model, profile, method="full", config=settings), method))
+        first = found[0]["logits"]
+        largest = max(largest, float((found[-1]["logits"] - first).abs().max() / first.abs().max()))
+        if largest >= enough:
+            break
+    return largest
+
+
+def explained(name: str, method: str, row: dict[str, Any], folder: str) -> dict[str, Any]:
+    """`row`; one of float32 that differs says by how much one process differs from itself by rounding, and has the status `rounding`
+    where that is as much, within a tenth."""
+    if row["status"] != "differs" or dtype_of(name) != torch.float32 or not row["ranks_bit_equal"]:
+        return row
+    from semkv.profiles.schema import Profile
+
+    path = Path(folder) / f"{name}.profile"
+    own = rounding(name, method, Profile.load(path) if method in PROFILED else None, row["difference"] / 1.1)
+    return row | {"rounding": own, "status": "rounding" if 1.1 * own >= row["difference"] else "differs"}
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -180,7 +223,7 @@ def run(jobs: list[tuple[str, str]], world: int, timeout: float) -> dict[tuple[s
             if not all(file.exists() for file in files):
                 rows[name, method] = {"status": "failed", "reason": f"no result within {timeout:g} s"}
                 break
-            rows[name, method] = compare([torch.load(file) for file in files])
+            rows[name, method] = explained(name, method, compare([torch.load(file) for file in files]), folder)
         return rows
 
 
@@ -211,7 +254,13 @@ def load() -> dict[str, Any]:
     return json.loads(RESULTS.read_text()) if RESULTS.exists() else {"rows": {}}
 
 
-STATUSES = {"pass": "equal", "differs": "differ", "refused": "refused", "failed": "failed"}
+STATUSES = {
+    "pass": "equal",
+    "rounding": "equal but for rounding",
+    "differs": "differ",
+    "refused": "refused",
+    "failed": "failed",
+}
 
 
 def counted(rows: list[dict[str, Any]]) -> str:
@@ -231,15 +280,17 @@ def publish(results: dict[str, Any], architectures: int) -> Path:
             by_name.setdefault(name, {})[method] = row
     lines, reasons = [], []
     for name, rows in by_name.items():
-        ran = {method: row for method, row in rows.items() if row["status"] in ("pass", "differs")}
+        ran = {method: row for method, row in rows.items() if "kv" in row}
         uneven = {method: max(row["kv"]) for method, row in ran.items() if max(row["kv"]) > 0.52}
         held = [max(row["kv"]) for method, row in ran.items() if method not in uneven]
         lines.append(
             [
                 name,
                 str(sum(row["status"] == "pass" for row in rows.values())),
-                ", ".join(method for method, row in rows.items() if row["status"] in ("differs", "failed")) or "-",
-                ", ".join(method for method, row in rows.items() if row["status"] == "refused") or "-",
+                *(
+                    ", ".join(method for method, row in rows.items() if row["status"] in statuses) or "-"
+                    for statuses in (("rounding",), ("differs", "failed"), ("refused",))
+                ),
                 f"{max((row['difference'] for row in ran.values()), default=0):.0e}",
                 ", ".join(f"{x:.3f}" for x in next(iter(ran.values()))["weights"]) if ran else "-",
                 ", ".join([f"{max(held):.3f}" if held else "-", *(f"`{m}` {x:.3f}" for m, x in uneven.items())]),
@@ -247,7 +298,16 @@ def publish(results: dict[str, Any], architectures: int) -> Path:
         )
         reasons += [f"- {name}, `{method}`: {row['reason']}" for method, row in rows.items() if "reason" in row]
     shown = counted([row for rows in by_name.values() for row in rows.values()])
-    columns = ["architecture", "equal", "differ or failed", "refused", "logits differ by", "weights", "KV, most"]
+    columns = [
+        "architecture",
+        "equal",
+        "but for rounding",
+        "differ or failed",
+        "refused",
+        "logits differ by",
+        "weights",
+    ]
+    columns.append("KV, most")
     commits = sorted({row["commit"] for row in results["rows"].values() if "commit" in row})
     versions = ", ".join(f"{name} {value}" for name, value in results["versions"].items())
     return write_document(
@@ -256,9 +316,11 @@ def publish(results: dict[str, Any], architectures: int) -> Path:
         "Made by `benchmarks/among_ranks.py`; do not edit.",
         f"Tiny random models on two gloo processes, against one process that has the model alone: a prompt of {PROMPT} tokens and {STEPS} "
         "greedy ones. *Equal*: methods of which all tokens are equal, all processes have the same bits, and logits differ by less than "
-        f"{TOLERANCE:.0e} of the largest. *Weights*, *KV*: what each process holds of one process's; *most* is over both processes and all "
-        f"methods, those above 0.52 by name. {len(by_name)} of the {architectures} architectures of [the sweep](../architectures.md) were "
-        f"run so far: {shown}. [parallel.md](../parallel.md) says what each process has.",
+        f"{TOLERANCE:.0e} of the largest. *But for rounding*: in float32, numbers that fall on the other side become another code, "
+        "expert or cluster, and one process differs from itself by as much when noise changes the last bits of its weights. *Weights*, "
+        "*KV*: what each process holds of one process's; *most* is over both processes and all methods, those above 0.52 by name. "
+        f"{len(by_name)} of the {architectures} architectures of [the sweep](../architectures.md) were run so far: {shown}. "
+        "[parallel.md](../parallel.md) says what each process has.",
         table(columns, lines),
         *real_model(),
         "## Refused",

@@ -13,3 +13,18 @@ def test_the_first_job_without_a_result_has_failed_and_those_behind_it_have_no_r
 
     rows = among_ranks.run([("llama", "full"), ("llama", "snapkv")], 2, 0.2)
     assert rows == {("llama", "full"): {"status": "failed", "reason": "no result within 0.2 s"}}
+
+
+def test_what_one_process_differs_by_itself_explains_a_row_of_float32(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import among_ranks
+    import torch
+
+    row = {"status": "differs", "ranks_bit_equal": True, "difference": 1e-3}
+    monkeypatch.setattr(among_ranks, "rounding", lambda name, method, profile, enough: 9.5e-4)
+    for dtype, own, status in (("float32", row, "rounding"), ("float64", row, "differs")):
+        monkeypatch.setattr(among_ranks, "dtype_of", lambda name, dtype=dtype: getattr(torch, dtype))
+        assert among_ranks.explained("llama", "quest", own, str(tmp_path))["status"] == status
+    monkeypatch.setattr(among_ranks, "dtype_of", lambda name: torch.float32)
+    assert among_ranks.explained("llama", "quest", row | {"difference": 2e-3}, "")["status"] == "differs"
+    assert among_ranks.explained("llama", "quest", row | {"ranks_bit_equal": False}, "")["status"] == "differs"
