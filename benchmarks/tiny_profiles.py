@@ -80,4 +80,4 @@ def words(vocabulary: int) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="word0")
 
 
-__all__ = ["tiny_profile", "words"]
+__all__ = ["MEASURING", "TRAINING", "tiny_profile", "words"]

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import semkv.kernels
 from semkv.api import compile as compile_model
@@ -22,16 +22,18 @@ from semkv.ir.site import AttentionSite
 from semkv.profiles.calibration import (
     STEPS,
     CalibrationData,
-    CalibrationSettings,
     Job,
     MeasureData,
-    MeasureSettings,
     run_steps,
 )
 from semkv.profiles.calibration.needles import NeedleQuestion, NeedleTest
 from semkv.profiles.calibration.samples import SampleSet
 
 ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT / "benchmarks"))  # as it is for its scripts
+
+from tiny_profiles import MEASURING, TRAINING, words  # noqa: E402
+
 SLOW = ROOT / "tests" / "slow.txt"
 
 
@@ -230,14 +232,6 @@ def decoder_program(decoder) -> Program:
 VOCABULARY = 60
 
 
-def words() -> PreTrainedTokenizerFast:
-    """A tokenizer of `VOCABULARY` words, every sixth a full stop."""
-    known = {("." * (i // 6 + 1) if i % 6 == 5 else f"word{i}"): i for i in range(VOCABULARY)}
-    core = Tokenizer(models.WordLevel(known, unk_token="word0"))
-    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="word0")
-
-
 @pytest.fixture(scope="session")
 def random_ids():
     """`random_ids(n, seed) -> ids int64 [n]` of the tiny model's vocabulary, without its padding token."""
@@ -253,22 +247,8 @@ def profiled(random_ids, tmp_path_factory):
     """`profiled(model, latents=False) -> CompiledModel`: as `full`, with a profile of all sections from a few random tokens."""
 
     def make(model: PreTrainedModel, *, latents: bool = False) -> CompiledModel:
-        training = CalibrationSettings(
-            length=128, queries=8, max_steps=1, sequences=1, held_out=1, gate_hidden=8, budgets=(0.5,)
-        )
-        measuring = MeasureSettings.checked(
-            length=96,
-            steps=8,
-            samples=2,
-            held_out=1,
-            keep=16,
-            observation=4,
-            sketch_stages=2,
-            sketch_rounds=2,
-            pass_recall=0.0,
-        )
         data = CalibrationData(
-            (random_ids(training.length + 8, training.length),),
+            (random_ids(TRAINING.length + 8, TRAINING.length),),
             (random_ids(136, 1),),
             "random tokens",
         )
@@ -280,8 +260,8 @@ def profiled(random_ids, tmp_path_factory):
             NeedleQuestion(tuple(random_ids(7, i).tolist()), answer, tuple(range(20, 45))) for i in range(4)
         )
         needles = (NeedleTest(random_ids(96, 5), questions),)
-        measured = MeasureData(sets, needles, "random tokens", words())
-        job = Job(model, "tiny", "", data, training, measured, measuring, latents)
+        measured = MeasureData(sets, needles, "random tokens", words(VOCABULARY))
+        job = Job(model, "tiny", "", data, TRAINING, measured, MEASURING, latents)
         made = run_steps(job, STEPS, work=Path(tmp_path_factory.mktemp("profile")))
         assert not made.skipped, made.notes
         return compile_model(model, made.profile, method="full", config=CompileConfig(floor=0, latents=latents))

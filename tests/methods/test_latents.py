@@ -9,6 +9,7 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 from semkv.compiled import CompiledModel
 from semkv.profiles.schema.retrieval_head import PREFIX
 from tests.conftest import VOCABULARY
+from tests.eager_steps import eagerly
 from tests.methods.naive_retrieval import assert_best, naive_weights
 
 pytestmark = pytest.mark.slow  # tests/passes/test_absorb_latents.py has a family and methods by default
@@ -84,7 +85,7 @@ def test_a_retrieval_head_chooses_the_best_latents(latent, random_ids):
     """Below the full budget: the tokens that the head gives most weight to, one choice for all query heads, and theirs are the latents that
     are read."""
     ids = random_ids(241, 3)[None]
-    compiled = latent.with_method("specontext", budget=0.9, window=8)
+    compiled = eagerly(latent.with_method("specontext", budget=0.9, window=8))
     record = compiled.prefill_record(ids[:, :240])
     state = compiled.compress(record)
     compiled.extend(state, ids[:, 240:])

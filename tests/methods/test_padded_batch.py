@@ -46,7 +46,8 @@ OTHERS: dict[str, tuple[str, float, dict[str, Any]]] = {
         {"uniform": True, "tau_stable": 0.001, "tau_similar": 1.0, "recoverable": True},
     ),
 }
-CASES = {name: (name, *SETTINGS.get(name, (BUDGET, {}))) for name in METHODS} | OTHERS
+SERVED = [name for name, method in METHODS.items() if not method.needs_indexer]
+CASES = {name: (name, *SETTINGS.get(name, (BUDGET, {}))) for name in SERVED} | OTHERS
 
 
 @pytest.fixture(scope="module")
