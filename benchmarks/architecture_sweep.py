@@ -309,6 +309,7 @@ def turns_equal(
 def _equal(
     reference: Reference, compiled: semkv.CompiledModel, made: list[Tensor], texts: list[Tensor]
 ) -> tuple[list[bool], list[int]]:
+    """Whether the last tokens of each row of `made` are what the model says after each of `texts` [1, T]; see `rows_equal`."""
     same, lost = [], []
     for mine, text in zip(made, texts):
         equal = torch.equal(mine[-NEW_TOKENS:], reference.generate(text)[0, -NEW_TOKENS:])

@@ -55,10 +55,8 @@ class Layer:
     """Tokens of a turn that run at once."""
 
     def measure(self, k: Tensor, v: Tensor) -> None:
-        self.heads, self.token = (
-            k.shape[0],
-            k.element_size() * (k.shape[2] + v.shape[2]),
-        )  # bytes of a token in one head
+        self.heads = k.shape[0]
+        self.token = k.element_size() * (k.shape[2] + v.shape[2])  # bytes of a token in one head
 
     def cap(self, tokens: int) -> float:
         return int(self.budget * tokens * self.heads * self.token)
