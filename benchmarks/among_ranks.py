@@ -50,8 +50,10 @@ METHODS = {
 """Methods, and a budget at which a prompt of 300 tokens is compressed by each."""
 OPTIONS: dict[str, dict[str, Any]] = {"heterocache": {"strict": True, "tau_stable": 0.2, "tau_similar": 0.15}}
 """Roles of all kinds in random models, at a budget that whole heads would not leave."""
-PROFILED = ("sketch", "compresskv", "sentencekv", "mixed", "heterocache", "specontext")
+PROFILED = ("sketch", "compresskv", "sentencekv", "specontext", "mixed", "heterocache")
 """Those that need a profile."""
+DIVIDED = ("mixed", "heterocache")
+"""Those whose heads have budgets of their own: the heads of a process follow from the method, and each is a compilation of its own."""
 
 PROMPT, STEPS, TOLERANCE = 300, 24, 1e-5
 NOISE, DRAWS = 3e-8, 12
@@ -95,24 +97,19 @@ def work(rank: int, world: int, port: int, jobs: list[tuple[str, str]], folder: 
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         dist.init_process_group("gloo", rank=rank, world_size=world)
         group = dist.group.WORLD
-    import semkv
-    from semkv.config import CompileConfig
     from semkv.profiles.schema import Profile
 
     sys.path.insert(0, str(ROOT / "benchmarks"))
     from tiny_models import tiny_model
 
-    compiled: dict[tuple[str, bool], Any] = {}
+    compiled: dict[tuple[str, bool, str], Any] = {}
     for name, method in jobs:
         try:
-            key = (name, method in PROFILED)
+            key = (name, method in PROFILED, method if method in DIVIDED else "full")
             if key not in compiled:
                 compiled.clear()
                 profile = Profile.load(Path(folder) / f"{name}.profile") if method in PROFILED else None
-                settings = CompileConfig(floor=0, kernels="torch")
-                compiled[key] = semkv.compile(
-                    tiny_model(name, dtype=dtype_of(name)), profile, method="full", config=settings, group=group
-                )
+                compiled[key] = compiled_model(tiny_model(name, dtype=dtype_of(name)), profile, method, group)
             made = answer(compiled[key], method)
         except Exception as error:  # a refusal is a result as well
             made = {"error": f"{type(error).__name__}: {str(error).splitlines()[0][:300]}"}
@@ -121,12 +118,21 @@ def work(rank: int, world: int, port: int, jobs: list[tuple[str, str]], folder: 
         dist.destroy_process_group()
 
 
+def compiled_model(model: Any, profile: Any, method: str, group: Any = None) -> Any:
+    """`model` with `method`, where its heads are dealt by it, else with all."""
+    import semkv
+    from semkv.config import CompileConfig
+
+    method = method if method in DIVIDED else "full"
+    settings = CompileConfig(floor=0, kernels="torch", cache=True, method_options=OPTIONS.get(method, {}))
+    return semkv.compile(model, profile, method=method, budget=METHODS[method], config=settings, group=group)
+
+
 def answer(whole: Any, method: str) -> dict[str, Any]:
     """Greedy tokens after a prompt by `method`, logits, and what the process holds."""
     from tiny_models import VOCAB
 
-    options = OPTIONS.get(method, {})
-    own = whole if method == "full" else whole.with_method(method, METHODS[method], **options)
+    own = whole if method == whole.method.name else whole.with_method(method, METHODS[method])
     ids = torch.randint(5, VOCAB, (1, PROMPT), generator=torch.Generator().manual_seed(0))
     state = own.prefill(ids)
     logits, tokens = [state.logits.clone()], []
@@ -149,9 +155,6 @@ def rounding(name: str, method: str, profile: Any, enough: float) -> float:
     the first that is `enough`. A number that falls on the other side may become another code, expert or cluster."""
     from tiny_models import tiny_model
 
-    import semkv
-    from semkv.config import CompileConfig
-
     found: list[dict[str, Any]] = []
     largest = 0.0
     for draw in range(DRAWS + 1):
@@ -159,8 +162,7 @@ def rounding(name: str, method: str, profile: Any, enough: float) -> float:
         with torch.no_grad():
             for weight in model.parameters() if draw else ():
                 weight.mul_(1 + NOISE * torch.randn(weight.shape, generator=generator))
-        settings = CompileConfig(floor=0, kernels="torch")
-        found.append(answer(semkv.compile(model, profile, method="full", config=settings), method))
+        found.append(answer(compiled_model(model, profile, method), method))
         first = found[0]["logits"]
         largest = max(largest, float((found[-1]["logits"] - first).abs().max() / first.abs().max()))
         if largest >= enough:
@@ -208,6 +210,7 @@ def run(jobs: list[tuple[str, str]], world: int, timeout: float) -> dict[tuple[s
     context, port = mp.get_context("spawn"), free_port()
     with tempfile.TemporaryDirectory() as folder:
         profiles(sorted({name for name, method in jobs if method in PROFILED}), folder)
+        os.environ["SEMKV_CACHE"] = str(Path(folder) / "programs")  # a model is captured once
         places = [(rank, world, port) for rank in range(world)] + [(0, 1, port)]
         processes = [context.Process(target=work, args=(*place, jobs, folder)) for place in places]
         for process in processes:

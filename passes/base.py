@@ -28,7 +28,8 @@ class PassOptions:
     key_balance: by store, what makes its keys fit into few bits, heads in the order of the model; None: keys stay as they are.
     kernels: which answer the attention of a step: `auto`, `torch`, `cpp` or `triton` (`semkv.kernels.mixed_attention.dispatch`).
     layouts: per site, the fields of a `Configuration` tuned for the device; none for a site, or for all: its defaults.
-    ranks: the processes that share the model; None: this one alone.
+    ranks: the processes that share the model; None: this one alone. head_nbytes: by store, what each KV head of the user's model takes of
+        the budget, which processes are to hold evenly; None: all heads of a layer take as much.
     """
 
     method: str = "full"
@@ -40,6 +41,7 @@ class PassOptions:
     kernels: str = "auto"
     layouts: tuple[tuple[int, ...], ...] = ()
     ranks: Ranks | None = None
+    head_nbytes: Mapping[int, tuple[float, ...]] | None = None
 
 
 class Pass(ABC):

@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from semkv.errors import CaptureError
-from semkv.ir.graph import attribute, copy_graph_module, describe, finish, module_path
+from semkv.ir.graph import attribute, copy_graph_module, describe, finish, module_path, shape_of
 from semkv.ir.program import Program
 from semkv.passes.base import Pass, PassOptions
 from semkv.passes.contractions import expand_baddbmm, expand_einsum
@@ -172,6 +172,9 @@ def _simplify(node: Node) -> None:
     if target in CASTS:
         _simplify_cast(node)
         return
+    if target == aten.cat.default:
+        _simplify_cat(node)
+        return
     if target in VIEWS:
         node.target = target = aten.reshape.default
     elif target in COPIES:
@@ -197,6 +200,21 @@ def _simplify_cast(node: Node) -> None:
         with node.graph.inserting_before(node):
             cast = emit(node.graph, aten.to.dtype, (node.args[0], result.dtype), like=node, by=Canonicalise.name)
         replace_node(node, cast)
+
+
+def _simplify_cat(node: Node) -> None:
+    """Leave out operands that hold nothing, of shape [0], as those that an empty cache brings."""
+    result = node.meta.get("val")
+    held = [x for x in node.args[0] if not _is_empty(shape_of(x))]
+    if not held or not isinstance(result, Tensor) or any(x.meta["val"].dtype != result.dtype for x in held):
+        return
+    node.update_arg(0, held)
+    if len(held) == 1:
+        replace_node(node, held[0])
+
+
+def _is_empty(shape: tuple | None) -> bool:
+    return shape is not None and len(shape) == 1 and isinstance(shape[0], int) and shape[0] == 0
 
 
 def _does_nothing(node: Node) -> bool:

@@ -17,12 +17,15 @@ ROWS, TOKENS = 3, 37
 
 
 def with_shapes(program: Program) -> Program:
-    """The program with a fake value at every node of body and head, of any number of rows and tokens.
+    """The program with a fake value at every node of body and head, of any number of rows and tokens; itself where it has them, as one that
+    was just captured.
 
     Raises
     ------
     ArtifactError: an operator cannot be run without numbers; it is named.
     """
+    if all("val" in node.meta for node in program.body.graph.nodes if node.op == "placeholder"):
+        return program
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     dynamic = [DimDynamic.DYNAMIC] * 2
     rows = ROWS if program.batched else 1
@@ -36,7 +39,8 @@ def with_shapes(program: Program) -> Program:
             head = _ran(head, mode, output_value(body.graph).meta["val"])
     except Exception as cause:
         raise ArtifactError(
-            f"the shapes of this program cannot be found ({str(cause)[:300]}): compile the model with group= instead"
+            f"the shapes of this program cannot be found ({str(cause)[:300]}): compile the model with group= instead, and without "
+            "CompileConfig(cache=True)"
         ) from cause
     return program.evolve(body=body, head=head)
 

@@ -8,6 +8,7 @@ that way, each process sums over its own, and one all-reduce adds the sums up.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -32,6 +33,7 @@ from semkv.ir.ranks import Among, Ranks, collectives
 from semkv.ir.seams import Seams
 from semkv.ir.site import AttentionSite
 from semkv.passes.base import Pass, PassOptions
+from semkv.passes.dealt_heads import dealt_heads
 from semkv.passes.graph_utils import emit
 from semkv.passes.parts_of_nodes import VIEWS, Index, Parts, is_grouped, is_pointwise
 
@@ -59,7 +61,7 @@ class ShardHeads(Pass):
         """Cut body and head; the notes say what is cut, and what every process holds whole."""
         assert options.ranks is not None
         cut = Cut(copy_graph_module(program.body), options.ranks)
-        sites = cut.attentions(program)
+        sites = cut.attentions(program, dealt_heads(program.stores, options.head_nbytes or {}, options.ranks))
         cut.norms()
         cut.channels()
         cut.vocabulary()
@@ -84,11 +86,12 @@ class Heads:
     sharers: int = 1
 
 
-def heads_of(site: AttentionSite, ranks: Ranks) -> Heads:
-    """Runs of KV heads; where there are fewer of them than processes, neighbours share one and its choices, and split its queries."""
+def heads_of(site: AttentionSite, ranks: Ranks, parts: Sequence[Index] = ()) -> Heads:
+    """Those of `parts`, KV heads by process, or runs of KV heads; where there are fewer of them than processes, neighbours share one and
+    its choices, and split its queries."""
     group = site.group_size
     if ranks.size <= site.kv_heads:
-        kv = tuple(ranks.part(site.kv_heads))
+        kv = parts[ranks.rank] if parts else tuple(ranks.part(site.kv_heads))
         query = tuple(head * group + i for head in kv for i in range(group))
         return Heads(kv, query, tuple(range(len(query))))
     head = ranks.rank * site.kv_heads // ranks.size
@@ -133,12 +136,16 @@ class Cut:
 
     # -- attention -----------------------------------------------------------------------------------------------------
 
-    def attentions(self, program: Program) -> tuple[AttentionSite, ...]:
+    def attentions(self, program: Program, dealt: Mapping[int, Sequence[Index]]) -> tuple[AttentionSite, ...]:
+        """Sites of this process's heads. dealt: by store, the KV heads of each process, where they are no runs."""
         nodes = dict(zip((site.index for site in program.sites), attention_nodes(self.graph), strict=True))
         sites = []
         for site in program.sites:
-            heads = heads_of(site, self.ranks)
-            all_of = [heads_of(site, replace(self.ranks, rank=rank)) for rank in range(self.ranks.size)]
+            all_of = [
+                heads_of(site, replace(self.ranks, rank=rank), dealt.get(site.store, ()))
+                for rank in range(self.ranks.size)
+            ]
+            heads = all_of[self.ranks.rank]
             apart = all(len(each.own) == len(each.query) for each in all_of)  # the same in all: what they exchange is
             local = self._attention(nodes[site.index], heads, apart)
             if not self._rows_behind(nodes[site.index], site, heads):
@@ -151,7 +158,15 @@ class Cut:
                     kv_heads=len(heads.kv),
                     head_order=tuple(order[head] for head in heads.kv),
                     roles=tuple(site.roles[head] for head in heads.kv) if site.roles else (),
-                    among=Among(self.ranks, heads.kv, heads.query, site.kv_heads, heads.sharers, site.head_order),
+                    among=Among(
+                        self.ranks,
+                        tuple(each.kv for each in all_of),
+                        heads.kv,
+                        heads.query,
+                        site.kv_heads,
+                        heads.sharers,
+                        site.head_order,
+                    ),
                 )
             )
         return tuple(sites)

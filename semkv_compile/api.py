@@ -12,7 +12,7 @@ from torch import nn
 from semkv.artifact.fingerprint import model_fingerprint
 from semkv.capture.checks import check_model
 from semkv.capture.device import usable
-from semkv.compiled import CompiledModel
+from semkv.compiled import CompiledModel, uneven_heads
 from semkv.compiler.kernel_builds import check_graphs
 from semkv.compiler.pipeline import among_ranks
 from semkv.config import CompileConfig, check_budget
@@ -90,8 +90,10 @@ def compile(
     if profile is not None:
         profile.check_stores(program.stores)
     live = LiveModel(model, program, target) if ranks is None else None
+    if ranks is not None:
+        program = among_ranks(program, ranks, uneven_heads(program, profile, chosen, budget, settings))
     return CompiledModel(
-        program if ranks is None else among_ranks(program, ranks),
+        program,
         profile,
         chosen,
         budget,

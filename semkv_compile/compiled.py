@@ -32,7 +32,9 @@ from semkv.passes.base import PassOptions
 from semkv.profiles.schema import Profile
 from semkv.runtime.budgets.budget import Budget
 from semkv.runtime.budgets.floor import Demand, with_floor
+from semkv.runtime.budgets.part_shares import head_nbytes
 from semkv.runtime.choices import check_choices
+from semkv.runtime.components import Plan
 from semkv.runtime.decode.row_turns import GraphedSteps, serves
 from semkv.runtime.host.tier import HostTier
 from semkv.runtime.modes import undisturbed
@@ -104,16 +106,7 @@ class CompiledModel(Generation):
         device = device_of(source.body)
         check_graphs(settings.cuda_graphs, device)
         start_builds(source, settings.kernels, device, routes=method.compresses)
-        dtype = settings.torch_kv_dtype(source.dtype)
-        cap = Budget(budget, dtype, page_size=settings.page_size)
-        decided = method.for_budget(source, profile, cap)
-        program = source if lowered else lower(source, pass_options(source, decided, profile))
-        plan = decided.plan(program, profile)
-        check_choices(program, plan, method.name)
-        minimum = in_pages(method.minimum_tokens, settings.page_size)
-        counted = tuple(store for store in program.stores if store.treatment == "method")
-        demand = Demand.of(method.name, *plan.of_all(counted), cap, minimum, program.max_positions)
-        cap = with_floor(cap, demand, settings.floor)
+        program, plan, cap, minimum = planned(source, profile, method, budget, settings, lowered=lowered)
         limits = offload_thresholds(program, plan, profile, cap, settings)
         program = place(
             program,
@@ -281,6 +274,45 @@ class CompiledModel(Generation):
 
 
 __all__ = ["CompiledModel"]
+
+
+def planned(
+    source: Program,
+    profile: Profile | None,
+    method: Method,
+    budget: float | int | None,
+    settings: CompileConfig,
+    *,
+    lowered: bool,
+) -> tuple[Program, Plan, Budget, int]:
+    """`source` lowered for a method, unless it is, the method's plan for it, the budget with its floor, and the fewest tokens per head."""
+    dtype = settings.torch_kv_dtype(source.dtype)
+    cap = Budget(budget, dtype, page_size=settings.page_size)
+    decided = method.for_budget(source, profile, cap)
+    program = source if lowered else lower(source, pass_options(source, decided, profile))
+    plan = decided.plan(program, profile)
+    check_choices(program, plan, method.name)
+    minimum = in_pages(method.minimum_tokens, settings.page_size)
+    counted = tuple(store for store in program.stores if store.treatment == "method")
+    demand = Demand.of(method.name, *plan.of_all(counted), cap, minimum, program.max_positions)
+    return program, plan, with_floor(cap, demand, settings.floor), minimum
+
+
+def uneven_heads(
+    source: Program,
+    profile: Profile | None,
+    method: Method,
+    budget: float | int | None,
+    settings: CompileConfig,
+    *,
+    lowered: bool = False,
+) -> dict[int, tuple[float, ...]] | None:
+    """By store, what each KV head of the user's model takes of a budget that heads divide; None where the method's heads do not."""
+    if not method.divides_heads:
+        return None
+    program, plan, cap, minimum = planned(source, profile, method, budget, settings, lowered=lowered)
+    where = device_of(source.body)
+    return head_nbytes(Placement(program, method.name, plan, cap, minimum, settings.page_size, HostTier(), where))
 
 
 def pass_options(source: Program, method: Method, profile: Profile | None) -> PassOptions:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from dataclasses import replace
 
 import torch
 from transformers.configuration_utils import PreTrainedConfig
@@ -12,7 +13,7 @@ from transformers.generation.configuration_utils import GenerationConfig
 from semkv.artifact.json_values import restored
 from semkv.artifact.load import load_program
 from semkv.capture.device import usable
-from semkv.compiled import KERNELS, CompiledModel, pass_options
+from semkv.compiled import KERNELS, CompiledModel, pass_options, uneven_heads
 from semkv.compiler.pipeline import lowered_among_ranks
 from semkv.errors import ArtifactError, SemkvError
 from semkv.ir.ranks import Ranks
@@ -44,7 +45,8 @@ def load_compiled(
         if ranks is not None:
             dtype = settings.torch_kv_dtype(program.dtype)
             decided = method.for_budget(program, profile, Budget(facts.budget, dtype, page_size=settings.page_size))
-            options = pass_options(program, decided, profile)
+            heads = uneven_heads(program, profile, method, facts.budget, settings, lowered=True)
+            options = replace(pass_options(program, decided, profile), head_nbytes=heads)
             program = lowered_among_ranks(program, ranks, options, usable(device))
         if settings.cuda_graphs and torch.device(device).type != "cuda":
             warnings.warn(f"{path} was saved with cuda_graphs=True; on {device} it runs without", stacklevel=3)

@@ -16,12 +16,14 @@ from semkv.artifact.fingerprint import model_fingerprint, program_fingerprint
 from semkv.artifact.state_file import load_tensors, save_tensors
 from semkv.compiled import CompiledModel
 from semkv.compiler import program_cache
-from semkv.compiler.pipeline import captured_program
+from semkv.compiler.pipeline import among_ranks, captured_program
 from semkv.config import CompileConfig
 from semkv.errors import ArtifactError, InputError
 from semkv.ir.program import Program
+from semkv.ir.ranks import Ranks
 from semkv.live import model as live_model
 from semkv.methods import find_method
+from semkv.passes.shard_heads import weights_of
 
 CACHED = CompileConfig(cache=True)
 
@@ -112,6 +114,17 @@ def test_an_entry_gives_the_same_answers_without_a_capture(model, program, finge
             mine.generate(ids(120), max_new_tokens=6, do_sample=False),
             theirs.generate(ids(120), max_new_tokens=6, do_sample=False),
         )
+
+
+def test_processes_share_a_model_whose_program_was_cached(model, program, fingerprint, folder, captures):
+    """The shapes by which it is cut are no part of the entry."""
+    again, ranks = program_cache.cached_program(model, fingerprint), Ranks(1, 2, "none")
+    assert not captures
+    mine, fresh = (among_ranks(one, ranks) for one in (again, program))
+    assert mine.sites == fresh.sites
+    assert mine.notes[-1] == fresh.notes[-1]
+    theirs = weights_of(fresh)
+    assert {name: x.shape for name, x in weights_of(mine).items()} == {name: x.shape for name, x in theirs.items()}
 
 
 def test_the_program_shares_the_models_tensors_and_copies_no_weight(model, fingerprint, folder, captures):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -118,9 +118,17 @@ def on_latents(program: Program) -> Program:
 
 
 @undisturbed
-def among_ranks(program: Program, ranks: Ranks) -> Program:
-    """What this process has of a `captured_program` that `ranks` share; the program itself where it is alone."""
-    return run_passes(program, AMONG_RANKS, PassOptions(ranks=ranks), ran=[p.name for p in UNDERSTAND])
+def among_ranks(program: Program, ranks: Ranks, head_nbytes: Mapping[int, tuple[float, ...]] | None = None) -> Program:
+    """What this process has of a `captured_program` that `ranks` share; the program itself where it is alone. head_nbytes: see
+    `PassOptions`.
+
+    Raises
+    ------
+    ArtifactError: the program was read from a file, and the shapes of its graph cannot be found.
+    """
+    program = program if ranks.size == 1 else with_shapes(program)
+    options = PassOptions(ranks=ranks, head_nbytes=head_nbytes)
+    return run_passes(program, AMONG_RANKS, options, ran=[p.name for p in UNDERSTAND])
 
 
 @undisturbed
@@ -132,8 +140,8 @@ def lowered_among_ranks(program: Program, ranks: Ranks, options: PassOptions, de
     ------
     ArtifactError: the shapes of its graph cannot be found.
     """
-    found = with_shapes(program.evolve(stage="found", prefill=None, extend=None, decode=None, selector=None))
-    shared = run_passes(found, AMONG_RANKS, PassOptions(ranks=ranks), ran=[p.name for p in UNDERSTAND])
+    found = program.evolve(stage="found", prefill=None, extend=None, decode=None, selector=None)
+    shared = among_ranks(found, ranks, options.head_nbytes)
     first = next(place for place, step in enumerate(LOWER) if step.needs != "found" and step.leaves == "lowered")
     ran = [p.name for p in (*UNDERSTAND, *LOWER[:first])]
     return run_passes(moved(shared, device).evolve(stage="annotated"), LOWER[first:], options, ran=ran)

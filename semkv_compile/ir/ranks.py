@@ -35,10 +35,7 @@ class Ranks:
 
     def part(self, count: int) -> range:
         """Which of `count` equal things this process has: runs, as even as they can be."""
-        return self.part_of(self.rank, count)
-
-    def part_of(self, rank: int, count: int) -> range:
-        return range(count * rank // self.size, count * (rank + 1) // self.size)
+        return range(count * self.rank // self.size, count * (self.rank + 1) // self.size)
 
     def reduce(self, x: Tensor, how: Reduction) -> Tensor:
         """`x` over all processes: their sum, largest or smallest number at each place; every process gets the same bits."""
@@ -57,11 +54,13 @@ class Ranks:
 class Among:
     """What a process has of an attention that it shares with others.
 
-    kv, query: which of the attention's heads, in the order of the program before it was shared. kv_heads: of the whole attention. sharers:
-    processes that have the same heads. order: the user's model's KV head at each place of that program; empty where they are in order.
+    parts: the KV heads of each process, in the order of the program before it was shared. kv, query: this one's. kv_heads: of the whole
+    attention. sharers: processes that have the same heads. order: the user's model's KV head at each place of that program; empty where
+    they are in order.
     """
 
     ranks: Ranks
+    parts: tuple[tuple[int, ...], ...]
     kv: tuple[int, ...]
     query: tuple[int, ...]
     kv_heads: int
@@ -71,9 +70,7 @@ class Among:
     def apart(self, places: Iterable[int]) -> bool:
         """Whether no process has all of these KV heads of the whole attention."""
         wanted = set(places)
-        if self.ranks.size > self.kv_heads:  # each process has one
-            return len(wanted) > 1
-        return not any(wanted <= set(self.ranks.part_of(rank, self.kv_heads)) for rank in range(self.ranks.size))
+        return not any(wanted.issubset(part) for part in self.parts)
 
     def counts(self, *own: int) -> list[int]:
         """Counts over this process's heads, over all heads."""

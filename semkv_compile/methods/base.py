@@ -79,6 +79,8 @@ class Method(ABC):
 
     shares_heads: ClassVar[bool] = True
     """Whether processes may share the heads of a layer (docs/parallel.md)."""
+    divides_heads: ClassVar[bool] = False
+    """Whether KV heads of a layer have budgets of their own, which processes that share them are to hold evenly."""
 
     def check(self, profile: Profile | None) -> None:  # noqa: B027 - most methods need nothing
         """Raise `ConfigError` where `profile` lacks what the method needs: called before any work."""

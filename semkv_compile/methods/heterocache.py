@@ -56,6 +56,7 @@ class HeteroCache(OncePerPrompt):
 
     name: ClassVar[str] = "heterocache"
     minimum_tokens: ClassVar[int] = 40
+    divides_heads: ClassVar[bool] = True
 
     def check(self, profile: Profile | None) -> None:
         if profile is None or profile.info.head_taxonomy is None:

@@ -81,6 +81,18 @@ class Einsum(Model):
         return torch.einsum("bhqk,bkhd->bqhd", heads.tril(), split).reshape(x.shape) + scores.tril() @ x
 
 
+class Empty(Model):
+    """What is put behind an empty cache, and between two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("nothing", torch.empty(0, dtype=torch.float64))
+
+    def body(self, x):
+        x = torch.cat([self.nothing, x], dim=-2)
+        return self.inner(torch.cat([self.nothing, x, self.nothing, 2 * x], dim=-1).unflatten(-1, (2, -1)).sum(-2))
+
+
 class Random(Model):
     """Two draws are two values."""
 
@@ -97,7 +109,7 @@ def count(program: Program, *targets) -> int:
     return sum(node.target in targets for node in program.body.graph.nodes)
 
 
-@pytest.mark.parametrize("kind", [NoOps, Twice, Regions, Upcast, Einsum])
+@pytest.mark.parametrize("kind", [NoOps, Twice, Regions, Upcast, Einsum, Empty])
 def test_values_are_exactly_those_of_the_model(kind) -> None:
     module = kind()
     _, program = canonical(module)
@@ -114,6 +126,13 @@ def test_what_does_nothing_is_removed() -> None:
     assert count(captured, *idle) >= 4
     assert count(program, *idle, aten.to.dtype, aten.expand.default, aten.view.default) == 0
     assert count(program, aten.reshape.default) == 2
+
+
+def test_operands_that_hold_nothing_are_left_out() -> None:
+    captured, program = canonical(Empty())
+    assert count(captured, aten.cat.default) == 2
+    (node,) = (node for node in program.body.graph.nodes if node.target == aten.cat.default)
+    assert len(node.args[0]) == 2
 
 
 def test_equal_subexpressions_are_computed_once() -> None:

@@ -147,6 +147,27 @@ def test_programs_of_processes_compute_what_the_whole_one_does(name):
             assert all(key in program.notes[-1] or "more" in program.notes[-1] for key in shared)
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_heads_may_be_any_that_make_processes_hold_as_much(name):
+    whole = captured(name)
+    (expected,) = logits([whole])
+    heads = whole.sites[0].kv_heads
+    nbytes = {
+        site.store: tuple(float(10 * (head == site.store) + head) for head in range(heads)) for site in whole.sites
+    }
+    programs = [among_ranks(whole, Ranks(rank, 2, "none"), nbytes) for rank in range(2)]
+    for found in logits(programs):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    if heads > 1:
+        for parts in zip(*(program.sites for program in programs)):
+            assert sorted(head for site in parts for head in site.head_order) == list(range(heads))
+            assert parts[0].among.parts == tuple(site.among.kv for site in parts)
+        held = [
+            sum(nbytes[site.store][head] for site in program.sites for head in site.head_order) for program in programs
+        ]
+        assert max(held) - min(held) <= 2 + (heads % 2) * 10, "the larger heads of layers are apart"
+
+
 def test_without_the_exchange_the_numbers_are_others():
     whole = captured("grouped")
     (expected,) = logits([whole])

@@ -92,13 +92,22 @@ UNEVEN = (
 )
 """All whole heads in one process, all satellites in the other."""
 
+PILED = (
+    (
+        ("anchor", "satellite", "volatile", "pivot"),
+        ("satellite", "anchor", "volatile", "pivot"),
+    ),
+    ((0, 3, 2, 3), (3, 1, 2, 3)),
+)
+"""Whole heads side by side in both layers."""
+
 
 @pytest.fixture
 def whole(tiny, tiny_llama, tmp_path):
-    """`whole(roles, clusters) -> path`: the tiny model in float64 as an artifact, its profile with these roles; heads 0 and 2, then 1 and 2
-    retrieve."""
+    """`whole(roles, clusters, ...) -> path`: the tiny model in float64 as an artifact of a method, its profile with these roles; heads 0
+    and 2, then 1 and 2 retrieve."""
 
-    def save(roles, clusters):
+    def save(roles, clusters, method="full", budget=None, **options):
         model = copy.deepcopy(tiny_llama).double()
         info = tiny.profile.info
         semantic = ((0.3, 0.0, 0.0, 0.0, 0.2, 0.0, 0.0, 0.0), (0.0, 0.0, 0.2, 0.0, 0.3, 0.0, 0.0, 0.0))
@@ -115,7 +124,8 @@ def whole(tiny, tiny_llama, tmp_path):
         }
         profile = replace(tiny.profile, info=info.model_copy(update=changed))
         path = tmp_path / "whole.semkv"
-        semkv.compile(model, profile, method="full", config=worker.SETTINGS).save(path)
+        settings = worker.SETTINGS.model_copy(update={"method_options": options})
+        semkv.compile(model, profile, method=method, budget=budget, config=settings).save(path)
         return str(path)
 
     return save
@@ -130,6 +140,23 @@ def test_heads_that_divide_a_budget_or_follow_another_do_as_in_one_process(whole
     assert [own["updates"] for own in both] == [0, one["updates"]]
     one, both = found[worker.label(jobs[2])]
     assert [2 * own["keys"] for own in both] == [one["keys"]] * 2
+
+
+@pytest.mark.parametrize(
+    ("method", "budget", "options"),
+    [
+        ("heterocache", 0.8, {"every": 2}),
+        pytest.param("mixed", 0.6, {"whole": True}, marks=pytest.mark.slow),
+    ],
+)
+def test_heads_that_divide_a_budget_are_dealt_so_that_processes_hold_as_much(method, budget, options, whole, tmp_path):
+    path = whole(*PILED, method, budget, **options)
+    one = worker.run(semkv.load(path))
+    both = together([], path, tmp_path)
+    for own in both:
+        assert own["loaded"]["tokens"] == one["tokens"]
+        torch.testing.assert_close(own["loaded"]["logits"], one["logits"], rtol=1e-9, atol=1e-9)
+        assert own["loaded"]["peak"] <= 0.52 * one["peak"]
 
 
 @pytest.mark.slow

@@ -35,7 +35,7 @@ def model() -> torch.nn.Module:
 
 
 def run(compiled: semkv.CompiledModel) -> dict[str, object]:
-    """Tokens and logits of a prompt of 260 tokens and 24 steps; bytes that the row's tensors take."""
+    """Tokens and logits of a prompt of 260 tokens and 24 steps; bytes that the row's tensors take, and the most that a step did."""
     ids = torch.randint(1, compiled.program.vocab_size, (1, 260), generator=torch.Generator().manual_seed(0))
     state = compiled.prefill(ids)
     tokens, logits = [], [state.logits.clone()]
@@ -55,6 +55,7 @@ def run(compiled: semkv.CompiledModel) -> dict[str, object]:
         "held": held,
         "updates": updates,
         "keys": keys,
+        "peak": state.nbytes["peak"],
         "counted": counted,
     }
 

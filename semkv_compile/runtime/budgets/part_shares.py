@@ -12,6 +12,9 @@ from semkv.runtime.budgets.budget import bounded_shares
 from semkv.runtime.components import Part
 from semkv.runtime.placement import Placement
 
+LONG = 1 << 15
+"""Tokens of a text at which heads are compared."""
+
 
 def sharing_parts(placement: Placement) -> list[tuple[AttentionSite, Part]]:
     """(store, part) of those that share what whole heads leave; none where every store is one part."""
@@ -65,6 +68,29 @@ def part_shares(
         else found[store.store, part.first]
         for store, part in sharing_parts(placement)
     }
+
+
+def head_nbytes(placement: Placement) -> dict[int, tuple[float, ...]]:
+    """By store, about the bytes that each KV head of the user's model takes of the budget: of a text of `LONG` tokens, or ten times as long
+    as a budget of tokens. Empty where every store is one part, or whole heads leave too little of such a text."""
+    value, longest = placement.budget.value, placement.program.max_positions
+    tokens = min(10 * value if isinstance(value, int) else LONG, longest or LONG)
+    cap = placement.row_cap(tokens)
+    try:
+        shares = part_shares(placement, {store.store: store.budget_share for store in placement.budgeted}, tokens, cap)
+    except BudgetError:
+        return {}
+    room, found = cap - whole_nbytes(placement, tokens), {}
+    for store in placement.budgeted if _divides(placement) else ():
+        nbytes = [0.0] * store.kv_heads
+        for part in placement.parts(store):
+            site, order = part.site(store), store.head_order or range(store.kv_heads)
+            whole = tokens * site.values_per_token * placement.budget.dtype.itemsize
+            taken = whole if part.components.whole else room * shares[store.store, part.first]
+            for place in range(part.first, part.last):
+                nbytes[order[place]] = taken / site.kv_heads
+        found[store.store] = tuple(nbytes)
+    return found
 
 
 def _refuse(placement: Placement, needed: float, tokens: int) -> None:
