@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
@@ -11,6 +13,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from semkv.errors import ArtifactError
 from semkv.ir.graph import copy_graph_module, output_value
 from semkv.ir.program import Program
+from semkv.ir.recurrence import recur
 
 ROWS, TOKENS = 3, 37
 """Sizes that stand for any: rows and tokens are symbols."""
@@ -47,8 +50,19 @@ def with_shapes(program: Program) -> Program:
 
 def _ran(module: GraphModule, mode: FakeTensorMode, *given: torch.Tensor) -> GraphModule:
     copied = copy_graph_module(module)
-    FakeTensorProp(copied, mode).propagate_dont_convert_inputs(*given)
+    _Propagation(copied, mode).propagate_dont_convert_inputs(*given)
     return copied
+
+
+class _Propagation(FakeTensorProp):
+    """Bodies of recurrent sites, which are for certain numbers of tokens, are not run: their forms say what they make."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target is not recur:
+            return super().call_function(target, args, kwargs)
+        pieces, _, tensors, _ = args
+        rows, tokens = tensors[0].shape[:2]
+        return [tensors[0].new_empty((rows, tokens, *form.shape), dtype=form.dtype) for form in pieces.outputs]
 
 
 __all__ = ["with_shapes"]

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from tiny_models import tiny_model
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Interpreter
 from transformers import (
@@ -236,8 +237,10 @@ def test_a_norm_whose_output_is_joined_is_said():
     assert "out.weight" in programs[0].notes[-1]
 
 
-def test_shapes_are_found_anew():
-    whole = captured("experts")
+@pytest.mark.parametrize("name", ["experts", "recurrent"])
+def test_shapes_are_found_anew(name):
+    """Bodies of recurrent layers are for certain numbers of tokens: the shapes are for any."""
+    whole = captured(name) if name in FAMILIES else captured_program(tiny_model("lfm2", dtype=torch.float64))
     bare = whole.evolve(body=_without_values(whole.body), head=_without_values(whole.head))
     program = among_ranks(with_shapes(bare), Ranks(0, 2, "none"))
     other = among_ranks(with_shapes(bare), Ranks(1, 2, "none"))
