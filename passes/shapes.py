@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
@@ -17,6 +17,11 @@ from semkv.ir.recurrence import recur
 
 ROWS, TOKENS = 3, 37
 """Sizes that stand for any: rows and tokens are symbols."""
+ALIKE = dict.fromkeys(
+    (torch.ops.aten.polar.default, torch.ops.aten.complex.default),
+    lambda x, y: torch.view_as_complex(torch.stack(torch.broadcast_tensors(x, y), -1)),
+)
+"""What makes the same shapes as operators that fix sizes."""
 
 
 def with_shapes(program: Program) -> Program:
@@ -55,14 +60,27 @@ def _ran(module: GraphModule, mode: FakeTensorMode, *given: torch.Tensor) -> Gra
 
 
 class _Propagation(FakeTensorProp):
-    """Bodies of recurrent sites, which are for certain numbers of tokens, are not run: their forms say what they make."""
+    """Bodies of recurrent sites, which are for certain numbers of tokens, are not run: their forms say what they make. Nor are operators
+    that fix the numbers of rows and tokens even without numbers."""
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if target is not recur:
-            return super().call_function(target, args, kwargs)
-        pieces, _, tensors, _ = args
-        rows, tokens = tensors[0].shape[:2]
-        return [tensors[0].new_empty((rows, tokens, *form.shape), dtype=form.dtype) for form in pieces.outputs]
+        if target is recur:
+            pieces, _, tensors, _ = args
+            rows, tokens = tensors[0].shape[:2]
+            return [tensors[0].new_empty((rows, tokens, *form.shape), dtype=form.dtype) for form in pieces.outputs]
+        return super().call_function(ALIKE.get(target, target), args, kwargs)
+
+    def run_node(self, n: Node) -> Any:
+        fixed = len(self.symbols.replacements)
+        value = super().run_node(n)
+        if len(self.symbols.replacements) > fixed:
+            raise ValueError(f"{n.format_node()} fixes the number of rows or tokens")
+        return value
+
+    @property
+    def symbols(self) -> ShapeEnv:
+        assert self._mode.shape_env is not None
+        return self._mode.shape_env
 
 
 __all__ = ["with_shapes"]

@@ -237,10 +237,11 @@ def test_a_norm_whose_output_is_joined_is_said():
     assert "out.weight" in programs[0].notes[-1]
 
 
-@pytest.mark.parametrize("name", ["experts", "recurrent"])
+@pytest.mark.parametrize("name", ["experts", "recurrent", pytest.param("complex", marks=pytest.mark.slow)])
 def test_shapes_are_found_anew(name):
-    """Bodies of recurrent layers are for certain numbers of tokens: the shapes are for any."""
-    whole = captured(name) if name in FAMILIES else captured_program(tiny_model("lfm2", dtype=torch.float64))
+    """Bodies of recurrent layers are for certain numbers of tokens, and some operators fix them: the shapes are for any."""
+    tiny = {"recurrent": "lfm2", "complex": "llama4"}
+    whole = captured(name) if name in FAMILIES else captured_program(tiny_model(tiny[name], dtype=torch.float64))
     bare = whole.evolve(body=_without_values(whole.body), head=_without_values(whole.head))
     program = among_ranks(with_shapes(bare), Ranks(0, 2, "none"))
     other = among_ranks(with_shapes(bare), Ranks(1, 2, "none"))
