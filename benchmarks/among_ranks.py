@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,8 @@ def rounding(name: str, method: str, profile: Any, enough: float) -> float:
     the first that is `enough`. A number that falls on the other side may become another code, expert or cluster."""
     from tiny_models import tiny_model
 
+    from semkv.artifact.fingerprint import model_fingerprint
+
     found: list[dict[str, Any]] = []
     largest = 0.0
     for draw in range(DRAWS + 1):
@@ -162,7 +165,11 @@ def rounding(name: str, method: str, profile: Any, enough: float) -> float:
         with torch.no_grad():
             for weight in model.parameters() if draw else ():
                 weight.mul_(1 + NOISE * torch.randn(weight.shape, generator=generator))
-        found.append(answer(compiled_model(model, profile, method), method))
+        own = profile
+        if profile is not None:  # the noise is no other model to it
+            info = profile.info.model_copy(update={"fingerprint": model_fingerprint(model)})
+            own = replace(profile, info=info)
+        found.append(answer(compiled_model(model, own, method), method))
         first = found[0]["logits"]
         largest = max(largest, float((found[-1]["logits"] - first).abs().max() / first.abs().max()))
         if largest >= enough:

@@ -33,7 +33,8 @@ def with_shapes(program: Program) -> Program:
     dynamic = [DimDynamic.DYNAMIC] * 2
     rows = ROWS if program.batched else 1
     sizes = dynamic if program.batched else [DimDynamic.STATIC, DimDynamic.DYNAMIC]
-    real = torch.zeros(rows, TOKENS, dtype=torch.int64, device="cpu")
+    device = next((x.device for x in program.body.state_dict().values()), torch.device("cpu"))
+    real = torch.zeros(rows, TOKENS, dtype=torch.int64, device=device)
     given = mode.from_tensor(real, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes))
     try:
         body = _ran(program.body, mode, given, given.clone())
@@ -42,8 +43,7 @@ def with_shapes(program: Program) -> Program:
             head = _ran(head, mode, output_value(body.graph).meta["val"])
     except Exception as cause:
         raise ArtifactError(
-            f"the shapes of this program cannot be found ({str(cause)[:300]}): compile the model with group= instead, and without "
-            "CompileConfig(cache=True)"
+            f"the shapes of this program cannot be found ({str(cause)[:300]}): compile the model instead of reading its program"
         ) from cause
     return program.evolve(body=body, head=head)
 

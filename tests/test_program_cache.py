@@ -19,6 +19,7 @@ from semkv.compiler import program_cache
 from semkv.compiler.pipeline import among_ranks, captured_program
 from semkv.config import CompileConfig
 from semkv.errors import ArtifactError, InputError
+from semkv.ir.graph import shape_of
 from semkv.ir.program import Program
 from semkv.ir.ranks import Ranks
 from semkv.live import model as live_model
@@ -114,6 +115,19 @@ def test_an_entry_gives_the_same_answers_without_a_capture(model, program, finge
             mine.generate(ids(120), max_new_tokens=6, do_sample=False),
             theirs.generate(ids(120), max_new_tokens=6, do_sample=False),
         )
+
+
+def test_a_cached_program_has_the_shapes_of_a_captured_one(model, program, fingerprint, folder, captures):
+    """They are no part of an entry, and passes go by them."""
+    again = program_cache.cached_program(model, fingerprint)
+    assert not captures
+    for mine, theirs in ((again.body, program.body), (again.head, program.head)):
+        named = {node.name: shape_of(node) for node in theirs.graph.nodes}
+        for node in (node for node in mine.graph.nodes if node.op != "output"):
+            shape, expected = shape_of(node), named[node.name]
+            assert (shape is None) == (expected is None), node.name
+            fixed = [[x if isinstance(x, int) else None for x in each or ()] for each in (shape, expected)]
+            assert fixed[0] == fixed[1], node.name
 
 
 def test_processes_share_a_model_whose_program_was_cached(model, program, fingerprint, folder, captures):

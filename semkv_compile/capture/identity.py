@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from enum import Enum
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -97,6 +97,11 @@ def _text(value: Any, place: str, depth: int = 0) -> str:
         return f"{value.__module__}.{value.__qualname__} {_code(value.__func__.__code__)}"
     if isinstance(value, FunctionType) and value.__closure__ is None:
         return f"{value.__module__}.{value.__qualname__} {_code(value.__code__)}"
+    if (
+        isinstance(value, BuiltinFunctionType)
+        and getattr(sys.modules.get(value.__module__), value.__name__, None) is value
+    ):
+        return f"{value.__module__}.{value.__qualname__}"  # compiled: what it does goes by the versions, which count as well
     if isinstance(value, functools.partial):
         return f"partial {_text([value.func, value.args, value.keywords], place, depth + 1)}"
     if isinstance(value, Enum):

@@ -124,7 +124,7 @@ def among_ranks(program: Program, ranks: Ranks, head_nbytes: Mapping[int, tuple[
 
     Raises
     ------
-    ArtifactError: the program was read from a file, and the shapes of its graph cannot be found.
+    ArtifactError: the program is of an artifact, and the shapes of its graph cannot be found.
     """
     program = program if ranks.size == 1 else with_shapes(program)
     options = PassOptions(ranks=ranks, head_nbytes=head_nbytes)

@@ -35,6 +35,7 @@ from semkv.io.cache_folder import FOLDER, cache_folder
 from semkv.io.files import validate
 from semkv.ir.program import Program
 from semkv.model.plain_tensors import named_plain_tensors, place
+from semkv.passes.shapes import with_shapes
 
 KIND = "captured program"
 ENTRY = re.compile(r"[0-9a-f]{64}\.safetensors")
@@ -66,7 +67,7 @@ def cached_program(model: nn.Module, fingerprint: str) -> Program:
     path = cache_folder() / f"{key}.safetensors"
     if path.exists():
         try:
-            program = load_captured(path, key, model)
+            program = with_shapes(load_captured(path, key, model))
         except ArtifactError as reason:
             warnings.warn(f"captured again, as the cached program cannot be used: {reason}", stacklevel=3)
         else:

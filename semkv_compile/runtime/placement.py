@@ -140,5 +140,12 @@ class Placement:
 
     def parts(self, store: AttentionSite) -> tuple[Part, ...]:
         """How the KV heads of a store are divided; stores that no method treats are whole."""
-        given = self.plan.parts.get(store.store) if store.treatment == "method" else None
-        return given or (Part(0, store.kv_heads, Components()),)
+        return self._parts[store.store]
+
+    @cached_property
+    def _parts(self) -> dict[int, tuple[Part, ...]]:
+        given = {store.store: self.plan.parts.get(store.store, ()) for store in self.budgeted}
+        return {
+            store.store: given.get(store.store) or (Part(0, store.kv_heads, Components()),)
+            for store in self.program.stores
+        }

@@ -226,12 +226,12 @@ class RowMemory:
     @property
     def charged_nbytes(self) -> int:
         """Device bytes of the notes that the budget counts."""
-        return self._charged() if self.placement.plan.charged else 0
+        return self._charged()
 
     def _charged(self, counted: float | None = None) -> int:
         """Of what the charged notes of all processes take, the part that is `counted`; None: that of this process."""
         plan = self.placement.plan
-        held = sum(x.nbytes for name, x in self.notes.items() if name in plan.charged)
+        held = sum(self.notes[name].nbytes for name in plan.charged if name in self.notes)
         part = (plan.charge.counted if counted is None else counted) / plan.charge.here
         return held if part == 1 else round(held * part)
 

@@ -105,6 +105,17 @@ def test_a_replaced_function_of_the_models_code_counts(model, monkeypatch: pytes
     assert model_identity(model) != before
 
 
+def test_functions_of_torch_count_by_name(model):
+    """As activations that a module holds in an attribute; what is bound to an object has no name that says it."""
+    one, other, bound = (copy.deepcopy(model) for _ in range(3))
+    one.model.norm.act, other.model.norm.act = torch.nn.functional.gelu, torch.nn.functional.logsigmoid
+    assert model_identity(one) != model_identity(other)
+    assert model_identity(one) == model_identity(copy.deepcopy(one))
+    bound.model.norm.act = {}.get
+    with pytest.raises(CaptureError, match="cannot be read as data"):
+        model_identity(bound)
+
+
 def test_names_of_files_do_not_count(model):
     moved = copy.deepcopy(model)
     moved.name_or_path = moved.config._name_or_path = "elsewhere"

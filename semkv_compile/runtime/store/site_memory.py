@@ -415,7 +415,8 @@ class SiteMemory:
         size = self.spans.host_tokens.token_nbytes
         self.slots.filled = moved + held
         self.moved_nbytes, self.held_nbytes = (0 if self.on_device else moved * size), held * size
-        self._read = read.repeat_interleave(self.site.q_heads // len(read))
+        heads = self.site.q_heads
+        self._read = read if read.shape[0] == heads else read.repeat_interleave(heads // read.shape[0])
         self.reads_codes = self.components.rest is not None and self.components.rest.has_rest(self.site)
 
     # -- attention ---------------------------------------------------------------------------------------------------

@@ -96,8 +96,7 @@ class TokenStore:
     def nbytes(self) -> int:
         """Bytes of the occupied pages, and of those that are held. token_nbytes: of a token in all heads; kv_nbytes: of its keys and values
         alone."""
-        tokens = self._pages(max(self.length, self.held)) * self.page_size
-        return tokens * self.token_nbytes
+        return self._pages(max(self.length, self.held)) * self.page_size * self.token_nbytes
 
     @property
     def reserved_nbytes(self) -> int:
