@@ -72,7 +72,7 @@ Steps, in the order in which they run (--steps takes some of them, separated by 
 
   sekv             SeKV's router, zoom thresholds and rank gates, trained; 'router' names this step too
 
-  choice           every method at 3, 5, 10 and 20 %, measured: what method="auto" chooses from
+  choice           every method at 3, 5 and 10 % (bundled: 20 % too), measured: what method="auto" chooses from
 
 Examples:
 

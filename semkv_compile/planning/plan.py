@@ -26,7 +26,7 @@ FORMS = ("int8", "raw", "none")
 
 UNFOLDED_SHARE = 1 / 2
 """Of the budget, what most folding methods leave for unfolded tokens at least by default: their `fixed_share` is one half (two thirds for
-`shadowkv` and `infllm`), and often less is used, so that a step may move up to twice as much."""
+`shadowkv`, `infllm` and `sketch`), and often less is used, so that a step may move up to twice as much."""
 
 MOST_ROWS = 1 << 20
 
