@@ -51,12 +51,12 @@ def block(report: Report) -> str:
     intro = (
         f"SmolLM2-135M-Instruct, {LENGTH:,} tokens, by the share of the KV that may be on the device. The context is compressed before "
         f"anything is asked. *Answers*: of those that the full cache gives in {words_of(names)}, in percent (tasks of which it gives "
-        f"fewer than {100 * ABLE:.0f} % are on the page alone). *Gain*: how much of what the full cache gives to the text that follows, "
-        "beyond first and recent tokens alone, a memory still gives, in percent; below 0 it gives less than "
-        f"those. {questions} questions and {texts} texts{others}, with intervals and all methods in "
+        f"fewer than {100 * ABLE:.0f} % are on the page alone). *Gain*: the full cache foretells the text that follows better than "
+        "first and recent tokens alone do; how much of that lead a memory keeps, in percent (below 0: it does worse than "
+        f"those). {questions} questions and {texts} texts{others}, with intervals and all methods in "
         "[docs/results/real_smollm2.md](docs/results/real_smollm2.md). `ceiling`: true attention chooses, at no cost. "
         "`sketch` is what `auto` takes here; it holds exact tokens in 8 bits (at 3 % in 4), the others in 16. "
-        "A dash where a method cannot run."
+        "`heterocache`, `omnikv` and `specontext` run with `strict`. A dash where a method cannot run."
     )
     return f"{intro}\n\n{table(['method', *columns], lines)}"
 
