@@ -382,6 +382,21 @@ class Components:
         return self.router if isinstance(self.router, Rest) else None
 
     @cached_property
+    def derived(self) -> Derived | None:
+        """The router, where it is one."""
+        return self.router if isinstance(self.router, Derived) else None
+
+    @cached_property
+    def cutting(self) -> Cutting | None:
+        """The segmenter, where it is one."""
+        return self.segmenter if isinstance(self.segmenter, Cutting) else None
+
+    @cached_property
+    def continuing(self) -> Continuing | None:
+        """The segmenter, where it is one."""
+        return self.segmenter if isinstance(self.segmenter, Continuing) else None
+
+    @cached_property
     def of_tokens(self) -> bool:
         """Whether the router goes by single tokens."""
         return isinstance(self.router, OfTokens) and self.router.of_tokens

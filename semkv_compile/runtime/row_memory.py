@@ -19,7 +19,7 @@ from semkv.runtime.budgets.budget import bounded_shares
 from semkv.runtime.budgets.costs import exact_nbytes_of, unit_cost_bytes
 from semkv.runtime.budgets.page_shares import exact_token_nbytes, shares_in_pages
 from semkv.runtime.budgets.part_shares import part_shares, whole_nbytes
-from semkv.runtime.components import Cutting, Evictor, Part
+from semkv.runtime.components import Evictor, Part
 from semkv.runtime.decode.join import join_parts
 from semkv.runtime.decode.traffic import Traffic
 from semkv.runtime.placement import Placement, in_pages
@@ -231,7 +231,7 @@ class RowMemory:
     def _charged(self, counted: float | None = None) -> int:
         """Of what the charged notes of all processes take, the part that is `counted`; None: that of this process."""
         plan = self.placement.plan
-        held = sum(self.notes[name].nbytes for name in plan.charged if name in self.notes)
+        held = sum(self.notes[name].nbytes for name in plan.charged if name in self.notes) if plan.charged else 0
         part = (plan.charge.counted if counted is None else counted) / plan.charge.here
         return held if part == 1 else round(held * part)
 
@@ -332,8 +332,8 @@ class RowMemory:
         if allowance == float("inf"):
             return self._site(made, made.everything[:0], made.everything)
         if components.outside == "folded" and exact_nbytes_of(site, components, n, page, dtype) <= allowance:
-            sinks, cutting = min(getattr(components.segmenter, "sinks", 0), n), components.segmenter
-            boundary = cutting.natural(made.surprisal) if isinstance(cutting, Cutting) else None
+            sinks, cutting = min(getattr(components.segmenter, "sinks", 0), n), components.cutting
+            boundary = None if cutting is None else cutting.natural(made.surprisal)
             return self._site(
                 made, made.everything[:sinks], made.everything[sinks:], self._spans(made), boundary=boundary
             )
@@ -525,10 +525,11 @@ class RowMemory:
 
     def account(self, site: AttentionSite, store: AttentionSite, memories: tuple[SiteMemory, ...], tokens: int) -> None:
         """Count the turn of a site in a step after which the row has `tokens` tokens."""
-        traffic = self.traffic
-        traffic.moved_bytes += sum(memory.moved_nbytes for memory in memories)
-        traffic.held_bytes += sum(memory.held_nbytes for memory in memories)
-        held, cap = sum(memory.device_nbytes for memory in memories), float("inf")
+        traffic, held, attended, cap = self.traffic, 0, 0, float("inf")
+        for memory in memories:
+            traffic.moved_bytes += memory.moved_nbytes
+            traffic.held_bytes += memory.held_nbytes
+            held, attended = held + memory.device_nbytes, attended + memory.attended_nbytes
         if store.treatment == "method":
             resident = self._device_nbytes(store, held) + self.charged_nbytes
             traffic.peak_bytes = max(traffic.peak_bytes, resident)
@@ -536,7 +537,6 @@ class RowMemory:
             traffic.peak_share = max(traffic.peak_share, resident / self.whole_cap(tokens), held / cap)
         if store.treatment == "method" or (not self.placement.budgeted and store.treatment != "window"):
             charged = self.charged_nbytes * self.shares.get(store.store, 0.0)
-            attended = sum(memory.attended_nbytes for memory in memories)
             traffic.turn(held + charged, attended, _beyond(held, cap), self.placement.budget.full_bytes(store, tokens))
         for part, memory in zip(self.placement.parts(store), memories):
             counts = memory.counts
@@ -548,13 +548,13 @@ class RowMemory:
         return sum(memory.device_nbytes for memory in self.budgeted())
 
     def _device_nbytes(self, store: AttentionSite, held: int) -> int:
-        """`device_nbytes` in the turn of `store`, which holds `held`: in a step the others change in their own turns only."""
-        if self._staying:
-            self._staying[store.store] = held
-        else:
-            stores = self.placement.budgeted
-            self._staying = {one.store: sum(x.device_nbytes for x in self.stores[one.store]) for one in stores}
-        return sum(self._staying.values())
+        """`device_nbytes` in the turn of `store`, which holds `held`: in a step the others change in their own turns only. -1: of all."""
+        if not self._staying:
+            sizes = {s.store: sum(x.device_nbytes for x in self.stores[s.store]) for s in self.placement.budgeted}
+            self._staying = {**sizes, -1: sum(sizes.values())}
+        self._staying[-1] += held - self._staying[store.store]
+        self._staying[store.store] = held
+        return self._staying[-1]
 
     def memories(self) -> Iterator[SiteMemory]:
         """The memories of all parts of all stores."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from semkv.ir.site import AttentionSite
 from semkv.runtime.budgets.costs import form_of
 from semkv.runtime.budgets.part_shares import sharing_parts
-from semkv.runtime.components import Cutting, Part
+from semkv.runtime.components import Part
 from semkv.runtime.decode.traffic import Traffic
 from semkv.runtime.placement import Placement
 from semkv.runtime.prompt.content import UNKNOWN
@@ -222,7 +222,7 @@ def _memory(
     if kept and exact["recent"].length < tokens - prompt:
         raise ValueError(f"{exact['recent'].length} recent tokens, of which {tokens - prompt} followed the prompt")
     spans = boundary = None
-    if folded and isinstance(part.components.segmenter, Cutting):
+    if folded and part.components.cutting is not None:
         level = _expect(own["boundary"], "boundary", (2,), torch.float64)
         if bool(level.isnan().any()):
             raise ValueError("boundary is not a number, expected a surprisal")

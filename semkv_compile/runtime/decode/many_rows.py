@@ -94,7 +94,7 @@ class ManyRows:
         return known
 
     def turn_of(
-        self, row: RowCalls, turn: Turn, terms: dict[str, Tensor], passed: dict[str, Tensor]
+        self, row: RowCalls, turn: Turn, terms: Mapping[str, Tensor], passed: dict[str, Tensor]
     ) -> Callable[..., Any]:
         """What computes a turn of a row."""
         site = turn.layer.site
@@ -102,7 +102,7 @@ class ManyRows:
         known = row.calls.get(place)
         if known is None or known[0] is not turn.layer:
             with TRACING:
-                trace = self.graphs.trace(turn, terms, passed)
+                trace = self.graphs.trace(turn, dict(terms), passed)
                 if id(trace) not in self._turns:
                     self._turns[id(trace)] = self.own(_without_batch(trace, turn))
                 known = row.calls[place] = turn.layer, self._turns[id(trace)]()
@@ -133,14 +133,14 @@ class _Step(Contents):
         """See `semkv.runtime.decode.attending.Attending`: the turns of all rows in one layer."""
         self.queries[site] = q
         whole, out = self.many.program.sites[site], []
-        for r, (row, turns) in enumerate(zip(self.rows, self.turns)):
-            mine = [x[r : r + 1] for x in (q, k, v, positions)]
+        given_to = zip(*(x.split(1) for x in (q, k, v, positions)))
+        for r, (row, turns, mine) in enumerate(zip(self.rows, self.turns, given_to)):
             made = []
             for number, turn in enumerate(turns[site], self._at[r]):
-                part, given, own = turn.layer.site, mine, dict(terms)
+                part, given, own = turn.layer.site, mine, terms
                 if part.kv_heads != whole.kv_heads:
                     heads, asking = slice(part.first_head, part.first_head + part.kv_heads), part.query_heads
-                    given = [mine[0][:, asking], mine[1][:, heads], mine[2][:, heads], mine[3]]
+                    given = (mine[0][:, asking], mine[1][:, heads], mine[2][:, heads], mine[3])
                     own = {name: x[asking] for name, x in terms.items()}
                 made.append(self._turn(r, row, turn, given, row.each[number], own))
             out.append(made[0] if len(made) == 1 else torch.cat(made, 1))
@@ -164,12 +164,19 @@ class _Step(Contents):
         self.observed[site] = hidden
 
     def _turn(
-        self, r: int, row: RowCalls, turn: Turn, given: list[Tensor], numbers: Tensor, terms: dict[str, Tensor]
+        self,
+        r: int,
+        row: RowCalls,
+        turn: Turn,
+        given: tuple[Tensor, ...],
+        numbers: Tensor,
+        terms: Mapping[str, Tensor],
     ) -> Tensor:
         layer, passed = turn.layer, self._passed[r]
         call = self.many.turn_of(row, turn, terms, passed)
-        known = turn.tensors | turn.constants | passed if passed else turn.tensors | turn.constants
-        out, *more = call(*given, numbers, *[known[name] for name in layer.tensors], *terms.values())
+        state = [*turn.tensors.values(), *turn.constants.values()]
+        state += [passed[name] for name in layer.tensors[len(state) :]]
+        out, *more = call(*given, numbers, *state, *terms.values())
         if layer.reads:
             moved, read, *more = more
             self.told[r].append((moved[0], read[0]))

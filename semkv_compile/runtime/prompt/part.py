@@ -9,7 +9,7 @@ from torch import Tensor
 
 from semkv.ir.site import AttentionSite
 from semkv.runtime.budgets.costs import form_of
-from semkv.runtime.components import Components, Continuing
+from semkv.runtime.components import Components
 from semkv.runtime.prompt.record import RowRecord
 from semkv.runtime.store.quantization import CODE_BITS, Quantized, quantize
 
@@ -44,6 +44,5 @@ class PromptPart:
 
     def unit_state(self, recent: Tensor) -> int:
         """Where units stand before the window of tokens `recent`, see `Continuing`."""
-        segmenter = self.components.segmenter
-        before = self.record.tokens - len(recent)
-        return segmenter.state_behind(self.record.ids[:before]) if isinstance(segmenter, Continuing) else 0
+        continuing, before = self.components.continuing, self.record.tokens - len(recent)
+        return 0 if continuing is None else continuing.state_behind(self.record.ids[:before])

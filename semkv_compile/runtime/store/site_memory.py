@@ -9,7 +9,7 @@ from semkv.errors import BudgetError
 from semkv.ir.memory import Entries
 from semkv.ir.site import AttentionSite
 from semkv.runtime.budgets.costs import exact_nbytes
-from semkv.runtime.components import Coarse, Components, Continuing, Cutting
+from semkv.runtime.components import Coarse, Components, Cutting
 from semkv.runtime.decode.choosing import Zoom, choose_there, choose_units
 from semkv.runtime.step import Step
 from semkv.runtime.store.blocks import NEG_INF, bias_of, with_block, zoomed_units
@@ -65,6 +65,7 @@ class SiteMemory:
         self._read: Tensor | None = None
         self.reserved = 0
         self._reserved_slots: tuple[int, float] | None = None
+        self._names: dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]] = {}
 
     # -- sizes -------------------------------------------------------------------------------------------------------
 
@@ -304,17 +305,17 @@ class SiteMemory:
         return self.recent.pop_front(count)
 
     def _fold_oldest(self, count: int, allowance: float) -> None:
-        if isinstance(self.components.segmenter, Cutting):
-            self._cut_oldest(self.components.segmenter, count, allowance)
+        if self.components.cutting is not None:
+            self._cut_oldest(self.components.cutting, count, allowance)
             return
         ids, surprisal = self.recent_ids[:count].clone(), self.recent_surprisal[:count].clone()
         k, v, positions = (x.cpu() for x in self._pop(count))  # they leave the device: units are made on the host
-        segmenter, longest = self.components.segmenter, 0
-        if isinstance(segmenter, Continuing):
-            parts, goes_on, self.unit_state = segmenter.segment_on(self.unit_state, ids)
-            longest = segmenter.longest if goes_on else 0
+        continuing, longest = self.components.continuing, 0
+        if continuing is not None:
+            parts, goes_on, self.unit_state = continuing.segment_on(self.unit_state, ids)
+            longest = continuing.longest if goes_on else 0
         else:
-            parts = segmenter.segment_more(ids, surprisal, k)
+            parts = self.components.segmenter.segment_more(ids, surprisal, k)
         at = self.spans.count
         self.spans.fold(Folding(k, v, positions[0].long(), surprisal, parts.lengths, parts.units, ids))
         if longest:
@@ -398,14 +399,21 @@ class SiteMemory:
 
     def step_tensors(self) -> dict[str, Tensor]:
         """What a step's graph reads and writes, by name, without a dimension of rows; numbers behind what is stored say nothing."""
-        out = {f"recent.{name}": x for name, x in self.recent.tensors.items()}
+        out = dict(self._named("recent", self.recent.tensors))
         if self.kept.length:
-            out |= {f"kept.{name}": x for name, x in self.kept.tensors.items()}
+            out |= self._named("kept", self.kept.tensors)
         if self.spans is not None and self.spans.count:
             out |= self.spans.step_tensors()
             if self.slots is not None and self.reads_units:
-                out |= {f"slots.{name}": x for name, x in self.slots.tensors().items()}
+                out |= self._named("slots", self.slots.tensors())
         return out
+
+    def _named(self, part: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Those of a part by the names that a step's graph has for them; another dictionary is there when they are replaced."""
+        known = self._names.get(part)
+        if known is None or known[0] is not tensors:
+            known = self._names[part] = tensors, {f"{part}.{name}": x for name, x in tensors.items()}
+        return known[1]
 
     def took(self, moved: int, held: int, read: Tensor) -> None:
         """A turn has copied so many tokens to the slots, over all heads, and found so many there; each KV head, or query head, has read
@@ -561,6 +569,7 @@ class SiteMemory:
     def clone(self) -> SiteMemory:
         copy = object.__new__(SiteMemory)
         copy.__dict__.update(self.__dict__)
+        copy._names = {}
         copy.kept, copy.recent = self.kept.clone(), self.recent.clone()
         copy.spans = self.spans.clone() if self.spans is not None else None
         copy.slots = None if self.slots is None else self.slots.clone()

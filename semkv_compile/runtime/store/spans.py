@@ -10,7 +10,7 @@ from torch import Tensor
 from semkv.ir.site import AttentionSite
 from semkv.ir.state_ops import EMPTY
 from semkv.runtime.budgets.costs import exact_nbytes
-from semkv.runtime.components import Components, Derived, IndexPart
+from semkv.runtime.components import Components, IndexPart
 from semkv.runtime.host.pool import GrowingTensor, HostFactors, HostTokens, RoomKinds, room_kinds
 from semkv.runtime.host.tier import HostTier
 from semkv.runtime.store.device_index import DeviceIndex
@@ -73,6 +73,7 @@ class FoldedSpans:
         self.mean_k: Quantized | Tensor | None = None
         self.mean_v: Quantized | Tensor | None = None
         self.index: dict[str, Quantized | Tensor] = {}
+        self._token_nbytes = exact_nbytes(site, components, dtype) + 8
         self._costs: tuple[Tensor, Tensor] | None = None
         self._range: tuple[Tensor, tuple[int, int]] | None = None
         self._held: tuple[Tensor, int] | None = None
@@ -200,7 +201,7 @@ class FoldedSpans:
 
     def token_nbytes(self) -> int:
         """Device bytes of one unfolded token of one KV head: key, value, position, and which of the waiting tokens it is."""
-        return exact_nbytes(self.site, self.components, self.dtype) + 8
+        return self._token_nbytes
 
     def unit_nbytes(self) -> Tensor:
         """int64 [Hkv, M]: device bytes of each unit when it is unfolded, per KV head."""
@@ -474,7 +475,7 @@ class FoldedSpans:
         if self.components.unfold and self.components.router is not None:
             out |= self._waiting_tensors()
             parts |= {"lengths": self.lengths} if self.places.bounds is not None else {}
-            parts |= self.components.router.derived(self) if isinstance(self.components.router, Derived) else {}
+            parts |= {} if self.components.derived is None else self.components.derived.derived(self)
         for name, part in parts.items():
             if isinstance(part, Quantized):
                 out[f"{name}.codes"] = self.room.whole(f"{name}.codes", part.codes)
