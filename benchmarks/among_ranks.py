@@ -161,7 +161,7 @@ def rounding(name: str, method: str, profile: Any, enough: float) -> float:
     found: list[dict[str, Any]] = []
     largest = 0.0
     for draw in range(DRAWS + 1):
-        model, generator = tiny_model(name, dtype=torch.float32), torch.Generator().manual_seed(draw)
+        model, generator = tiny_model(name, dtype=dtype_of(name)), torch.Generator().manual_seed(draw)
         with torch.no_grad():
             for weight in model.parameters() if draw else ():
                 weight.mul_(1 + NOISE * torch.randn(weight.shape, generator=generator))
@@ -178,9 +178,9 @@ def rounding(name: str, method: str, profile: Any, enough: float) -> float:
 
 
 def explained(name: str, method: str, row: dict[str, Any], folder: str) -> dict[str, Any]:
-    """`row`; one of float32 that differs says by how much one process differs from itself by rounding, and has the status `rounding`
-    where that is as much, within a tenth."""
-    if row["status"] != "differs" or dtype_of(name) != torch.float32 or not row["ranks_bit_equal"]:
+    """`row`; one of numbers in float32 that differs says by how much one process differs from itself by rounding, and has the status
+    `rounding` where that is as much, within a tenth."""
+    if row["status"] != "differs" or not is_single(name) or not row["ranks_bit_equal"]:
         return row
     from semkv.profiles.schema import Profile
 
@@ -192,6 +192,11 @@ def explained(name: str, method: str, row: dict[str, Any], folder: str) -> dict[
 def dtype_of(name: str) -> torch.dtype:
     """What the sweep ran the architecture in: some have code that float64 does not run."""
     return getattr(torch, json.loads(SWEEP.read_text())["rows"][name]["dtype"])
+
+
+def is_single(name: str) -> bool:
+    """Whether the architecture computes in float32, if only in some modules: then the sweep has found more than the rounding of float64."""
+    return dtype_of(name) == torch.float32 or json.loads(SWEEP.read_text())["rows"][name]["difference"] > 1e-10
 
 
 def profiles(names: list[str], folder: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -65,7 +67,6 @@ class SiteMemory:
         self._read: Tensor | None = None
         self.reserved = 0
         self._reserved_slots: tuple[int, float] | None = None
-        self._names: dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]] = {}
 
     # -- sizes -------------------------------------------------------------------------------------------------------
 
@@ -399,21 +400,14 @@ class SiteMemory:
 
     def step_tensors(self) -> dict[str, Tensor]:
         """What a step's graph reads and writes, by name, without a dimension of rows; numbers behind what is stored say nothing."""
-        out = dict(self._named("recent", self.recent.tensors))
+        out = named("recent", self.recent.tensors)
         if self.kept.length:
-            out |= self._named("kept", self.kept.tensors)
+            out |= named("kept", self.kept.tensors)
         if self.spans is not None and self.spans.count:
             out |= self.spans.step_tensors()
             if self.slots is not None and self.reads_units:
-                out |= self._named("slots", self.slots.tensors())
+                out |= named("slots", self.slots.tensors())
         return out
-
-    def _named(self, part: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Those of a part by the names that a step's graph has for them; another dictionary is there when they are replaced."""
-        known = self._names.get(part)
-        if known is None or known[0] is not tensors:
-            known = self._names[part] = tensors, {f"{part}.{name}": x for name, x in tensors.items()}
-        return known[1]
 
     def took(self, moved: int, held: int, read: Tensor) -> None:
         """A turn has copied so many tokens to the slots, over all heads, and found so many there; each KV head, or query head, has read
@@ -569,8 +563,17 @@ class SiteMemory:
     def clone(self) -> SiteMemory:
         copy = object.__new__(SiteMemory)
         copy.__dict__.update(self.__dict__)
-        copy._names = {}
         copy.kept, copy.recent = self.kept.clone(), self.recent.clone()
         copy.spans = self.spans.clone() if self.spans is not None else None
         copy.slots = None if self.slots is None else self.slots.clone()
         return copy
+
+
+def named(part: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Those of a part of the memory by the names that a step's graph has for them."""
+    return dict(zip(_names(part, tuple(tensors)), tensors.values()))
+
+
+@cache
+def _names(part: str, names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(f"{part}.{name}" for name in names)

@@ -26,7 +26,6 @@ class Slots:
 
     def __init__(self, heads: int, kinds: RoomKinds, device: torch.device) -> None:
         self.heads, self.filled = heads, 0
-        self._tensors: dict[str, Tensor] | None = None
         self.rooms = {
             name: torch.zeros(heads, 0, dim, dtype=dtype, device=device) for name, (dim, dtype) in zip(NAMES, kinds)
         }
@@ -72,10 +71,8 @@ class Slots:
         self.rooms = fresh
 
     def tensors(self) -> dict[str, Tensor]:
-        """All of them by name; the same object until they are replaced."""
-        if self._tensors is None or self._tensors["positions"] is not self.positions:
-            self._tensors = {**self.rooms, "positions": self.positions, "places": self.places}
-        return self._tensors
+        """All of them by name."""
+        return {**self.rooms, "positions": self.positions, "places": self.places}
 
     def hold(self, chosen: Tensor, spans: UnitsView) -> tuple[int, int]:
         """Hold exactly the tokens of the units chosen bool [Hkv, M], which there are slots for. Returns the tokens that were copied and
