@@ -43,8 +43,8 @@ NEEDLES = "niah_single_1,niah_multikey_1,niah_multivalue"
 NUMBER = re.compile(r"\**([-+]?\d[\d,.]*(e[-+]?\d+)?( (%|B|KiB|MiB|GiB))?( \([^()]*\)| to [\d.]+)?(, [\d.]+)?|-|)\**")
 """A cell that says how much: a number with its unit and interval, a range, or nothing."""
 EARLIER = (
-    "Measured on an earlier state, in which layers shared one workspace and each could read more than its part of the budget, and `sketch`, "
-    "`sekv` and `heterocache` chose otherwise; to be measured again."
+    "Measured on an earlier state, in which layers shared one workspace and each could read more than its part of the budget, and "
+    "`sketch`, `sekv` and `heterocache` chose otherwise; to be measured again."
 )
 MEASURED_EARLIER = {
     "ablation_mixed",
