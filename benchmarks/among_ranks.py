@@ -323,6 +323,7 @@ def publish(results: dict[str, Any], architectures: int) -> Path:
         "weights",
     ]
     columns.append("KV, most")
+    profiled = sum(not set(PROFILED).isdisjoint(rows) for rows in by_name.values())
     commits = sorted({row["commit"] for row in results["rows"].values() if "commit" in row})
     versions = ", ".join(f"{name} {value}" for name, value in results["versions"].items())
     return write_document(
@@ -334,7 +335,8 @@ def publish(results: dict[str, Any], architectures: int) -> Path:
         f"{TOLERANCE:.0e} of the largest. *But for rounding*: in float32, numbers that fall on the other side become another code, "
         "expert or cluster, and one process differs from itself by as much when noise changes the last bits of its weights. *Weights*, "
         "*KV*: what each process holds of one process's; *most* is over both processes and all methods, those above 0.52 by name. "
-        f"{len(by_name)} of the {architectures} architectures of [the sweep](../architectures.md) were run so far: {shown}. "
+        f"{len(by_name)} of the {architectures} architectures of [the sweep](../architectures.md) were run so far, {profiled} of them with "
+        f"methods that need a profile: {shown}. "
         "[parallel.md](../parallel.md) says what each process has.",
         table(columns, lines),
         *real_model(),
@@ -389,13 +391,14 @@ def main() -> None:
     )
     parser.add_argument("--table", action="store_true", help="only write docs/results/among_ranks.md")
     arguments = parser.parse_args()
-    passed = [name for name, row in json.loads(SWEEP.read_text())["rows"].items() if row["status"] == "pass"]
+    from plain_decoders import DECODERS
+
+    rows = json.loads(SWEEP.read_text())["rows"].items()
+    passed = [name for name, row in rows if row["status"] == "pass" and name not in DECODERS]
     unknown = [name for name in arguments.names if name not in passed]
     if unknown:
         parser.error(f"{unknown[0]!r} is no architecture that the sweep passes")
-    from plain_decoders import DECODERS
-
-    names = arguments.names or [name for name in passed if name not in DECODERS]
+    names = arguments.names or passed
     from semkv.evaluation.environment import describe, now
 
     began, results, commit = time.monotonic(), load(), describe(now()).commit
