@@ -2,8 +2,9 @@
 
     torchrun --nproc-per-node 3 benchmarks/real_ranks.py     # some minutes of two cores; writes benchmarks/results/real_ranks.json
 
-The first process compiles the model, saves it, and reads the prompt with each method alone. Then all load the artifact with `group=`. The
-model has three KV heads, and is in float32: sums in another order round to other codes here and there.
+The first process compiles the model, saves it, and reads the prompt with each method alone. Then all load the artifact with `group=`;
+methods whose heads divide the budget have artifacts of their own, as their heads are dealt by it. The model has three KV heads, and is in
+float32: sums in another order round to other codes here and there.
 `python benchmarks/among_ranks.py --table` puts the figures on its page.
 """
 
@@ -33,16 +34,25 @@ from semkv.io.cache_folder import cache_folder
 METHODS = {
     "full": None,
     **dict.fromkeys(("sketch", "mixed", "compresskv", "sentencekv", "specontext", "quest"), 0.1),
-    **dict.fromkeys(("sekv", "snapkv"), 0.2),
+    **dict.fromkeys(("sekv", "snapkv", "heterocache"), 0.2),
 }
+OPTIONS: dict[str, dict[str, Any]] = {"heterocache": {"strict": True}}
+DIVIDED = ("mixed", "heterocache")
+"""Methods whose heads divide the budget."""
 PROFILE = Path(__file__).resolve().parent.parent / "profiles" / "smollm2_135m"
 PROMPT, STEPS, LONGEST = 1500, 24, timedelta(minutes=60)
+
+
+def of_method(whole: semkv.CompiledModel, method: str) -> semkv.CompiledModel:
+    return (
+        whole if method == whole.method.name else whole.with_method(method, METHODS[method], **OPTIONS.get(method, {}))
+    )
 
 
 def answer(whole: semkv.CompiledModel, method: str, ids: Tensor) -> dict[str, Any]:
     """Greedy tokens after `ids` [1, T], logits float32 [STEPS + 1, V], the most bytes that the state held, and seconds."""
     began = time.perf_counter()
-    compiled = whole if method == "full" else whole.with_method(method, METHODS[method])
+    compiled = of_method(whole, method)
     state = compiled.prefill(ids)
     tokens, logits = [], [state.logits.clone()]
     for _ in range(STEPS):
@@ -68,15 +78,18 @@ def main() -> None:
             loaded = load_model(str(fetch(MODELS["smollm2"], cache_folder() / "models")), PROFILE)
             settings = semkv.CompileConfig(floor=0)
             whole = semkv.compile(loaded.model, loaded.profile, method="full", config=settings)
-            whole.save(Path(folder) / "model")
+            whole.save(Path(folder) / "full")
+            for method in set(DIVIDED).intersection(methods):
+                of_method(whole, method).save(Path(folder) / method)
             read = loaded.tokenizer(texts()["judged"]["manual"], return_tensors="pt").input_ids
             given[1] = read[:, :PROMPT]
             alone = {method: answer(whole, method, given[1]) for method in methods}
         dist.broadcast_object_list(given)
-        shared = semkv.load(Path(given[0]) / "model", group=dist.group.WORLD)
+        shared = semkv.load(Path(given[0]) / "full", group=dist.group.WORLD)
         rows = []
         for method in methods:
-            made = answer(shared, method, given[1])
+            own = semkv.load(Path(given[0]) / method, group=dist.group.WORLD) if method in DIVIDED else shared
+            made = answer(own, method, given[1])
             every: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(every, made)
             if first:
