@@ -18,13 +18,23 @@ def test_the_first_job_without_a_result_has_failed_and_those_behind_it_have_no_r
 def test_what_one_process_differs_by_itself_explains_a_row_of_float32(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(FOLDER))
     import among_ranks
-    import torch
 
     row = {"status": "differs", "ranks_bit_equal": True, "difference": 1e-3}
     monkeypatch.setattr(among_ranks, "rounding", lambda name, method, profile, enough: 9.5e-4)
-    for dtype, own, status in (("float32", row, "rounding"), ("float64", row, "differs")):
-        monkeypatch.setattr(among_ranks, "dtype_of", lambda name, dtype=dtype: getattr(torch, dtype))
-        assert among_ranks.explained("llama", "quest", own, str(tmp_path))["status"] == status
-    monkeypatch.setattr(among_ranks, "dtype_of", lambda name: torch.float32)
+    for single, status in ((True, "rounding"), (False, "differs")):
+        monkeypatch.setattr(among_ranks, "is_single", lambda name, single=single: single)
+        assert among_ranks.explained("llama", "quest", row, str(tmp_path))["status"] == status
+    monkeypatch.setattr(among_ranks, "is_single", lambda name: True)
     assert among_ranks.explained("llama", "quest", row | {"difference": 2e-3}, "")["status"] == "differs"
     assert among_ranks.explained("llama", "quest", row | {"ranks_bit_equal": False}, "")["status"] == "differs"
+
+
+def test_float32_inside_of_float64_is_found(monkeypatch):
+    """Llama's norms compute in it; GPT-2 does not."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import among_ranks
+    import torch
+
+    monkeypatch.setattr(among_ranks, "dtype_of", lambda name: torch.float64)
+    assert among_ranks.is_single("llama")
+    assert not among_ranks.is_single("gpt2")
