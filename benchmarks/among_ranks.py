@@ -53,8 +53,6 @@ OPTIONS: dict[str, dict[str, Any]] = {"heterocache": {"strict": True, "tau_stabl
 """Roles of all kinds in random models, at a budget that whole heads would not leave."""
 PROFILED = ("sketch", "compresskv", "sentencekv", "specontext", "mixed", "heterocache")
 """Those that need a profile."""
-DIVIDED = ("mixed", "heterocache")
-"""Those whose heads have budgets of their own: the heads of a process follow from the method, and each is a compilation of its own."""
 
 PROMPT, STEPS, TOLERANCE = 300, 24, 1e-5
 NOISE, DRAWS = 3e-8, 12
@@ -98,6 +96,7 @@ def work(rank: int, world: int, port: int, jobs: list[tuple[str, str]], folder: 
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         dist.init_process_group("gloo", rank=rank, world_size=world)
         group = dist.group.WORLD
+    from semkv.errors import ProfileError
     from semkv.profiles.schema import Profile
 
     sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -106,7 +105,10 @@ def work(rank: int, world: int, port: int, jobs: list[tuple[str, str]], folder: 
     compiled: dict[tuple[str, bool, str], Any] = {}
     for name, method in jobs:
         try:
-            key = (name, method in PROFILED, method if method in DIVIDED else "full")
+            reason = Path(folder) / f"{name}.no_profile"
+            if method in PROFILED and reason.exists():
+                raise ProfileError(reason.read_text(encoding="utf-8"))
+            key = (name, method in PROFILED, dealt_by(method))
             if key not in compiled:
                 compiled.clear()
                 profile = Profile.load(Path(folder) / f"{name}.profile") if method in PROFILED else None
@@ -119,12 +121,19 @@ def work(rank: int, world: int, port: int, jobs: list[tuple[str, str]], folder: 
         dist.destroy_process_group()
 
 
+def dealt_by(method: str) -> str:
+    """The method that a model is compiled with to run `method`: itself where the heads of a process follow from it, else `full`."""
+    from semkv.methods import find_method
+
+    return method if find_method(method, {}).divides_heads else "full"
+
+
 def compiled_model(model: Any, profile: Any, method: str, group: Any = None) -> Any:
-    """`model` with `method`, where its heads are dealt by it, else with all."""
+    """`model` with `dealt_by(method)`."""
     import semkv
     from semkv.config import CompileConfig
 
-    method = method if method in DIVIDED else "full"
+    method = dealt_by(method)
     settings = CompileConfig(floor=0, kernels="torch", cache=True, method_options=OPTIONS.get(method, {}))
     return semkv.compile(model, profile, method=method, budget=METHODS[method], config=settings, group=group)
 
@@ -215,6 +224,7 @@ def profiles(names: list[str], folder: str) -> None:
             made, left_out = tiny_profile(tiny_model(name, dtype=dtype_of(name)), VOCAB)
         except Exception as error:  # its methods are refused then, which is a result as well
             print(f"{name}: no profile: {type(error).__name__}: {error}", flush=True)
+            (Path(folder) / f"{name}.no_profile").write_text(f"none can be made: {error}", encoding="utf-8")
             continue
         made.save(Path(folder) / f"{name}.profile")
         for step, reason in left_out.items():
@@ -272,6 +282,12 @@ def compare(made: list[dict[str, Any]]) -> dict[str, Any]:
 
 def load() -> dict[str, Any]:
     return json.loads(RESULTS.read_text()) if RESULTS.exists() else {"rows": {}}
+
+
+def save(results: dict[str, Any]) -> None:
+    """A line for each row."""
+    rows = ",\n".join(f"  {json.dumps(key)}: {json.dumps(row)}" for key, row in sorted(results["rows"].items()))
+    RESULTS.write_text(f'{{\n "rows": {{\n{rows}\n }},\n "versions": {json.dumps(results["versions"])}\n}}\n')
 
 
 STATUSES = {
@@ -337,9 +353,10 @@ def publish(results: dict[str, Any], architectures: int) -> Path:
         "Made by `benchmarks/among_ranks.py`; do not edit.",
         f"Tiny random models on two gloo processes, against one process that has the model alone: a prompt of {PROMPT} tokens and {STEPS} "
         "greedy ones. *Equal*: methods of which all tokens are equal, all processes have the same bits, and logits differ by less than "
-        f"{TOLERANCE:.0e} of the largest. *But for rounding*: in float32, numbers that fall on the other side become another code, "
-        "expert or cluster, and one process differs from itself by as much when noise changes the last bits of its weights. *Weights*, "
-        "*KV*: what each process holds of one process's; *most* is over both processes and all methods, those above 0.52 by name. "
+        f"{TOLERANCE:.0e} of the largest. *But for rounding*: numbers in float32 (norms are, in models of float64) that fall on the other "
+        "side become another code, expert or cluster, and one process differs from itself by as much when noise changes the last bits of "
+        "its weights. *Weights*, *KV*: what each process holds of one process's; *most* is over both processes and all methods, those "
+        "above 0.52 by name. "
         f"{len(by_name)} of the {architectures} architectures of [the sweep](../architectures.md) were run so far, {profiled} of them with "
         f"methods that need a profile: {shown}. "
         "[parallel.md](../parallel.md) says what each process has.",
@@ -425,8 +442,7 @@ def main() -> None:
             "python": platform.python_version(),
             "machine": f"{platform.machine()}, {os.cpu_count()} CPU cores, gloo",
         }
-        results["rows"] = dict(sorted(results["rows"].items()))
-        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+        save(results)
     print(publish(results, len(passed)))
     print(counted(list(results["rows"].values())))
 

@@ -37,16 +37,19 @@ METHODS = {
     **dict.fromkeys(("sekv", "snapkv", "heterocache"), 0.2),
 }
 OPTIONS: dict[str, dict[str, Any]] = {"heterocache": {"strict": True}}
-DIVIDED = ("mixed", "heterocache")
-"""Methods whose heads divide the budget."""
 PROFILE = Path(__file__).resolve().parent.parent / "profiles" / "smollm2_135m"
 PROMPT, STEPS, LONGEST = 1500, 24, timedelta(minutes=60)
 
 
+def divides(method: str) -> bool:
+    """Whether heads divide the budget, so that which heads a process has follows from the method."""
+    return semkv.methods.find_method(method, {}).divides_heads
+
+
 def of_method(whole: semkv.CompiledModel, method: str) -> semkv.CompiledModel:
-    return (
-        whole if method == whole.method.name else whole.with_method(method, METHODS[method], **OPTIONS.get(method, {}))
-    )
+    if method == whole.method.name:
+        return whole
+    return whole.with_method(method, METHODS[method], **OPTIONS.get(method, {}))
 
 
 def answer(whole: semkv.CompiledModel, method: str, ids: Tensor) -> dict[str, Any]:
@@ -79,7 +82,7 @@ def main() -> None:
             settings = semkv.CompileConfig(floor=0)
             whole = semkv.compile(loaded.model, loaded.profile, method="full", config=settings)
             whole.save(Path(folder) / "full")
-            for method in set(DIVIDED).intersection(methods):
+            for method in filter(divides, methods):
                 of_method(whole, method).save(Path(folder) / method)
             read = loaded.tokenizer(texts()["judged"]["manual"], return_tensors="pt").input_ids
             given[1] = read[:, :PROMPT]
@@ -88,7 +91,7 @@ def main() -> None:
         shared = semkv.load(Path(given[0]) / "full", group=dist.group.WORLD)
         rows = []
         for method in methods:
-            own = semkv.load(Path(given[0]) / method, group=dist.group.WORLD) if method in DIVIDED else shared
+            own = semkv.load(Path(given[0]) / method, group=dist.group.WORLD) if divides(method) else shared
             made = answer(own, method, given[1])
             every: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(every, made)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import product
+from typing import NamedTuple
 
 from semkv.ir.ranks import Ranks
 from semkv.ir.site import AttentionSite
@@ -31,46 +32,56 @@ def dealt_heads(
     }
     held, deals = [0.0] * ranks.size, {}
     for store, cost in costs.items():
-        deals[store] = _deal(cost, held)
-    while _exchanged(deals, costs, held):
-        pass
+        deals[store] = _deal(cost, held, ranks)
+    while (best := _best_exchange(deals, costs, held)) is not None:
+        _exchange(deals[best.store], costs[best.store], held, best)
     return {store: tuple(tuple(sorted(own)) for own in deal) for store, deal in deals.items()}
 
 
-def _deal(cost: Sequence[float], held: list[float]) -> Deal:
+def _deal(cost: Sequence[float], held: list[float], ranks: Ranks) -> Deal:
     """The heads of a store, dealt to those that hold least; `held` is brought up to date."""
-    count, size = len(cost), len(held)
-    room = [count * (rank + 1) // size - count * rank // size for rank in range(size)]
+    room = [len(ranks.part_of(rank, len(cost))) for rank in range(ranks.size)]
     deal: Deal = [[] for _ in held]
-    for head in sorted(range(count), key=lambda head: (-cost[head], head)):
-        rank = min((rank for rank in range(size) if room[rank]), key=lambda rank: (held[rank], rank))
+    for head in sorted(range(len(cost)), key=lambda head: (-cost[head], head)):
+        rank = min((rank for rank in range(ranks.size) if room[rank]), key=lambda rank: (held[rank], rank))
         deal[rank].append(head)
         held[rank] += cost[head]
         room[rank] -= 1
     return deal
 
 
-def _exchanged(deals: Mapping[int, Deal], costs: Mapping[int, Sequence[float]], held: list[float]) -> bool:
-    """Whether two heads of a store were exchanged between the process that holds most and another one: those of which the larger of the two
-    is smallest then."""
+class _Exchange(NamedTuple):
+    """Of head `own` of a store, which process `most` has, for head `other` of process `rank`. larger: bytes of the one of the two that
+    holds more then."""
+
+    larger: float
+    store: int
+    most: int
+    rank: int
+    own: int
+    other: int
+
+
+def _best_exchange(
+    deals: Mapping[int, Deal], costs: Mapping[int, Sequence[float]], held: Sequence[float]
+) -> _Exchange | None:
+    """That takes most from the process that holds most; None where none takes from it without giving another one as much."""
     most = max(range(len(held)), key=held.__getitem__)
-    best: tuple[float, int, int, int, int] | None = None
+    found = []
     for store, deal in deals.items():
-        for rank in range(len(held)):
+        for rank in set(range(len(held))) - {most}:
             for own, other in product(deal[most], deal[rank]):
                 moved = costs[store][own] - costs[store][other]
-                larger = max(held[most] - moved, held[rank] + moved)
-                if rank != most and larger < (1 - 1e-9) * held[most] and (best is None or larger < best[0]):
-                    best = (larger, store, rank, own, other)
-    if best is None:
-        return False
-    _, store, rank, own, other = best
-    moved = costs[store][own] - costs[store][other]
-    deals[store][most][deals[store][most].index(own)] = other
-    deals[store][rank][deals[store][rank].index(other)] = own
-    held[most] -= moved
-    held[rank] += moved
-    return True
+                found.append(_Exchange(max(held[most] - moved, held[rank] + moved), store, most, rank, own, other))
+    best = min(found, default=None)
+    return best if best is not None and best.larger < (1 - 1e-9) * held[most] else None
+
+
+def _exchange(deal: Deal, cost: Sequence[float], held: list[float], made: _Exchange) -> None:
+    moved = cost[made.own] - cost[made.other]
+    for rank, gone, come, less in ((made.most, made.own, made.other, moved), (made.rank, made.other, made.own, -moved)):
+        deal[rank][deal[rank].index(gone)] = come
+        held[rank] -= less
 
 
 __all__ = ["dealt_heads"]

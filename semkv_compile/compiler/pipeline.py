@@ -120,13 +120,7 @@ def on_latents(program: Program) -> Program:
 @undisturbed
 def among_ranks(program: Program, ranks: Ranks, head_nbytes: Mapping[int, tuple[float, ...]] | None = None) -> Program:
     """What this process has of a `captured_program` that `ranks` share; the program itself where it is alone. head_nbytes: see
-    `PassOptions`.
-
-    Raises
-    ------
-    ArtifactError: the program is of an artifact, and the shapes of its graph cannot be found.
-    """
-    program = program if ranks.size == 1 else with_shapes(program)
+    `PassOptions`."""
     options = PassOptions(ranks=ranks, head_nbytes=head_nbytes)
     return run_passes(program, AMONG_RANKS, options, ran=[p.name for p in UNDERSTAND])
 
@@ -140,7 +134,7 @@ def lowered_among_ranks(program: Program, ranks: Ranks, options: PassOptions, de
     ------
     ArtifactError: the shapes of its graph cannot be found.
     """
-    found = program.evolve(stage="found", prefill=None, extend=None, decode=None, selector=None)
+    found = with_shapes(program.evolve(stage="found", prefill=None, extend=None, decode=None, selector=None))
     shared = among_ranks(found, ranks, options.head_nbytes)
     first = next(place for place, step in enumerate(LOWER) if step.needs != "found" and step.leaves == "lowered")
     ran = [p.name for p in (*UNDERSTAND, *LOWER[:first])]

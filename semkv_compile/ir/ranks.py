@@ -35,7 +35,11 @@ class Ranks:
 
     def part(self, count: int) -> range:
         """Which of `count` equal things this process has: runs, as even as they can be."""
-        return range(count * self.rank // self.size, count * (self.rank + 1) // self.size)
+        return self.part_of(self.rank, count)
+
+    def part_of(self, rank: int, count: int) -> range:
+        """The same of another process."""
+        return range(count * rank // self.size, count * (rank + 1) // self.size)
 
     def reduce(self, x: Tensor, how: Reduction) -> Tensor:
         """`x` over all processes: their sum, largest or smallest number at each place; every process gets the same bits."""

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 LONGEST = 600
 TEXT = {".py", ".md", ".cfg", ".toml", ".yaml", ".yml", ".sh", ".json", ""}
 ANCHORLESS = re.compile(r"\b(" + "|".join(("TO" + "DO", "FIX" + "ME", "X" * 3, "HA" + "CK")) + r")\b")
-MACHINE = re.compile(r"(?<![\w.])/(?:home|Users|root|work|mnt|opt)/[\w.-]+")
+MACHINE = re.compile(r"(?<![\w.])/(?:home|Users|root|work|mnt|opt|tmp)/[\w.-]+")
 
 
 def _tracked() -> list[str]:
