@@ -195,7 +195,7 @@ def run_context(
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("folder", type=Path)
-    options.add_argument("--presses", help="these alone, separated by semicolons; `-NAME` leaves one out")
+    options.add_argument("--presses", help="these alone, separated by semicolons; `--presses=-NAME` leaves one out")
     options.add_argument("--families", help="these alone, separated by commas")
     options.add_argument("--contexts", type=int, help="the first contexts of each family alone")
     arguments = options.parse_args()
