@@ -357,8 +357,9 @@ def publish(results: dict[str, Any], architectures: int) -> Path:
         "side become another code, expert or cluster, and one process differs from itself by as much when noise changes the last bits of "
         "its weights. *Weights*, *KV*: what each process holds of one process's; *most* is over both processes and all methods, those "
         "above 0.52 by name. "
-        f"{len(by_name)} of the {architectures} architectures of [the sweep](../architectures.md) were run so far, {profiled} of them with "
-        f"methods that need a profile: {shown}. "
+        f"{len(by_name)} of the {architectures} architectures of [the sweep](../architectures.md) were run, {profiled} of them with the "
+        f"methods that need a profile: {shown}. Above 0.52 are models with one KV head, which both processes have, and `heterocache` and "
+        "`mixed` in models of so few heads that no dealing of them makes halves: their heads take different shares of the budget. "
         "[parallel.md](../parallel.md) says what each process has.",
         table(columns, lines),
         *real_model(),
