@@ -359,7 +359,7 @@ def publish(results: dict[str, Any], architectures: int) -> Path:
         "above 0.52 by name. "
         f"{len(by_name)} of the {architectures} architectures of [the sweep](../architectures.md) were run, {profiled} of them with the "
         f"methods that need a profile: {shown}. Above 0.52 are models with one KV head, which both processes have, and `heterocache` and "
-        "`mixed` in models of so few heads that no dealing of them makes halves: their heads take different shares of the budget. "
+        "`mixed` in models of few heads, as these take different shares of the budget. "
         "[parallel.md](../parallel.md) says what each process has.",
         table(columns, lines),
         *real_model(),
