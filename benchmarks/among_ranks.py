@@ -24,6 +24,7 @@ import tempfile
 import time
 import warnings
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -65,17 +66,32 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def held(state: Any) -> int:
-    """Bytes of the exact tokens, indexes and slots of a state, summed over the tensors that are there."""
-    total = 0
-    for row in state.rows:
-        for memories in row.stores.values():
-            for memory in memories:
-                tensors = [*memory.kept.buffers, *memory.recent.buffers]
-                tensors += [] if memory.spans is None else memory.spans.device_tensors()
-                tensors += [] if memory.slots is None else list(memory.slots.tensors().values())
-                total += sum(x.nbytes for x in tensors)
-    return total
+def held(state: Any) -> list[list[float]]:
+    """Bytes of the exact tokens, indexes and slots of a state's row by store and KV head, summed over the tensors that are there."""
+    made = []
+    for memories in state.rows[0].stores.values():
+        made.append([])
+        for memory in memories:
+            tensors = [*memory.kept.buffers, *memory.recent.buffers]
+            tensors += [] if memory.spans is None else memory.spans.device_tensors()
+            tensors += [] if memory.slots is None else list(memory.slots.tensors().values())
+            heads = memory.site.kv_heads
+            made[-1] += [sum(x.nbytes for x in tensors) / heads] * heads
+    return made
+
+
+def total(heads: list[list[float]]) -> float:
+    return sum(map(sum, heads))
+
+
+def fairest(heads: list[list[float]]) -> float:
+    """The least share of all bytes that the larger of two processes can have, over all ways to give each half of every store's heads."""
+    sums = {0}
+    for store in heads:
+        sizes = {len(store) // 2, -(-len(store) // 2)}
+        halves = {round(sum(own)) for size in sizes for own in combinations(store, size)}
+        sums = {before + own for before in sums for own in halves}
+    return min(max(own, total(heads) - own) for own in sums) / total(heads)
 
 
 def weights(program: Any) -> int:
@@ -275,7 +291,8 @@ def compare(made: list[dict[str, Any]]) -> dict[str, Any]:
         "difference": difference,
         "distinct_tokens": len(set(alone["tokens"])),
         "weights": [round(each["weights"] / alone["weights"], 3) for each in shared],
-        "kv": [round(each["kv"] / alone["kv"], 3) for each in shared],
+        "kv": [round(total(each["kv"]) / total(alone["kv"]), 3) for each in shared],
+        "fairest": round(fairest(alone["kv"]), 3),
         "kv_heads": alone["heads"],
     }
 
@@ -329,7 +346,9 @@ def publish(results: dict[str, Any], architectures: int) -> Path:
                 ),
                 f"{max((row['difference'] for row in ran.values()), default=0):.0e}",
                 ", ".join(f"{x:.3f}" for x in next(iter(ran.values()))["weights"]) if ran else "-",
-                ", ".join([f"{max(held):.3f}" if held else "-", *(f"`{m}` {x:.3f}" for m, x in uneven.items())]),
+                ", ".join(
+                    [f"{max(held):.3f}" if held else "-", *(f"`{m}` {x:.3f}{best(ran[m])}" for m, x in uneven.items())]
+                ),
             ]
         )
         reasons += [f"- {name}, `{method}`: {row['reason']}" for method, row in rows.items() if "reason" in row]
@@ -342,8 +361,8 @@ def publish(results: dict[str, Any], architectures: int) -> Path:
         "refused",
         "logits differ by",
         "weights",
+        "KV, most",
     ]
-    columns.append("KV, most")
     profiled = sum(not set(PROFILED).isdisjoint(rows) for rows in by_name.values())
     commits = sorted({row["commit"] for row in results["rows"].values() if "commit" in row})
     versions = ", ".join(f"{name} {value}" for name, value in results["versions"].items())
@@ -359,7 +378,8 @@ def publish(results: dict[str, Any], architectures: int) -> Path:
         "above 0.52 by name. "
         f"{len(by_name)} of the {architectures} architectures of [the sweep](../architectures.md) were run, {profiled} of them with the "
         f"methods that need a profile: {shown}. Above 0.52 are models with one KV head, which both processes have, and `heterocache` and "
-        "`mixed` in models of few heads, as these take different shares of the budget. "
+        "`mixed` in models of few heads, as these take different shares of the budget: in brackets the least that any way to give each "
+        "process half of every layer's heads leaves the larger of the two. "
         "[parallel.md](../parallel.md) says what each process has.",
         table(columns, lines),
         *real_model(),
@@ -368,6 +388,11 @@ def publish(results: dict[str, Any], architectures: int) -> Path:
         "## Provenance",
         f"{versions}; commits {', '.join(commits)}. Command: `python benchmarks/among_ranks.py`.",
     )
+
+
+def best(row: dict[str, Any]) -> str:
+    """The share that the fairest division would leave, where a row has it."""
+    return f" ({row['fairest']:.3f})" if "fairest" in row else ""
 
 
 def real_model() -> list[str]:

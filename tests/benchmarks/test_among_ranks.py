@@ -38,3 +38,22 @@ def test_float32_inside_of_float64_is_found(monkeypatch):
     monkeypatch.setattr(among_ranks, "dtype_of", lambda name: torch.float64)
     assert among_ranks.is_single("llama")
     assert not among_ranks.is_single("gpt2")
+
+
+def test_the_fairest_division_of_heads(monkeypatch):
+    """Against all deals; an odd head goes to either, a head alone leaves nothing to divide."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    from itertools import combinations, product
+
+    from among_ranks import fairest
+
+    for heads in ([[10, 1], [3, 4]], [[9, 2, 2], [1, 1]], [[5, 5, 1, 1], [7, 2, 2, 1], [3, 3]], [[12]]):
+        sizes = [{len(store) // 2, len(store) - len(store) // 2} for store in heads]
+        halves = [
+            [own for size in own_sizes for own in combinations(store, size)] for store, own_sizes in zip(heads, sizes)
+        ]
+        every = sum(map(sum, heads))
+        first = [sum(map(sum, deal)) for deal in product(*halves)]
+        assert fairest(heads) == min(max(own, every - own) for own in first) / every
+    assert fairest([[10, 1], [3, 4]]) == 13 / 18
+    assert fairest([[12]]) == 1
