@@ -8,16 +8,28 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from semkv import __version__
 from semkv.errors import ConfigError, ProcessError, SemkvError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 INTERRUPTED = 130
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"semkv {__version__}")
+        raise typer.Exit()
+
+
+Version = Annotated[
+    bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+]
 
 
 def refuse(message: str) -> NoReturn:

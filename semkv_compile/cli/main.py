@@ -7,17 +7,9 @@ from typing import Annotated
 
 import typer
 
+from semkv.cli.app import app
 from semkv.cli.common import budgets as parse_budgets
 from semkv.cli.common import check_writable, modes, parse_size, plain_errors, refuse, whole_numbers, words
-
-app = typer.Typer(
-    name="semkv",
-    help="Compile decoders into models with a mixed-resolution KV memory: look inside, plan, time, evaluate, see a demo.",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode="rich",
-    pretty_exceptions_enable=False,
-)
 
 MODEL_HELP = "`bundled`, a local folder, a GGUF file or a folder with one, or a Hugging Face name."
 PROFILE_HELP = "Folder that `semkv-profile` wrote. Default: the bundled model's own; none for others."
@@ -441,7 +433,7 @@ def bench_command(
 def lm_eval_command(
     context: typer.Context,
 ) -> None:
-    """Run lm-evaluation-harness (semkv[lm-eval]) with its own arguments; without --model its model is `semkv`.
+    r"""Run lm-evaluation-harness (semkv\[lm-eval]) with its own arguments; without --model its model is `semkv`.
 
     A context is read and compressed before its continuation is read or generated. --model_args: pretrained, method, budget, profile,
     tokenizer, dtype, device, settings of a compilation and options of the method.

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from semkv.cli.common import PhaseBars, output_console, parse_size, plain_errors
+from semkv.cli.common import PhaseBars, Version, output_console, parse_size, plain_errors
 from semkv.cli.models import BUNDLED, load_weights
 from semkv.cli.profile_choice import CHOICE
 from semkv.errors import ConfigError
@@ -210,6 +210,7 @@ def profile(
             help="choice: processes that measure contexts side by side; default: one per thread for small models on a CPU, else 1."
         ),
     ] = None,
+    version: Version = False,
 ) -> None:
     """See HELP."""
     with plain_errors(), launched() as ranks:

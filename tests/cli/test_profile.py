@@ -11,6 +11,7 @@ from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
+import semkv
 from semkv.cli import profile as command
 from semkv.profiles.bundled.tokenizer import build_tokenizer
 from semkv.profiles.calibration.measure_settings import MeasureSettings
@@ -320,6 +321,12 @@ def test_the_router_is_a_name_of_the_step_that_trains_it(folder, text, tmp_path)
     assert set(command._named([every])) == set(command.ALL_STEPS) - {"sentences"}
     said = refused("-o", tmp_path / "out", "--steps", "routers")
     assert re.match(r"--steps 'routers' is unknown: .*, sekv, choice; or router \(sekv\)", said)
+
+
+def test_the_version_is_told():
+    result = run("--version")
+    assert result.exit_code == 0
+    assert result.output == f"semkv {semkv.__version__}\n"
 
 
 def test_help_teaches():

@@ -6,6 +6,8 @@ import time
 
 import pytest
 
+import semkv
+
 NOTHING = ("--samples", "1", "--lengths", "64")
 
 
@@ -111,3 +113,13 @@ def test_help_is_instant_and_shows_examples(run):
         text = run(command, "--help").output
         assert "Examples" in text
         assert f"$ semkv {command}" in text
+
+
+def test_the_version_is_told(run):
+    result = run("--version")
+    assert result.exit_code == 0
+    assert result.output == f"semkv {semkv.__version__}\n"
+
+
+def test_help_keeps_the_names_of_extras(run):
+    assert "semkv[lm-eval]" in run("lm-eval", "--help").output

@@ -219,7 +219,7 @@ def check_inline(text):
     program, *arguments = text.split() or [""]
     if program in APPS and arguments:
         command = typer.main.get_command(APPS[program])
-        if hasattr(command, "commands"):
+        if hasattr(command, "commands") and not arguments[0].startswith("-"):
             if arguments[0] not in command.commands:
                 raise ValueError(f"{text}: {program} has no command {arguments[0]!r}")
             command = command.commands[arguments[0]]
