@@ -209,7 +209,7 @@ def run(compiled: CompiledModel, ids: Tensor, new: int) -> dict[str, Any]:
     """Prefill `ids` and generate `new` tokens greedily, measuring in every turn."""
     watches: list[Watch] = []
 
-    def reading(module: GraphModule) -> Callable[..., Any]:
+    def reading(module: GraphModule, anew: frozenset[int] = frozenset()) -> Callable[..., Any]:
         return Reading(module, lambda entries: watches[0].saw(entries)).run
 
     steps = GraphedSteps(compiled.program, reading, reading, lambda module: lambda: reading(module))

@@ -78,6 +78,8 @@ TEXT = f", {OVERLAP:.0%} overlap".replace("%", " %")
 """Behind a method's name: with a choice that overlaps so."""
 PLAIN = ", no graphs"
 """Behind a method's name: what lies between two attentions operator by operator."""
+WHOLE = ", whole step"
+"""Behind a method's name: all of a step as one CUDA graph."""
 PROFILED = 3
 LONG_RUN = 1000
 """Steps of the cell whose 99th percentile is asked for."""
@@ -242,7 +244,9 @@ class Bench:
             return self.theirs(cell, record, ids)
         method, _, kind = cell.name.partition(", ")
         text = f", {kind}" == TEXT
-        changed = {"cuda_graphs": False} if f", {kind}" == PLAIN else {}
+        changed: dict[str, Any] = {"cuda_graphs": False} if f", {kind}" == PLAIN else {}
+        if f", {kind}" == WHOLE and self.device.type == "cuda":
+            changed["cuda_graphs"] = "step"
         compiled = self.full
         if cell.budget is not None or changed:
             config = self.full.settings.model_copy(update=changed)
@@ -323,6 +327,10 @@ def cells(lengths: list[int], share: float, fixed: int, steps: int, long_run: in
     out = [Cell(name, middle, None, 1, steps) for name in (DYNAMIC, "full", STATIC)]
     out += [Cell(name + TEXT, middle, share, 1, steps) for name in ("compresskv", "sekv")]
     out += [Cell("full" + PLAIN, middle, None, 1, steps)]
+    out += [
+        Cell(name + WHOLE, middle, budget, 1, steps)
+        for name, budget in (("full", None), ("compresskv", share), ("sekv", share))
+    ]
     out += [Cell("compresskv", length, fixed, 1, steps) for length in lengths]
     out += [Cell(name, middle, None, 1, steps) for name in (COMPILED, FLEX)]
     out += [Cell("sekv", middle, share, 1, steps)]

@@ -121,6 +121,7 @@ class Table:
         torch.set_num_threads(1)
         self.asked = asked
         self.lengths = tuple(whole_numbers(asked.lengths, "--lengths"))
+        self.needles = tuple(words(asked.needles, "--needles"))
         self.tasks = tasks_of(asked.model, asked.texts, asked.haystack, asked.tokens)
         path = fetch(MODELS[asked.model], cache_folder() / "models")
         self.loaded = load_model(str(path), asked.profile)
@@ -165,18 +166,15 @@ class Table:
         found: dict[tuple[str, str], CellResult] = {}
         for reads in ("plain", "profile", "codes"):
             own = [v for v in variants if group_of(v.method) == reads]
-            for families, samples in ((NEEDLES, size.questions), (("perplexity",), size.texts)):
+            for families, samples in ((self.needles, size.questions), (("perplexity",), size.texts)):
                 known = [self._known(v, family, length, samples, reads) for v in own for family in families]
                 left = [v for v in own if any(self._known(v, f, length, samples, reads) is None for f in families)]
                 left = [v for v in left if self._serves(v, reads, length)]
                 if left:
-                    windows = [
-                        Variant(method="streaming_llm", budget=b) for b in sorted({v.budget for v in left if v.budget})
-                    ]
-                    every = [Variant(method="full"), *windows]
-                    report = self._measure(
-                        [*every, *(v for v in left if v.method not in BOTH)], families, samples, length, reads, title
-                    )
+                    budgets = sorted({v.budget for v in left if v.budget and families == ("perplexity",)})
+                    between = [Variant(method="full"), *(Variant(method="streaming_llm", budget=b) for b in budgets)]
+                    every = {(v.method, v.budget, v.label): v for v in (*between, *left)}
+                    report = self._measure(list(every.values()), families, samples, length, reads, title)
                     self.take(report.cells)
                     if self.asked.publish:
                         self.publish()
@@ -322,7 +320,7 @@ def hours(table: Table, variants: int, first: Size, whole: Size, named: int) -> 
             compiled.extend(state, torch.tensor([[token]], dtype=torch.int64, device="cpu"))
         step = STEP * (time.perf_counter() - began) / 8
         for size, count in ((first, variants), (more, len(BUDGETS) * (table.asked.leaders + named))):
-            questions = len(NEEDLES) * size.questions
+            questions = len(table.needles) * size.questions
             seconds += 2 * read * (questions + size.texts)
             seconds += count * step * (questions * ASKED + size.texts * table.asked.tokens)
     return seconds / 3600 / table.asked.workers
@@ -340,6 +338,7 @@ def main() -> None:
     options.add_argument("--leaders", type=int, default=LEADERS, help="the best, as many as answer all (%(default)s)")
     options.add_argument("--afresh", action="store_true", help="measure what benchmarks/results has, too")
     options.add_argument("--lengths", default="2K,4K", help="tokens of context (%(default)s)")
+    options.add_argument("--needles", default=",".join(NEEDLES), help="needle tasks, these alone (%(default)s)")
     options.add_argument("--tokens", type=int, default=64, help="that are read behind each text (%(default)s)")
     options.add_argument(
         "--first", default=f"{FIRST.questions},{FIRST.texts}", help="questions and texts of the first round"

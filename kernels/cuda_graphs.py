@@ -1,17 +1,20 @@
-"""What a decode step computes between two attentions, as CUDA graphs: launched at once, not an operator at a time.
+"""What a decode step computes, as CUDA graphs: launched at once, not an operator at a time.
 
-How many entries a layer attends to, and what it fetches for them, changes with every step; what lies between two attentions (norms,
-projections, rotations) does not. `record_runs` takes such runs of nodes out of a graph. Each is recorded when inputs of its sizes first
-come and replayed from then on: inputs are copied to where the recording reads them, and outputs from where it writes them, so that
-what a step returns stays as it is when the next one runs.
+`record_runs` is for steps that ask the memory between two attentions: what lies there (norms, projections, rotations) does not change with
+the step, and such runs of nodes are taken out of a graph. Each is recorded when inputs of its sizes first come and replayed from then on:
+inputs are copied to where the recording reads them, and outputs from where it writes them, so that what a step returns stays as it is
+when the next one runs. `RecordedStep` is for a step that is one graph of tensors: all of it is recorded, and its state stays where it is.
 """
 
 from __future__ import annotations
 
 import threading
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,14 +22,18 @@ from torch.fx import GraphModule, Node
 
 from semkv.ir.graph import attribute
 from semkv.kernels.runs import join_runs
+from semkv.kernels.tables import Tables, kept_in
 
 MOST_SIZES = 32
 """Of inputs that a thread keeps recordings of a run for: numbers of rows, and places of weights that were moved."""
+MOST_PLACES = 4
+"""Of a step's state that a thread keeps recordings of."""
 WARM_UP = 3
 """Runs before one is recorded, in which libraries choose their kernels and take their memory."""
 
-Recorder = Callable[[Callable[[], Sequence[Any]]], tuple[Callable[[], None], Sequence[Any]]]
-"""Record what a function launches: what launches it again, and what the function returned, whose tensors the launch writes anew."""
+Recorder = Callable[..., tuple[Callable[[], None], Sequence[Any]]]
+"""Record what a function launches: what launches it again, and what the function returned, whose tensors the launch writes anew.
+whole: it changes its state in place, so that it must not run before it is replayed; tables of the host that it sends are kept."""
 
 _recording = threading.Lock()  # the device records for one thread at a time
 
@@ -37,7 +44,7 @@ def record_runs(module: GraphModule, recorder: Callable[[], Recorder]) -> GraphM
 
     It is for decode steps on a CUDA device, and for this process: it cannot be saved. recorder: makes what records, once per thread.
     """
-    threads = _OfThread(recorder)
+    threads = OfThread(recorder)
     return join_runs(module, is_recordable, lambda run: RecordedRun(run, threads))
 
 
@@ -60,7 +67,9 @@ class CudaRecorder:
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
 
-    def __call__(self, function: Callable[[], Sequence[Any]]) -> tuple[Callable[[], None], Sequence[Any]]:
+    def __call__(
+        self, function: Callable[[], Sequence[Any]], *, whole: bool = False
+    ) -> tuple[Callable[[], None], Sequence[Any]]:
         with _recording, torch.cuda.device(self._device):
             if self._pool is None or self._stream is None:
                 self._pool = torch.cuda.graph_pool_handle()
@@ -71,25 +80,35 @@ class CudaRecorder:
             # Not on the recording stream: its workspace of cuBLAS, which graphs hold by address, is to be made while recording, in memory
             # that is the graphs'. Any other is let go of when someone clears them all, as `torch.compile` does, or drops another graph
             # (https://github.com/pytorch/pytorch/issues/193402).
-            for _ in range(WARM_UP):
+            for _ in range(0 if whole else WARM_UP):
                 function()
-            graph = torch.cuda.CUDAGraph()
+            graph, tables = torch.cuda.CUDAGraph(), Tables() if whole else None
             # Other threads go on meanwhile: what they do to the device is no part of this, and no fault.
             try:
-                with torch.cuda.graph(graph, pool=self._pool, stream=aside, capture_error_mode="thread_local"):
+                with (
+                    torch.cuda.graph(graph, pool=self._pool, stream=aside, capture_error_mode="thread_local"),
+                    nullcontext() if tables is None else kept_in(tables),
+                ):
                     returned = function()
             except BaseException:
                 torch.cuda.set_stream(current)  # a recording that cannot end leaves its own as the current one
                 raise
-        return graph.replay, returned
+        return partial(_replay, graph, tables), returned
 
 
-class _OfThread(threading.local):
-    """What one thread records with, and the recordings of each run: two threads that step at once never share buffers."""
+def _replay(graph: torch.cuda.CUDAGraph, tables: Tables | None) -> None:
+    """Launch `graph`, which reads `tables`."""
+    graph.replay()
+
+
+class OfThread(threading.local):
+    """What one thread records with, and the recordings of each run, and of each step: two threads that step at once never share
+    buffers."""
 
     def __init__(self, recorder: Callable[[], Recorder]) -> None:
         self.recorder = recorder()
         self.recordings: dict[RecordedRun, dict[tuple[Any, ...], Recording | None]] = {}
+        self.steps: dict[RecordedStep, OrderedDict[tuple[Any, ...], Recording | Literal[False] | None]] = {}
 
 
 class RecordedRun:
@@ -98,10 +117,9 @@ class RecordedRun:
     module: the nodes as a graph of their own (`semkv.kernels.runs`). It is the reference, and answers calls with gradients.
     """
 
-    def __init__(self, module: GraphModule, threads: _OfThread) -> None:
+    def __init__(self, module: GraphModule, threads: OfThread) -> None:
         self.module, self._threads = module, threads
-        weights = [attribute(module, str(node.target)) for node in module.graph.nodes if node.op == "get_attr"]
-        self._weights = [x for x in weights if isinstance(x, Tensor)]
+        self._weights = _weights(module)
 
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
@@ -131,20 +149,77 @@ class RecordedRun:
             return None
 
 
-class Recording:
-    """A run recorded for inputs of given sizes, with the buffers that it reads and writes."""
+class RecordedStep:
+    """A step as one graph of tensors, launched together while its state stays where it is, else node by node.
 
-    def __init__(self, module: GraphModule, inputs: Sequence[Any], recorder: Recorder) -> None:
+    module: the graph, which reads and writes its state in place. anew: places of the inputs that come anew with each step; all others are
+    its state.
+
+    A step whose state moved runs node by node: there libraries choose their kernels. The next one with the same state is recorded.
+    """
+
+    def __init__(self, module: GraphModule, anew: frozenset[int], threads: OfThread) -> None:
+        self.module, self.anew, self._threads = module, anew, threads
+        self._weights = _weights(module)
+
+    def __call__(self, *inputs: Tensor) -> tuple[Any, ...]:
+        made = self._threads.steps.setdefault(self, OrderedDict())
+        key = (
+            *[x.shape if i in self.anew else (x.data_ptr(), x.shape, x.stride()) for i, x in enumerate(inputs)],
+            *[x.data_ptr() for x in self._weights],
+        )
+        if key not in made:
+            made[key] = None
+            if len(made) > MOST_PLACES:
+                made.popitem(last=False)
+            return self.module(*inputs)
+        made.move_to_end(key)
+        if made[key] is None:
+            made[key] = self._made(inputs)
+        recording = made[key]
+        return recording.run(inputs) if recording else self.module(*inputs)
+
+    def _made(self, inputs: Sequence[Tensor]) -> Recording | Literal[False]:
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                return Recording(self.module, inputs, self._threads.recorder, self.anew)
+        except RuntimeError as reason:
+            warnings.warn(
+                f"decode steps run without a CUDA graph, which is slower: one could not be recorded ({reason})",
+                stacklevel=3,
+            )
+            return False
+
+
+def _weights(module: GraphModule) -> list[Tensor]:
+    """Tensors of a module's own that its nodes read."""
+    found = [attribute(module, str(node.target)) for node in module.graph.nodes if node.op == "get_attr"]
+    return [x for x in found if isinstance(x, Tensor)]
+
+
+class Recording:
+    """A run recorded for inputs of given sizes, with the buffers that it reads and writes. copied: inputs that have buffers of their own;
+    None: all. The others are read and written where they are: they must stay there."""
+
+    def __init__(
+        self,
+        module: GraphModule,
+        inputs: Sequence[Any],
+        recorder: Recorder,
+        copied: frozenset[int] | None = None,
+    ) -> None:
         """Raises `RuntimeError` where something in it cannot be recorded."""
-        given = [x.clone() if isinstance(x, Tensor) else x for x in inputs]
-        self._replay, self._returned = recorder(lambda: module(*given))
-        self._inputs = [x for x in given if isinstance(x, Tensor)]
+        self._copied = [i for i, x in enumerate(inputs) if isinstance(x, Tensor) and (copied is None or i in copied)]
+        buffers = {i: inputs[i].clone() for i in self._copied}
+        places = [buffers.get(i, x) for i, x in enumerate(inputs)]
+        self._replay, self._returned = recorder(lambda: module(*places), whole=copied is not None)
+        self._inputs = list(buffers.values())
         self._written = [x for x in self._returned if isinstance(x, Tensor)]
 
     def run(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         """What the module returns of inputs of these sizes."""
         if self._inputs:
-            torch._foreach_copy_(self._inputs, [x for x in inputs if isinstance(x, Tensor)])
+            torch._foreach_copy_(self._inputs, [inputs[i] for i in self._copied])
         self._replay()
         made = [torch.empty_like(x) for x in self._written]
         if made:
@@ -153,4 +228,4 @@ class Recording:
         return tuple(next(tensors) if isinstance(x, Tensor) else x for x in self._returned)
 
 
-__all__ = ["CudaRecorder", "RecordedRun", "is_recordable", "record_runs"]
+__all__ = ["CudaRecorder", "OfThread", "RecordedRun", "RecordedStep", "is_recordable", "record_runs"]

@@ -14,7 +14,7 @@ import semkv.kernels  # noqa: F401 - registers the operators
 from semkv.artifact.json_values import plain
 from semkv.artifact.save import save_program
 from semkv.capture.device import device_of
-from semkv.compiler.kernel_builds import as_between, as_step, as_turns, check_graphs, start_builds
+from semkv.compiler.kernel_builds import as_between, as_step, as_turns, check_graphs, recorded_steps, start_builds
 from semkv.compiler.kernel_layouts import site_layouts, tune_program
 from semkv.compiler.offload import offload_thresholds
 from semkv.compiler.pipeline import lower, place
@@ -117,9 +117,10 @@ class CompiledModel(Generation):
             ),
         )
         kernels = form_of(settings.kernels, device)[0]
-        graphed = device.type == "cpu" and serves(plan) and not program.restricted
-        prepared = (partial(made, settings.kernels, program.dtype) for made in (as_step, as_between, as_turns))
-        steps = GraphedSteps(program, *prepared) if graphed else None
+        steps = None
+        if settings.steps_as_graphs(device) and serves(plan) and not program.restricted:
+            prepared = [partial(made, settings.kernels, program.dtype) for made in (as_step, as_between, as_turns)]
+            steps = GraphedSteps(program, *prepared if device.type == "cpu" else [recorded_steps(device)])
         placement = Placement(
             program=program,
             method=method.name,
@@ -131,7 +132,7 @@ class CompiledModel(Generation):
                 disk=settings.host == "disk",
                 folder=settings.disk_folder,
                 limit=settings.host_memory if settings.offload == "budget" else None,
-                pinned=kernels == "triton" and device.type == "cuda",
+                pinned=device.type == "cuda" and (kernels == "triton" or steps is not None),
             ),
             device=device,
             thresholds=limits,

@@ -63,7 +63,8 @@ class CompileConfig(Settings):
         always.
     cuda_graphs: CUDA only: decode steps launch what lies between two attentions as CUDA graphs, recorded at the first step of each
         number of rows; what cannot be recorded is launched as before, with a warning. Default: on a CUDA device, where steps are
-        shorter with them (docs/results/gpu.md).
+        shorter with them (docs/results/gpu.md). `step`: a step of one row is one CUDA graph, its memory included, recorded again when
+        that moves; not yet tried on a GPU.
     latents: models with multi-head latent attention (DeepSeek-V2 and later): memory holds the latent of a token, which all heads
         share, in place of the keys and values that each head makes of it: `semkv.passes.absorb_latents`. The full KV, the budget's
         denominator, is that of the latents then, a small part of that of the heads; a method chooses tokens for all heads at once;
@@ -85,7 +86,7 @@ class CompileConfig(Settings):
     host_memory: int | None = Field(default=None, ge=1)
     rows: int = Field(default=1, ge=1)
     kernels: Literal["auto", "torch", "cpp", "triton"] = "auto"
-    cuda_graphs: bool | None = None
+    cuda_graphs: Literal["step"] | bool | None = None
     latents: bool = False
     cache: bool = False
     method_options: dict[str, Any] = Field(default_factory=dict)
@@ -119,7 +120,11 @@ class CompileConfig(Settings):
 
     def records(self, device: torch.device) -> bool:
         """Whether steps on `device` launch CUDA graphs."""
-        return device.type == "cuda" if self.cuda_graphs is None else self.cuda_graphs
+        return device.type == "cuda" if self.cuda_graphs is None else bool(self.cuda_graphs)
+
+    def steps_as_graphs(self, device: torch.device) -> bool:
+        """Whether steps on `device`, memory and all, are graphs of tensors."""
+        return device.type == "cpu" or self.cuda_graphs == "step"
 
     def torch_kv_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
         """The dtype of exact entries for a model whose own dtype is `model_dtype`."""

@@ -49,7 +49,9 @@ def load_compiled(
             options = replace(pass_options(program, decided, profile), head_nbytes=heads)
             program = lowered_among_ranks(program, ranks, options, usable(device))
         if settings.cuda_graphs and torch.device(device).type != "cuda":
-            warnings.warn(f"{path} was saved with cuda_graphs=True; on {device} it runs without", stacklevel=3)
+            warnings.warn(
+                f"{path} was saved with cuda_graphs={settings.cuda_graphs!r}; on {device} it runs without", stacklevel=3
+            )
             settings = settings.model_copy(update={"cuda_graphs": False})
         return CompiledModel(
             program,

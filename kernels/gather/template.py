@@ -23,11 +23,13 @@ def copy_rows(
     BLOCK: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ):
-    """Grid (blocks of tokens,): waiting [Hkv, capacity, D], tokens int64 [3, n] (heads, places, rows) -> into [rows, D]."""
+    """Grid (blocks of tokens,): waiting [Hkv, capacity, D], tokens int64 [3, n] (heads, places, rows) -> into [rows, D]. Tokens of a head
+    below 0 are not copied."""
     o_token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     o_dim = tl.arange(0, BLOCK_DIM)
     live = o_token < count
-    head = tl.load(p_tokens + o_token, mask=live, other=0)
+    head = tl.load(p_tokens + o_token, mask=live, other=-1)
+    live = live & (head >= 0)
     place = tl.load(p_tokens + count + o_token, mask=live, other=0)
     at = tl.load(p_tokens + 2 * count + o_token, mask=live, other=0)
     rows = head * capacity + place

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from semkv.kernels.codes import rebuilt
 from semkv.kernels.mixed_attention.blocks import Block, Kind, segments
+from semkv.kernels.tables import sent
 
 PLACE_FIELDS = 3
 """Of a place: its first segment, one more than its last, and their tiles."""
@@ -82,9 +83,8 @@ def block_table(
         alignment.append(_alignment(rows[before:]))
     numbers = [x for row in (*heads, *rows) for x in row]
     device = blocks[0].k.device
-    table = torch.tensor(numbers, dtype=torch.int64, device="cpu")
     return BlockTable(
-        table=table.to(device, non_blocking=True) if device.type != "meta" else table.to(device),
+        table=sent(numbers, device),
         kinds=tuple(kinds),
         k=tuple(bases[kind].k for kind in kinds),
         v=tuple(bases[kind].v for kind in kinds),

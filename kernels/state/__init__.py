@@ -24,6 +24,7 @@ from semkv.kernels.state.reference import (
     unfold_reference,
 )
 from semkv.kernels.state.scores import describe_scores
+from semkv.kernels.state.there import unfold_there
 from semkv.kernels.state.unfold import describe_unfold, waits_in_file
 
 REFERENCES: dict[str, Callable[..., Any]] = {
@@ -52,7 +53,7 @@ IN_CPP: dict[str, Operator] = {
 
 for _name, _reference in REFERENCES.items():
     ops.library.impl(_name, IN_CPP.get(_name, _reference), "CPU")
-    ops.library.impl(_name, _reference, "CUDA")
+    ops.library.impl(_name, unfold_there if _name == "unfold_" else _reference, "CUDA")
     if _name in IN_CPP:
         OPERATORS[getattr(state_ops, _name)] = IN_CPP[_name]
 

@@ -6,6 +6,8 @@ which is cut off. What stands behind a count is never part of a result, not even
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -132,7 +134,51 @@ def unfold_reference(
     order: Tensor | None = None,
     where: Tensor | None = None,
 ) -> Tensor:
-    """`semkv::unfold_`. Tokens for which there is no slot are left out; what stood in a slot that is let go of stays there."""
+    """`semkv::unfold_`."""
+    return unfold_by(
+        copy_reference,
+        k,
+        v,
+        positions,
+        slots,
+        chosen,
+        host_k,
+        host_v,
+        start,
+        shift,
+        length,
+        k_scale,
+        v_scale,
+        host_k_scale,
+        host_v_scale,
+        bounds,
+        order,
+        where,
+    )
+
+
+def unfold_by(
+    copy: Callable[..., None],
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    chosen: Tensor,
+    host_k: Tensor,
+    host_v: Tensor,
+    start: Tensor,
+    shift: Tensor,
+    length: int,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    host_k_scale: Tensor | None = None,
+    host_v_scale: Tensor | None = None,
+    bounds: Tensor | None = None,
+    order: Tensor | None = None,
+    where: Tensor | None = None,
+) -> Tensor:
+    """`semkv::unfold_`, in which `copy` does what `copy_reference` does. Tokens for which there is no slot are left out; what stood in a
+    slot that is let go of stays there."""
     capacity, waiting = slots.shape[2], host_k.shape[2]
     if bounds is None:
         wanted = _even(chosen, start, length, waiting)
@@ -156,7 +202,7 @@ def unfold_reference(
         positions.copy_(torch.where(copied, position, torch.where(stays, positions, EMPTY)))
         slots.copy_(torch.where(copied, source, torch.where(stays, slots, -1)))
         for host, host_scale, into, scale in ((host_k, host_k_scale, k, k_scale), (host_v, host_v_scale, v, v_scale)):
-            _copy(host, host_scale, into, scale, source, copied)
+            copy(host, host_scale, into, scale, source, copied)
     else:
         positions.fill_(EMPTY)
         slots.fill_(-1)
@@ -230,7 +276,7 @@ def unpacked(x: Tensor, bits: int, dim: int | None = None) -> Tensor:
     return codes - 2 ** (bits - 1)
 
 
-def _copy(
+def copy_reference(
     host: Tensor, host_scale: Tensor | None, into: Tensor, scale: Tensor | None, source: Tensor, copied: Tensor
 ) -> None:
     """Write the tokens at source int64 [B, H, C] to the slots that are copied bool [B, H, C]."""
@@ -255,10 +301,12 @@ __all__ = [
     "choose_each_reference",
     "choose_reference",
     "coarse_attention_reference",
+    "copy_reference",
     "look_up_reference",
     "products_reference",
     "quantized",
     "scores_reference",
+    "unfold_by",
     "unfold_reference",
     "unpacked",
 ]

@@ -15,7 +15,7 @@ from semkv.ir import ops
 from semkv.ir.program import Program
 from semkv.kernels.code_products.cpp import code_library
 from semkv.kernels.cpp import MISSING
-from semkv.kernels.cuda_graphs import CudaRecorder, record_runs
+from semkv.kernels.cuda_graphs import CudaRecorder, OfThread, RecordedStep, record_runs
 from semkv.kernels.gather.cpp import gather_library
 from semkv.kernels.linear.cpp import linear_library
 from semkv.kernels.log_softmax.cpp import log_softmax_library
@@ -64,11 +64,11 @@ def start_builds(program: Program, kernels: str, device: torch.device, *, routes
                 made().start()
 
 
-def check_graphs(cuda_graphs: bool | None, device: torch.device) -> None:
+def check_graphs(cuda_graphs: str | bool | None, device: torch.device) -> None:
     """Raise `ConfigError` where CUDA graphs are asked for and `device` has none."""
     if cuda_graphs and device.type != "cuda":
         raise ConfigError(
-            f"cuda_graphs=True needs a CUDA device, and the model is on {device}: pass device='cuda', or leave it"
+            f"cuda_graphs={cuda_graphs!r} needs a CUDA device, and the model is on {device}: pass device='cuda', or leave it"
         )
 
 
@@ -81,20 +81,26 @@ def as_run(program: Program, kernels: str, device: torch.device, *, cuda_graphs:
         decode = fuse(program.decode)
     else:
         return program
-    for node in decode.graph.nodes:
-        if node.target == ops.mixed_attention:
-            node.target = mixed_attention
-    decode.recompile()
-    return program.evolve(decode=decode)
+    return program.evolve(decode=_undispatched(decode))
 
 
-def as_step(kernels: str, dtype: torch.dtype, module: GraphModule) -> Callable[..., tuple[Tensor, ...]]:
+def recorded_steps(device: torch.device) -> Callable[[GraphModule, frozenset[int]], RecordedStep]:
+    """What makes of the graph of a step of one row on a CUDA device one CUDA graph; the second argument are its inputs that come anew
+    with each step."""
+    threads = OfThread(partial(CudaRecorder, device))
+
+    def made(module: GraphModule, anew: frozenset[int]) -> RecordedStep:
+        return RecordedStep(_undispatched(module), anew, threads)
+
+    return made
+
+
+def as_step(
+    kernels: str, dtype: torch.dtype, module: GraphModule, anew: frozenset[int] = frozenset()
+) -> Callable[..., tuple[Tensor, ...]]:
     """The graph of a step on a CPU as it runs there: with a compiler one call, else node by node, where attention is called without
     PyTorch's dispatcher."""
-    for node in module.graph.nodes:
-        if node.target == ops.mixed_attention:
-            node.target = mixed_attention
-    module.recompile()
+    _undispatched(module)
     return whole(module) if _fuses(kernels, dtype, torch.device("cpu")) else module
 
 
@@ -108,6 +114,15 @@ def as_between(kernels: str, dtype: torch.dtype, module: GraphModule) -> GraphMo
     """The graph between the turns of several rows on a CPU as it runs there: with a compiler, what lies between two layers' turns is one
     call."""
     return fuse(module) if _fuses(kernels, dtype, torch.device("cpu")) else module
+
+
+def _undispatched(module: GraphModule) -> GraphModule:
+    """`module`, which calls attention without PyTorch's dispatcher."""
+    for node in module.graph.nodes:
+        if node.target == ops.mixed_attention:
+            node.target = mixed_attention
+    module.recompile()
+    return module
 
 
 def _fuses(kernels: str, dtype: torch.dtype, device: torch.device) -> bool:

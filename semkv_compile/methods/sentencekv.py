@@ -133,7 +133,8 @@ class SentenceRouter(MeanKeyRouter):
             made = step.passing[f"{name}.new"] = self._advanced(name, step)
         assert isinstance(made, tuple)
         sums, told = made
-        return Brought({"sentence.sum": sums[site.query_heads], "sentence.told": told})
+        tensors = {"sentence.sum": sums[site.query_heads], "sentence.told": told}
+        return Brought(tensors, written=("sentence.sum",))
 
     def _advanced(self, name: str, step: Step) -> tuple[Tensor, Tensor]:
         held, total = step.notes.get(name), step.notes.get(f"{name.replace('.', '.query.', 1)}")

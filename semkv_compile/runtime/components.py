@@ -205,10 +205,11 @@ class Rest(Protocol):
 @dataclass(frozen=True)
 class Brought:
     """tensors: by the names under which `Units.tensors` has them, [...] without a dimension of rows. skipped: numbers before the first
-    unit, where scores begin with something else than units."""
+    unit, where scores begin with something else than units. written: names of tensors that `scores` writes to."""
 
     tensors: Mapping[str, Tensor]
     skipped: int = 0
+    written: tuple[str, ...] = ()
 
 
 @runtime_checkable

@@ -56,7 +56,7 @@ class PretendedCuda(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func == Tensor.device.__get__:
-            return CUDA if _marked(args[0]) else CPU
+            return CUDA if _marked(args[0]) else func(*args)  # those of traces are on meta
         if func == Tensor.is_cuda.__get__:
             return _marked(args[0])
         if func == Tensor.is_cpu.__get__:
@@ -115,7 +115,8 @@ class PretendedCuda(TorchFunctionMode):
         """The same call without a device that does not exist."""
 
         def local(x: Any) -> Any:
-            return CPU if isinstance(x, torch.device) or (isinstance(x, str) and x.split(":")[0] == "cuda") else x
+            named = isinstance(x, torch.device) or (isinstance(x, str) and x.split(":")[0] == "cuda")
+            return CPU if named and torch.device(x).type == "cuda" else x
 
         return tuple(local(x) for x in args), {key: local(x) for key, x in kwargs.items() if key != "pin_memory"}
 

@@ -139,6 +139,27 @@ def test_steps_of_recorded_graphs_are_those_of_plain_ones(
         torch.testing.assert_close(logits[True], logits[False], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("method", "budget", "options"),
+    [*METHODS, ("quest", 0.4, {}), ("h2o", 0.4, {})],
+    ids=[*(m for m, _, _ in METHODS), "quest", "h2o"],
+)
+def test_a_step_that_is_one_recorded_graph_is_the_plain_one(
+    single: Any, prompts: torch.Tensor, method: str, budget: float | None, options: dict
+) -> None:
+    """Step by step, over some in which windows fold; what waits is read in page-locked memory; earlier logits stay what they were."""
+    logits = {}
+    for graphs in (False, "step"):
+        config = semkv.CompileConfig(floor=0, cuda_graphs=graphs)
+        compiled = single.with_method(method, budget, config=config, **options)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*without a CUDA graph")
+            state = compiled.prefill(prompts[:1].cuda())
+            logits[graphs] = [compiled.extend(state, prompts[:1, n : n + 1].cuda()) for n in range(40)]
+        assert (compiled.placement.steps is not None) == (graphs == "step")
+    torch.testing.assert_close(logits["step"], logits[False], rtol=1e-4, atol=1e-5)
+
+
 def test_recorded_graphs_outlive_what_others_let_go_of(llama: Any) -> None:
     """`torch.compile` clears the workspaces of cuBLAS, and dropping another model's graphs those of their stream."""
     model = llama(VOCAB, 2048, 16).to("cuda", torch.bfloat16)

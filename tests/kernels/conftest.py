@@ -116,6 +116,8 @@ def _on_gpu(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if hasattr(x, "_fields") or isinstance(x, (list, tuple)):
             parts = [moved(part, device) for part in x]
             return type(x)(*parts) if hasattr(x, "_fields") else type(x)(parts)
+        if isinstance(x, dict):
+            return {name: moved(part, device) for name, part in x.items()}
         if is_dataclass(x):
             return replace(x, **{field.name: moved(getattr(x, field.name), device) for field in fields(x)})
         return x.to(device) if isinstance(x, torch.Tensor) else x

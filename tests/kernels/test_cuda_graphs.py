@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import semkv
 from semkv.errors import ConfigError
 from semkv.kernels import cuda_graphs
-from semkv.kernels.cuda_graphs import RecordedRun, is_recordable, record_runs
+from semkv.kernels.cuda_graphs import MOST_PLACES, OfThread, RecordedRun, RecordedStep, is_recordable, record_runs
+from semkv.kernels.tables import ROOM, Tables, kept_in, sent
 from semkv.runtime.decode.steps import extend
 from tests.conftest import quick_ones
 from tests.eager_steps import eagerly
@@ -28,8 +30,14 @@ class Recorder:
     made: int = 0
     replays: int = 0
 
-    def __call__(self, function: Callable[[], Sequence[Any]]) -> tuple[Callable[[], None], Sequence[Any]]:
+    def __call__(
+        self, function: Callable[[], Sequence[Any]], *, whole: bool = False
+    ) -> tuple[Callable[[], None], Sequence[Any]]:
+        given = inspect.getclosurevars(function).nonlocals["places"] if whole else []
+        before = [(x, x.clone()) for x in given if isinstance(x, torch.Tensor)]
         returned = [x.clone() if isinstance(x, torch.Tensor) else x for x in function()]
+        for x, was in before:  # as recording runs nothing
+            x.copy_(was)
         Recorder.made += 1
 
         def replay() -> None:
@@ -103,7 +111,7 @@ def test_gradients_flow_through_the_nodes_themselves():
 
 @torch.no_grad()
 def test_what_cannot_be_recorded_is_computed_as_before():
-    def refuses(function: Callable[[], Any]) -> Any:
+    def refuses(function: Callable[[], Any], *, whole: bool) -> Any:
         raise RuntimeError("operation not permitted when stream is capturing")
 
     module = record_runs(traced(turned, drawn(3, 4)), lambda: refuses)
@@ -234,3 +242,70 @@ def test_more_sizes_than_are_kept_are_told(monkeypatch):
         got = module(drawn(3, 4))
     assert torch.equal(got[0], turned(drawn(3, 4))[0])
     assert Recorder.made == 2
+
+
+def counted_up(total: torch.Tensor, count: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A step: `total` and `count` are its state."""
+    total.add_(x)
+    count.add_(1)
+    return total / count, x * 2
+
+
+def a_step(recorder: Callable[[], Any] = Recorder) -> RecordedStep:
+    module = make_fx(counted_up)(drawn(3), torch.zeros(()), drawn(3))
+    return RecordedStep(module, frozenset({2}), OfThread(recorder))
+
+
+@torch.no_grad()
+def test_a_recorded_step_changes_its_state_where_it_is_and_once_a_step():
+    step, total, count = a_step(), torch.zeros(3), torch.zeros(())
+    kept = []
+    for seed in range(6):
+        got, twice = step(total, count, drawn(3, seed=seed))
+        kept.append((got, sum(drawn(3, seed=s) for s in range(seed + 1)) / (seed + 1), twice, 2 * drawn(3, seed=seed)))
+    assert float(count) == 6
+    for got, mean, twice, double in kept:  # no replay wrote into what an earlier one returned
+        torch.testing.assert_close(got, mean)
+        torch.testing.assert_close(twice, double)
+    assert (Recorder.made, Recorder.replays) == (1, 5)
+
+
+@torch.no_grad()
+def test_a_state_that_moves_is_recorded_again_and_few_places_are_kept():
+    step, states = a_step(), []
+    for _ in range(MOST_PLACES + 2):
+        total, count = torch.zeros(3), torch.zeros(())
+        states.append((total, count))
+        for steps in (1, 2):
+            torch.testing.assert_close(step(total, count, torch.ones(3))[0], torch.ones(3))
+            assert float(count) == steps
+    assert Recorder.made == Recorder.replays == MOST_PLACES + 2
+    assert len(step._threads.steps[step]) == MOST_PLACES
+    for places in (states[-1], states[0]):  # one that is kept, and one that is not
+        step(*places, torch.ones(3))
+    assert (Recorder.made, Recorder.replays) == (MOST_PLACES + 2, MOST_PLACES + 3)
+
+
+@torch.no_grad()
+def test_a_step_that_cannot_be_recorded_runs_node_by_node():
+    def refuses(function: Callable[[], Any], *, whole: bool) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    step, total, count = a_step(lambda: refuses), torch.zeros(3), torch.zeros(())
+    step(total, count, torch.ones(3))
+    with pytest.warns(UserWarning, match=r"run without a CUDA graph, which is slower: .* \(operation not permitted"):
+        step(total, count, torch.ones(3))
+    step(total, count, torch.ones(3))  # and is not tried again, which would warn
+    assert total.tolist() == [3, 3, 3]
+
+
+def test_tables_of_a_recording_stay_apart_and_have_an_end():
+    tables = Tables()
+    with kept_in(tables):
+        first, second = sent([1, 2, 3], torch.device("cpu")), sent([4, 5], torch.device("cpu"))
+        with pytest.raises(RuntimeError, match="its tables have more than 65536 numbers"):
+            sent([0] * ROOM, torch.device("cpu"))
+    assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+    assert (first.tolist(), second.tolist()) == ([1, 2, 3], [4, 5])
+    after = sent([6], torch.device("cpu"))
+    assert after.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()

@@ -168,6 +168,14 @@ class Memory:
         return counts
 
 
+def unfolded_there(arguments: dict) -> tuple[torch.Tensor, dict]:
+    """What a GPU's form returns, and what it wrote to."""
+    from semkv.kernels.state.there import unfold_there
+
+    counts = unfold_there(**arguments)
+    return counts, {name: arguments[name] for name in WRITTEN if name in arguments}
+
+
 def same(one, other) -> None:
     for name in WRITTEN:
         if name in one:
@@ -243,6 +251,20 @@ def test_odd_sizes(sizes, table, form):
 def test_any_sizes(seed, sizes):
     for form in ("reference", "cpp") if compiler() is not None else ("reference",):
         check(Memory(seed=seed, **sizes), form, steps=3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("table", "where"), [("even", False), ("order", True)])
+def test_a_gpu_copies_what_comes_and_reads_nothing_else(on_device, table, where, kind):
+    """Places that are not wanted hold NaN; slots keep what they held."""
+    memory = Memory(rows=2, kind=kind, table=table, where=where, dims=(16, 35), capacity=37, places=90, units=21)
+    own, twin = memory.copy(), memory.copy()
+    for _ in range(3):
+        chosen = memory.choice()
+        counts, written = on_device(unfolded_there, own | {"chosen": chosen})
+        own |= written
+        assert torch.equal(counts, memory.by_loops(twin, chosen))
+        same(twin, own)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -28,11 +28,11 @@ CASES = {
     "semanticache": ("semanticache", 0.2, {}),
     "compresskv": ("compresskv", 0.2, {}),
     "compresskv, recoverable": ("compresskv", 0.2, {"recoverable": True}),
-    "quest": ("quest", 0.2, {}),
+    "quest": ("quest", 0.3, {}),
     "quest, small": ("quest", 72, {"page": 4}),
     "shadowkv": ("shadowkv", 0.2, {}),
-    "infllm": ("infllm", 0.3, {}),
-    "clusterkv": ("clusterkv", 0.3, {}),
+    "infllm": ("infllm", 0.4, {}),
+    "clusterkv": ("clusterkv", 0.5, {}),
     "sketch": ("sketch", 0.1, {}),
     "sketch, raw": ("sketch", 0.1, {"exact_form": "raw", "coarse": False}),
     "sketch, oracle": ("sketch", 0.1, {"oracle": True}),
@@ -102,8 +102,8 @@ def test_a_graph_is_of_tensors_and_asks_the_host_nothing(whole, prompt, case):
     plain, run = steps.graphs.prepare, lambda *inputs: given.append(inputs) or runs[0](*inputs)
     runs: list = []
 
-    def prepare(module: GraphModule):
-        runs[:] = [plain(module)]
+    def prepare(module: GraphModule, anew: frozenset[int]):
+        runs[:] = [plain(module, anew)]
         return run
 
     steps.graphs.prepare = prepare

@@ -15,7 +15,7 @@ from semkv.ir.site import AttentionSite
 from semkv.runtime.components import Components, Giver, Plan, Scorer, Taker
 from semkv.runtime.decode.layer_step import PLACES, Layer
 from semkv.runtime.decode.many_rows import ManyRows
-from semkv.runtime.decode.step_graph import TERMS, StepGraphs, Turn
+from semkv.runtime.decode.step_graph import TERMS, Prepare, StepGraphs, Turn
 from semkv.runtime.row_memory import RowMemory
 from semkv.runtime.store.site_memory import SiteMemory
 
@@ -60,7 +60,7 @@ class Layers:
         length, passer = memory.spans.places.length if reads else 0, plan.passers.get(site.index)
         key = (id(components), site.index, site.first_head, owner, reads, length, tuple(tensors), id(passer))
         if key not in self._known:
-            constants = _constants(site, components) if reads else {}
+            constants = _constants(site, components, memory.device) if reads else {}
             router = components.router
             taken = router.taken(site) if reads and isinstance(router, Taker) else ()
             passes = () if passer is None else passer.names(site)
@@ -72,13 +72,13 @@ class Layers:
         return self._known[key]
 
 
-def _constants(site: AttentionSite, components: Components) -> dict[str, Tensor]:
+def _constants(site: AttentionSite, components: Components, device: torch.device) -> dict[str, Tensor]:
     router = components.router
     assert isinstance(router, Scorer)
     found = {f"constant.{name}": x for name, x in router.constants(site).items()}
     if not components.fill:
         found["threshold"] = router.threshold(site).float().view(site.kv_heads, site.group_size)
-    return found
+    return {name: x.to(device) for name, x in found.items()}
 
 
 def turns_of(row: RowMemory, ids: Tensor, surprisal: Tensor, layers: Layers) -> list[list[Turn]]:
@@ -95,16 +95,19 @@ def turns_of(row: RowMemory, ids: Tensor, surprisal: Tensor, layers: Layers) -> 
         for part, memory, at, room in zip(parts, memories, places, rooms):
             mine = part.site(site)
             count, usable, start, shift = memory.prepare(mine, room)
-            tensors, bringer = memory.step_tensors(), memory.components.bringer
+            tensors, bringer, back = memory.step_tensors(), memory.components.bringer, []
             if bringer is not None and memory.reads_units:
                 brought = bringer.bring(mine, row.step_of(site, ids, nothing), memory.spans)
-                tensors = {**tensors, **brought.tensors}
+                tensors = {**tensors, **memory.there.brought.tensors(brought.tensors)}
+                back = [(brought.tensors[name], tensors[name]) for name in brought.written]
                 count, start = count + brought.skipped, start - brought.skipped
             if site.index in placement.plan.passers:
-                room = (tokens + POSITIONS) // POSITIONS * POSITIONS
-                tensors = {**tensors, PLACES: torch.empty(room + 1, dtype=torch.float32, device="cpu")}
+                tensors = {
+                    **tensors,
+                    PLACES: memory.there.by_position((tokens + POSITIONS) // POSITIONS * POSITIONS + 1),
+                }
             layer, constants = layers.layer(mine, owner, memory, tensors, placement.plan)
-            own.append(Turn(layer, (at, count, usable, start, shift), tensors, constants))
+            own.append(Turn(layer, (at, count, usable, start, shift), tensors, constants, back))
         turns.append(own)
     return turns
 
@@ -118,32 +121,38 @@ def take_turns(row: RowMemory, turns: Sequence[Sequence[Turn]], told: Iterator[t
             if turn.layer.reads:
                 (moved, held), read = next(told)
                 memory.took(moved, held, read)
+            for mine, there in turn.back:
+                if mine is not there:
+                    mine.copy_(there)
         row.account(site, store, memories, tokens)
 
 
 class GraphedSteps:
     """Decode steps of one program: of one row by `StepGraphs`, of several by `ManyRows`.
 
-    prepare: makes of a graph of tensors what runs it; between: of the graph between the turns of several rows; turns: of a turn's graph
-    what makes what runs it, for a row each.
+    prepare: see `StepGraphs`; between: of the graph between the turns of several rows; turns: of a turn's graph what makes what runs it,
+    for a row each; None: several rows are not served.
     """
 
     def __init__(
         self,
         program: Program,
-        prepare: Callable[[GraphModule], Callable[..., tuple[Tensor, ...]]],
-        between: Callable[[GraphModule], Callable[..., tuple[Tensor, ...]]],
-        turns: Callable[[GraphModule], Callable[[], Callable[..., tuple[Tensor, ...]]]],
+        prepare: Prepare,
+        between: Callable[[GraphModule], Callable[..., tuple[Tensor, ...]]] | None = None,
+        turns: Callable[[GraphModule], Callable[[], Callable[..., tuple[Tensor, ...]]]] | None = None,
     ) -> None:
         self.graphs, self.layers = StepGraphs(program, prepare), Layers.of(program)
-        self.many = ManyRows(program, self.graphs, between, turns)
+        self.many = None if between is None or turns is None else ManyRows(program, self.graphs, between, turns)
 
     def reasons(self) -> list[str]:
         """Why graphs of steps that have run were not one call of C++ the last time, each reason once: nodes that have no instructions."""
-        return sorted({reason for reason in (*self.graphs.reasons(), *self.many.reasons()) if reason is not None})
+        many = [] if self.many is None else self.many.reasons()
+        return sorted({reason for reason in (*self.graphs.reasons(), *many) if reason is not None})
 
     def serves(self, rows: Sequence[RowMemory]) -> bool:
         """Whether the next step of these rows is a graph."""
+        if self.many is None and len(rows) > 1:
+            return False
         return all(memory.graphed for row in rows for memory in row.memories())
 
     def step(
@@ -195,6 +204,7 @@ class GraphedSteps:
         if len(rows) == 1:
             hidden, moved, read, behind, observed = self._alone(rows[0], turns[0], ids, positions, asked)
         else:
+            assert self.many is not None
             hidden, found, behind, observed = self.many.run(rows, turns, ids, positions, asked)
             moved = torch.stack([x for x, _ in found]).tolist() if found else []
             read = [x for _, x in found]
@@ -229,13 +239,15 @@ class GraphedSteps:
         reading = sum(turn.layer.reads for turn in flat)
         if not reading:
             return hidden, [], [], more, graph.observed
-        return (
-            hidden,
-            more[0][:, 0].tolist(),
-            [x[0] for x in more[1 : 1 + reading]],
-            more[1 + reading :],
-            graph.observed,
-        )
+        told, behind = more[: 1 + reading], more[1 + reading :]
+        moved, *read = told if ids.device.type == "cpu" else _on_host(told)
+        return hidden, moved[:, 0].tolist(), [x[0] for x in read], behind, graph.observed
+
+
+def _on_host(told: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors of whole numbers on the host, which waits once."""
+    whole = torch.cat([x.flatten() for x in told]).cpu()
+    return [part.view(x.shape) for part, x in zip(whole.split([x.numel() for x in told]), told)]
 
 
 __all__ = ["GraphedSteps", "serves"]

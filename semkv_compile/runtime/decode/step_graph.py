@@ -13,6 +13,7 @@ from threading import RLock
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -26,6 +27,9 @@ from semkv.runtime.decode.layer_step import NUMBERS, Layer, attend_step
 aten = torch.ops.aten
 TRACING = RLock()
 """Held while graphs are looked up and made: what traces patches functions of the process."""
+ANEW = ("input_ids", "positions", "numbers", "turned")
+"""Inputs that come anew with each step; all others are state."""
+Prepare = Callable[[GraphModule, frozenset[int]], Callable[..., tuple[Tensor, ...]]]
 TERMS = ("sinks", "bias_slopes", "bias_table")
 """Arguments of `semkv::mixed_attention` that have one row per query head."""
 
@@ -33,12 +37,13 @@ TERMS = ("sinks", "bias_slopes", "bias_table")
 @dataclass(frozen=True)
 class Turn:
     """What a row's part of one site brings to a step: numbers of `NUMBERS`, state by name without a dimension of rows, and what is the same
-    in every step."""
+    in every step. back: tensors, each with the one in its place in `tensors`, which the step writes to."""
 
     layer: Layer
     numbers: tuple[int, ...]
     tensors: dict[str, Tensor]
     constants: dict[str, Tensor]
+    back: Sequence[tuple[Tensor, Tensor]] = ()
 
 
 @dataclass(frozen=True)
@@ -56,10 +61,11 @@ class StepGraph:
 class StepGraphs:
     """The graphs of a program's decode steps, made when a composition is met first.
 
-    prepare: makes of a graph what runs it. Raises `NotImplementedError` for a program whose steps ask for more than memory.
+    prepare: makes of a graph, and of the places of the inputs that come anew with each step, what runs it. Raises
+    `NotImplementedError` for a program whose steps ask for more than memory.
     """
 
-    def __init__(self, program: Program, prepare: Callable[[GraphModule], Callable[..., tuple[Tensor, ...]]]) -> None:
+    def __init__(self, program: Program, prepare: Prepare) -> None:
         assert program.decode is not None
         self.program, self.prepare = program, prepare
         self._graphs: dict[tuple[object, ...], StepGraph] = {}
@@ -71,7 +77,9 @@ class StepGraphs:
         with TRACING:
             if key not in self._graphs:
                 module, observed = self._spliced(turns, asked)
-                self._graphs[key] = StepGraph(module, observed, self.prepare(module))
+                names = list(placeholders(module.graph))
+                anew = frozenset(place for place, name in enumerate(names) if name in ANEW)
+                self._graphs[key] = StepGraph(module, observed, self.prepare(module, anew))
             return self._graphs[key]
 
     def reasons(self) -> list[str | None]:
@@ -228,7 +236,8 @@ class StepGraphs:
             if node.op == "get_attr":
                 target = f"step_{node.target}_{site.index}_{site.first_head}"
                 if not hasattr(module, target):
-                    module.register_buffer(target, attribute_of(trace, node))
+                    here = attribute_of(trace, node).to(turn.tensors["recent.k"].device)
+                    module.register_buffer(target, here)
                 copies[node] = graph.get_attr(target)
             elif node.op != "placeholder":
                 copies[node] = graph.node_copy(node, copies.__getitem__)
@@ -243,21 +252,16 @@ class StepGraphs:
         layer = turn.layer
         key = (layer.kind, tuple(terms))
         if key not in self._traces:
-            site, names, like = layer.site, layer.tensors, turn.tensors["recent.k"].device
+            site, names = layer.site, layer.tensors
             dtype = self.program.dtype
-            example = [
-                torch.zeros(1, heads, 1, dim, dtype=dtype, device=like)
-                for heads, dim in (
-                    (site.q_heads, site.key_dim),
-                    (site.kv_heads, site.key_dim),
-                    (site.kv_heads, site.value_dim),
-                )
-            ]
-            example.append(torch.zeros(1, 1, dtype=torch.int64, device=like))
-            example.append(torch.zeros(len(NUMBERS), 1, dtype=torch.int64, device=like))
+            shapes = [(site.q_heads, site.key_dim), (site.kv_heads, site.key_dim), (site.kv_heads, site.value_dim)]
             given = {name: x[None] for name, x in turn.tensors.items()} | turn.constants | passed
-            example += [given[name] for name in names]
-            example += list(terms.values())
+            with FakeTensorMode():  # of no device: what is traced says none
+                example = [torch.zeros(1, heads, 1, dim, dtype=dtype, device="cpu") for heads, dim in shapes]
+                example.append(torch.zeros(1, 1, dtype=torch.int64, device="cpu"))
+                example.append(torch.zeros(len(NUMBERS), 1, dtype=torch.int64, device="cpu"))
+                for x in (*(given[name] for name in names), *terms.values()):
+                    example.append(torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu"))
 
             def run(q, k, v, positions, numbers, *rest):
                 held, own = rest[: len(names)], rest[len(names) :]

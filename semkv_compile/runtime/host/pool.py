@@ -167,10 +167,13 @@ class HostTokens:
 
     @property
     def in_place(self) -> bool:
-        """Whether a GPU reads what waits at its own address: all of it is in page-locked memory, in a dtype that the kernel has."""
-        return self.dtype in DTYPES and all(
-            part.tier.pinned and part.device is None and part.stored.is_pinned() for part in self.parts.values()
-        )
+        """Whether a kernel of a GPU reads what waits at its own address: that is in page-locked memory, in a dtype that the kernel has."""
+        return self.dtype in DTYPES and self.locked
+
+    @property
+    def locked(self) -> bool:
+        """Whether all of it is in page-locked memory of the host."""
+        return all(part.tier.pinned and part.device is None and part.stored.is_pinned() for part in self.parts.values())
 
     def expect(self, tokens: int) -> None:
         """`tokens` tokens are on their way, in several parts: the first makes room for all."""

@@ -16,6 +16,7 @@ from semkv.runtime.decode.choosing import Zoom, choose_there, choose_units
 from semkv.runtime.step import Step
 from semkv.runtime.store.blocks import NEG_INF, bias_of, with_block, zoomed_units
 from semkv.runtime.store.factors import UnfoldedFactors
+from semkv.runtime.store.mirror import StepSide
 from semkv.runtime.store.quantization import quantize, tensors_of
 from semkv.runtime.store.roomy import room_for, within
 from semkv.runtime.store.segments import Boundary, Folding
@@ -35,6 +36,7 @@ class SiteMemory:
 
     slots: what the last step unfolded, None before the first; factors: of that, spans that are read as factors.
     reserved: tokens that may follow before anything is folded, dropped or changes its size, see `reserve`.
+    there: what a step's graph reads besides these parts.
     reads_codes: whether the last step attended to what is folded by the router's index, see `semkv.runtime.components.Coarse`.
     """
 
@@ -67,6 +69,7 @@ class SiteMemory:
         self._read: Tensor | None = None
         self.reserved = 0
         self._reserved_slots: tuple[int, float] | None = None
+        self.there = StepSide(device)
 
     # -- sizes -------------------------------------------------------------------------------------------------------
 
@@ -382,6 +385,8 @@ class SiteMemory:
         """Whether a step's graph can do all that its turn takes."""
         if not self.reads_units:
             return True
+        if self.device.type != "cpu" and not (self.on_device or self.spans.host_tokens.locked):
+            return False
         return not self.spans.has_factors and (not self.components.of_tokens or self.spans.places.length == 1)
 
     def prepare(self, site: AttentionSite, allowance: float) -> tuple[int, int, int, int]:
@@ -404,7 +409,7 @@ class SiteMemory:
         if self.kept.length:
             out |= named("kept", self.kept.tensors)
         if self.spans is not None and self.spans.count:
-            out |= self.spans.step_tensors()
+            out |= self.there.units.tensors(self.spans.step_tensors())
             if self.slots is not None and self.reads_units:
                 out |= named("slots", self.slots.tensors())
         return out
@@ -566,6 +571,7 @@ class SiteMemory:
         copy.kept, copy.recent = self.kept.clone(), self.recent.clone()
         copy.spans = self.spans.clone() if self.spans is not None else None
         copy.slots = None if self.slots is None else self.slots.clone()
+        copy.there = StepSide(self.device)
         return copy
 
 
