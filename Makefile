@@ -90,7 +90,7 @@ types: $(DEV_STAMP)
 	@ln -s $(CURDIR)/semkv_compile/* $(CURDIR)/passes $(CURDIR)/kernels $(CURDIR)/profiles $(TYPED)/semkv/
 	MYPYPATH=$(TYPED) $(BIN)/mypy -p semkv
 	@# Tests that a machine without a GPU skips: at least their calls are those that there are.
-	MYPYPATH=$(TYPED) $(BIN)/mypy --no-warn-unused-ignores --disable-error-code arg-type --disable-error-code attr-defined --disable-error-code misc tests/gpu
+	MYPYPATH=$(TYPED) $(BIN)/mypy --no-warn-unused-ignores --follow-imports silent --disable-error-code arg-type --disable-error-code attr-defined --disable-error-code misc tests/gpu
 
 format: $(DEV_STAMP)
 	$(BIN)/ruff check --fix .

@@ -1,6 +1,8 @@
-"""The page of a real model's long table, from the results of real_table.py and, where they are there, kvpress's answers.
+"""The page of a real model's long table, from the results of real_table.py and kvpress's answers to the same questions.
 
 python benchmarks/real_page.py smollm2        # benchmarks/results/real_smollm2.json to docs/results/real_smollm2.md
+
+Where there are rows of kvpress_run.py, what they say goes to benchmarks/results/real_peers_MODEL.json first.
 """
 
 from __future__ import annotations
@@ -8,32 +10,32 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grids import RESULTS, ROOT, provenance_of, read_results, table, write_document
+from grids import RESULTS, ROOT, measured_on, provenance_of, read_results, table, write_document
+from peers.setting import kvpress_versions
+from pydantic import BaseModel
 from real import GAIN, gained
 from real_model import MODELS
 from real_table import ABLE, BUDGETS, NEEDLES, STRICT, able, standing
 
 from semkv.evaluation import Report
+from semkv.evaluation.environment import describe, now
 from semkv.evaluation.gain import FAR_NATS
 from semkv.evaluation.schema import CellResult, Interval
 from semkv.evaluation.statistics import Estimate, proportion, ratio_estimate
 from semkv.evaluation.tables import percent
 
-PRESSES = "peers_{model}/kvpress.jsonl"
-"""Where kvpress_run.py leaves its rows, under runs/."""
 
-
-@dataclass(frozen=True)
-class Line:
+class Line(BaseModel, frozen=True):
     """One method at one budget and length. needles: by task; texts: contexts that the gain is of."""
 
+    length: int
+    budget: float | None
     label: str
     package: str
-    needles: Mapping[str, Interval]
+    needles: dict[str, Interval]
     every: Interval | None
     far: Interval | None
     texts: int
@@ -50,11 +52,20 @@ class Line:
         return standing([self.needles[name].value for name in names if name in self.needles], [self.every, self.far])
 
 
-def ours(cells: Sequence[CellResult], budget: float | None) -> list[Line]:
-    """Our methods at one budget, of the cells of one length."""
+class Peers(BaseModel, frozen=True):
+    """What kvpress answered. environment: where; packages: on its side; failed: presses that cannot run, and why."""
+
+    environment: dict[str, Any]
+    packages: list[str]
+    failed: dict[str, str]
+    lines: list[Line]
+
+
+def ours(cells: Sequence[CellResult], length: int, budget: float | None) -> list[Line]:
+    """Our methods at one budget and length."""
     found: dict[str, dict[str, CellResult]] = {}
     for cell in cells:
-        if cell.cell.variant.budget == budget:
+        if (cell.cell.length, cell.cell.variant.budget) == (length, budget):
             found.setdefault(cell.cell.variant.label, {})[cell.cell.family] = cell
     lines = []
     for label, at in found.items():
@@ -62,14 +73,15 @@ def ours(cells: Sequence[CellResult], budget: float | None) -> list[Line]:
         kept = None if text is None else text.recovered
         needles = {name: at[name].accuracy for name in NEEDLES if name in at}
         count = 0 if text is None else text.accuracy.contexts
-        lines.append(Line(label, "semkv", needles, kept and kept.every, kept and kept.far, count))
+        gains_of = {"every": kept and kept.every, "far": kept and kept.far}
+        lines.append(
+            Line(length=length, budget=budget, label=label, package="semkv", needles=needles, texts=count, **gains_of)
+        )
     return lines
 
 
-def theirs(
-    rows: Sequence[Mapping[str, Any]], samples: Sequence[Mapping[str, Any]], length: int
-) -> dict[float, list[Line]]:
-    """kvpress at each budget: needles found in what it wrote, and gain between its own full cache and its own StreamingLLM."""
+def theirs(rows: Sequence[Mapping[str, Any]], samples: Sequence[Mapping[str, Any]], length: int) -> list[Line]:
+    """kvpress at one length: needles found in what it wrote, and gain between its own full cache and its own StreamingLLM."""
     asked = {(s["family"], s["context"]): s["questions"][0] for s in samples}
     at: dict[tuple[str, float | None], dict[str, dict[int, Any]]] = {}
     for row in rows:
@@ -79,10 +91,8 @@ def theirs(
         if int(tokens) == length:
             own = at.setdefault((row["press"], row["budget"]), {})
             own.setdefault(family, {})[row["context"]] = row
-    lines: dict[float, list[Line]] = {}
+    lines = []
     for (press, budget), own in at.items():
-        if budget is None:
-            continue
         needles = {}
         for name in NEEDLES:
             found = own.get(name, {})
@@ -90,8 +100,22 @@ def theirs(
                 scores = [share(row["text"][0], asked[f"{name} {length}", index]) for index, row in found.items()]
                 needles[name] = Interval.of(proportion(scores, list(found)))
         every, far, texts = gains(own, at.get(("full", None), {}), at.get(("streaming_llm", budget), {}))
-        lines.setdefault(budget, []).append(Line(press, "kvpress", needles, every, far, texts))
+        known = {"needles": needles, "every": every, "far": far, "texts": texts}
+        lines.append(Line(length=length, budget=budget, label=press, package="kvpress", **known))
     return lines
+
+
+def peers_of(folder: Path) -> Peers:
+    """What kvpress_run.py left in `folder`."""
+    rows = [json.loads(line) for line in (folder / "kvpress.jsonl").read_text(encoding="utf-8").splitlines()]
+    samples = json.loads((folder / "samples.json").read_text(encoding="utf-8"))["samples"]
+    lengths = sorted({int(row["family"].split()[1]) for row in rows if "error" not in row})
+    return Peers(
+        environment=describe(now()).model_dump(mode="json"),
+        packages=kvpress_versions(),
+        failed={row["press"]: row["error"] for row in rows if "error" in row},
+        lines=[line for length in lengths for line in theirs(rows, samples, length)],
+    )
 
 
 def share(text: str, question: Mapping[str, Any]) -> float:
@@ -123,14 +147,20 @@ def gains(
     return ratio(tokens), ratio(far), len(both)
 
 
-def page(model: str, report: Report, rows: Sequence[Mapping[str, Any]], samples: Sequence[Mapping[str, Any]]) -> Path:
+def read_peers(model: str) -> Peers | None:
+    """What was published of kvpress on this model's questions."""
+    path = RESULTS / f"real_peers_{model}.json"
+    return Peers.model_validate_json(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
+def page(model: str, report: Report, peers: Peers | None) -> Path:
     """Write the page."""
+    presses = [] if peers is None else peers.lines
     parts = []
     for length in sorted({c.cell.length for c in report.cells}):
         cells = [c for c in report.cells if c.cell.length == length]
         names = able(cells)
-        presses = theirs(rows, samples, length)
-        full = {line.label: line for line in ours(cells, None)}["full"]
+        full = {line.label: line for line in ours(cells, length, None)}["full"]
         parts.append(
             f"## {length:,} tokens\n\nThe full cache finds "
             + ", ".join(f"{percent(full.needles[name])} % of `{name}`" for name in NEEDLES)
@@ -138,7 +168,7 @@ def page(model: str, report: Report, rows: Sequence[Mapping[str, Any]], samples:
             "and of far tokens, each at most 100 %."
         )
         for budget in BUDGETS:
-            lines = [*ours(cells, budget), *presses.get(budget, [])]
+            lines = [*ours(cells, length, budget), *(x for x in presses if (x.length, x.budget) == (length, budget))]
             lines.sort(key=lambda line: -line.standing(names))
             shown = [
                 [
@@ -180,6 +210,7 @@ def page(model: str, report: Report, rows: Sequence[Mapping[str, Any]], samples:
         "## Provenance",
         *report.notes,
         provenance_of(report),
+        *([] if peers is None else [f"kvpress: {', '.join(peers.packages)}. {measured_on(peers.environment)}"]),
     )
 
 
@@ -189,10 +220,11 @@ def main() -> None:
     options.add_argument("--rows", type=Path, default=ROOT / "runs", help="folder of rows (%(default)s)")
     asked = options.parse_args()
     report = read_results(f"real_{asked.model}")
-    path = asked.rows / PRESSES.format(model=asked.model)
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
-    samples = json.loads((path.parent / "samples.json").read_text(encoding="utf-8"))["samples"] if rows else []
-    print(f"wrote {page(asked.model, report, rows, samples)} from {RESULTS / f'real_{asked.model}.json'}")
+    folder = asked.rows / f"peers_{asked.model}"
+    if (folder / "kvpress.jsonl").is_file():
+        made = peers_of(folder).model_dump_json(indent=1)
+        (RESULTS / f"real_peers_{asked.model}.json").write_text(made + "\n", encoding="utf-8")
+    print(f"wrote {page(asked.model, report, read_peers(asked.model))} from {RESULTS / f'real_{asked.model}.json'}")
 
 
 if __name__ == "__main__":

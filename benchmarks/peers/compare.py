@@ -19,7 +19,17 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from grids import LENGTH, RESULTS, Bench, pack, parser, table, unpack, write_document
-from peers.setting import BUDGETS, FOLDER, THEIR_PYRAMIDKV, THEIR_SNAPKV, grid, label, label_on_top, share_of
+from peers.setting import (
+    BUDGETS,
+    FOLDER,
+    THEIR_PYRAMIDKV,
+    THEIR_SNAPKV,
+    grid,
+    kvpress_versions,
+    label,
+    label_on_top,
+    share_of,
+)
 
 from semkv.evaluation.environment import describe, now
 from semkv.evaluation.runner import cell_of
@@ -221,8 +231,7 @@ def main() -> None:
     measured = [*ours, *theirs]
     said = control(measured)
     environment = describe(started)
-    requirements = (HERE / "requirements-kvpress.txt").read_text(encoding="utf-8")
-    versions = [line for line in requirements.splitlines() if "==" in line]
+    versions = kvpress_versions()
     content = {
         "environment": environment.model_dump(mode="json"),
         "commits": sorted(commits),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 from grids import FAMILIES, LENGTH, ROOT
 
@@ -10,6 +11,7 @@ from semkv import bundled
 from semkv.evaluation import Grid, Variant
 from semkv.evaluation.settings import settle_auto
 
+HERE = Path(__file__).resolve().parent
 FOLDER = ROOT / "runs" / "peers"
 BUDGETS = (0.03, 0.05, 0.1)
 SAMPLES = 100
@@ -81,3 +83,9 @@ def grid() -> Grid:
         lengths=(LENGTH,),
         questions_per_context=4,
     )
+
+
+def kvpress_versions() -> list[str]:
+    """What is installed on kvpress's side, as pip writes it."""
+    lines = (HERE / "requirements-kvpress.txt").read_text(encoding="utf-8").splitlines()
+    return [line for line in lines if "==" in line]

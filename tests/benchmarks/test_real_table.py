@@ -95,7 +95,7 @@ def test_kvpress_gains_are_between_its_own_full_cache_and_its_own_window(scripts
     rows.append(row("snapkv", 0.05, 0, family="niah_single_1 2048", text=["It is 1234567."]))
     rows.append(row("snapkv", 0.05, 0, family="niah_single_1 4096", text=["It is 7."]))
     samples = [{"family": "niah_single_1 2048", "context": 0, "questions": [{"references": ["1234567"]}]}]
-    found = {line.label: line for line in page.theirs(rows, samples, 2048)[0.05]}
+    found = {line.label: line for line in page.theirs(rows, samples, 2048) if line.budget == 0.05}
     assert set(found) == {"snapkv", "streaming_llm"}
     assert found["snapkv"].every.value == pytest.approx(3 / 7.5)
     assert found["snapkv"].far.value == pytest.approx(0.5)
@@ -105,10 +105,11 @@ def test_kvpress_gains_are_between_its_own_full_cache_and_its_own_window(scripts
 
 def test_answers_kept_are_of_as_many_questions_of_the_full_cache(scripts):
     _, page = scripts
+    same = {"length": 2048, "budget": 0.1, "package": "semkv", "every": None, "far": None, "texts": 0}
     full = page.Line(
-        "full", "semkv", {"a": interval(1.0, 34), "b": interval(0.8, 34), "c": interval(0.1, 34)}, None, None, 0
+        label="full", needles={"a": interval(1.0, 34), "b": interval(0.8, 34), "c": interval(0.1, 34)}, **same
     )
-    mine = page.Line("x", "semkv", {"a": interval(0.5, 4), "b": interval(0.4, 4), "c": interval(0.1, 4)}, None, None, 0)
+    mine = page.Line(label="x", needles={"a": interval(0.5, 4), "b": interval(0.4, 4), "c": interval(0.1, 4)}, **same)
     assert mine.kept(("a", "b"), full) == "50"
     assert mine.kept((), full) == "-"
 
