@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
+from dataclasses import replace
 
 import torch
 
@@ -45,6 +46,7 @@ def main(artifact: str, method: str, budget: str, options: str, steps: str, kv_d
         config = semkv.CompileConfig(floor=0, kernels=kernels, kv_dtype=kv_dtype, extend_chunk=1)
         compiled = saved.with_method(method, json.loads(budget), config=config, **json.loads(options))
         assert compiled.kernels.startswith(kernels)
+        object.__setattr__(compiled, "placement", replace(compiled.placement, steps=None))  # as steps on a GPU
         found[kernels] = compiled.extend(compiled.prefill(ids), turn, all_logits=True)
     difference = (found["torch"] - found["triton"]).abs().max()
     print(json.dumps({"difference": float(difference), "size": float(found["torch"].abs().max()), "calls": calls}))
