@@ -158,7 +158,7 @@ def unfold_reference(
 
 
 def unfold_by(
-    copy: Callable[..., None],
+    copy: Callable[..., object],
     k: Tensor,
     v: Tensor,
     positions: Tensor,

@@ -13,12 +13,13 @@ from semkv.kernels.state.reference import copy_reference, unfold_by
 
 def copy_there(
     host: Tensor, host_scale: Tensor | None, into: Tensor, scale: Tensor | None, source: Tensor, copied: Tensor
-) -> None:
-    """`copy_reference` by a kernel, which reads only what is copied: memory of the host crosses the link for that."""
+) -> tuple[Tensor, Tensor | None]:
+    """`copy_reference` by a kernel, which reads only what is copied: memory of the host crosses the link for that. Returns what it wrote
+    to, `into` and `scale`."""
     parts = (host, host_scale, into, scale)
     if find_spec("triton") is None or not all(x is None or x.is_contiguous() for x in parts):
         copy_reference(host, host_scale, into, scale, source, copied)
-        return
+        return into, scale
     from semkv.kernels.gather.triton import copy_tokens_launches
 
     rows, heads, slots = source.shape
@@ -32,6 +33,7 @@ def copy_there(
         given = [x.flatten(0, 1)], [None if by is None else by.flatten(0, 1)], [there.view(rows * heads * slots, -1)]
         for launch in copy_tokens_launches(*given, tokens):
             launch.run()
+    return into, scale
 
 
 unfold_there = partial(unfold_by, copy_there)

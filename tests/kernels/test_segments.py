@@ -213,7 +213,7 @@ def test_a_decode_step_is_one_call(monkeypatch):
     """With what the passes make of a model."""
     steps = []
 
-    def as_one(kernels, dtype, module):
+    def as_one(kernels, dtype, module, anew):
         if kernels == "torch":
             return module
         steps.append(whole(module))

@@ -17,6 +17,7 @@ from semkv.ir.state_ops import EMPTY
 from semkv.kernels import calls
 from semkv.kernels.cpp import compiler
 from semkv.kernels.state import IN_CPP, REFERENCES
+from semkv.kernels.state.reference import unfold_by
 from semkv.kernels.state.unfold import waits_in_file
 from semkv.runtime.store.quantization import quantize
 
@@ -168,14 +169,6 @@ class Memory:
         return counts
 
 
-def unfolded_there(arguments: dict) -> tuple[torch.Tensor, dict]:
-    """What a GPU's form returns, and what it wrote to."""
-    from semkv.kernels.state.there import unfold_there
-
-    counts = unfold_there(**arguments)
-    return counts, {name: arguments[name] for name in WRITTEN if name in arguments}
-
-
 def same(one, other) -> None:
     for name in WRITTEN:
         if name in one:
@@ -257,12 +250,19 @@ def test_any_sizes(seed, sizes):
 @pytest.mark.parametrize(("table", "where"), [("even", False), ("order", True)])
 def test_a_gpu_copies_what_comes_and_reads_nothing_else(on_device, table, where, kind):
     """Places that are not wanted hold NaN; slots keep what they held."""
+    pytest.importorskip("triton", reason='kernels need triton: pip install -e ".[triton]"')
+    from semkv.kernels.state.there import copy_there
+
+    def copy(host, host_scale, into, scale, source, copied):
+        written = on_device(copy_there, host, host_scale, into, scale, source, copied)
+        for x, there in zip((into, scale), written, strict=True):
+            assert x is None or x.copy_(there) is x
+
     memory = Memory(rows=2, kind=kind, table=table, where=where, dims=(16, 35), capacity=37, places=90, units=21)
     own, twin = memory.copy(), memory.copy()
     for _ in range(3):
         chosen = memory.choice()
-        counts, written = on_device(unfolded_there, own | {"chosen": chosen})
-        own |= written
+        counts = unfold_by(copy, **own, chosen=chosen)
         assert torch.equal(counts, memory.by_loops(twin, chosen))
         same(twin, own)
 
