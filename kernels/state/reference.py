@@ -7,6 +7,7 @@ which is cut off. What stands behind a count is never part of a result, not even
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -113,48 +114,6 @@ def choose_each_reference(
     paid = torch.where(best > last, each, 0).sum(-1, keepdim=True) + torch.where(equal, each, 0).cumsum(-1)
     chosen = (best > last) | (equal & (paid <= room))
     return chosen, wanted & chosen[:, :, None]
-
-
-def unfold_reference(
-    k: Tensor,
-    v: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    chosen: Tensor,
-    host_k: Tensor,
-    host_v: Tensor,
-    start: Tensor,
-    shift: Tensor,
-    length: int,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    host_k_scale: Tensor | None = None,
-    host_v_scale: Tensor | None = None,
-    bounds: Tensor | None = None,
-    order: Tensor | None = None,
-    where: Tensor | None = None,
-) -> Tensor:
-    """`semkv::unfold_`."""
-    return unfold_by(
-        copy_reference,
-        k,
-        v,
-        positions,
-        slots,
-        chosen,
-        host_k,
-        host_v,
-        start,
-        shift,
-        length,
-        k_scale,
-        v_scale,
-        host_k_scale,
-        host_v_scale,
-        bounds,
-        order,
-        where,
-    )
 
 
 def unfold_by(
@@ -295,6 +254,9 @@ def copy_reference(
         found = (unpacked(found, 8) * scales.float()).to(into.dtype)
     into.copy_(torch.where(copied, found.to(into.device), into))
 
+
+unfold_reference = partial(unfold_by, copy_reference)
+"""`semkv::unfold_`."""
 
 __all__ = [
     "append_reference",
