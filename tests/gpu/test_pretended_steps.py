@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a device that
 
 HERE = {case: given for case, given in CASES.items() if given[0] != "specontext" and case != "mixed, all"}
 """Captures of retrieval heads are not pretended."""
-QUICK = ("sketch",)
+QUICK = ("snapkv",)
 MOVING = ("h2o", "pyramidkv", "heterocache")
 """Methods that let go of tokens in each step, or every few, so that what is kept moves."""
 PROMPT, STEPS = 330, 30
