@@ -391,8 +391,8 @@ def publish(results: dict[str, Any], architectures: int) -> Path:
 
 
 def best(row: dict[str, Any]) -> str:
-    """The share that the fairest division would leave, where a row has it."""
-    return f" ({row['fairest']:.3f})" if "fairest" in row else ""
+    """The share that the fairest division would leave, where a row has it and its heads can be divided."""
+    return f" ({row['fairest']:.3f})" if "fairest" in row and row["kv_heads"] != [1] else ""
 
 
 def real_model() -> list[str]:
