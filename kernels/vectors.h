@@ -13,6 +13,20 @@ using Shorts = uint16_t __attribute__((vector_size(2 * LANES)));
 using Pair = uint64_t __attribute__((vector_size(LANES)));
 using Bytes = uint8_t __attribute__((vector_size(LANES)));
 
+// What one register holds of sixteen numbers, and how many registers there are. Sums that wait in more than these are in memory, and a
+// compiler that is given vectors wider than a register keeps them there in any case.
+#if defined(__AVX512F__)
+constexpr int64_t REGISTER_BYTES = 64, REGISTERS = 32;
+#elif defined(__AVX__)
+constexpr int64_t REGISTER_BYTES = 32, REGISTERS = 16;
+#elif defined(__aarch64__)
+constexpr int64_t REGISTER_BYTES = 16, REGISTERS = 32;
+#else
+constexpr int64_t REGISTER_BYTES = 16, REGISTERS = 16;
+#endif
+using Piece = float __attribute__((vector_size(REGISTER_BYTES)));
+constexpr int64_t PIECE = REGISTER_BYTES / sizeof(float), PIECES = LANES / PIECE;
+
 // The first `Count` numbers from `from` on; nothing beyond them is touched, and the other lanes are 0.
 template <int64_t Count, typename Vector, typename Number>
 inline Vector loaded(const Number* from) {
