@@ -14,7 +14,7 @@ struct Product {
   Parallel parallel;
 };
 
-// Rows of weights whose sums with `Tokens` vectors fit into half of the registers.
+// Rows of weights, of STREAMS, whose sums with `Tokens` vectors fit into three quarters of the registers.
 constexpr int64_t fitting(int64_t tokens) {
   int64_t rows = STREAMS;
   while (rows > 1 && tokens * rows * PIECES > REGISTERS * 3 / 4) rows /= 2;

@@ -25,7 +25,47 @@ constexpr int64_t REGISTER_BYTES = 16, REGISTERS = 32;
 constexpr int64_t REGISTER_BYTES = 16, REGISTERS = 16;
 #endif
 using Piece = float __attribute__((vector_size(REGISTER_BYTES)));
+using PieceWords = uint32_t __attribute__((vector_size(REGISTER_BYTES)));
 constexpr int64_t PIECE = REGISTER_BYTES / sizeof(float), PIECES = LANES / PIECE;
+
+inline Piece piece_of(const Floats& x, int64_t i) {
+  Piece piece;
+  std::memcpy(&piece, (const float*)&x + i * PIECE, sizeof(piece));
+  return piece;
+}
+
+// What `compute` makes of sixteen numbers, a register at a time.
+template <typename Compute>
+inline Floats in_pieces(const Floats& x, Compute compute) {
+  Piece made[PIECES];
+  for (int64_t i = 0; i < PIECES; ++i) made[i] = compute(piece_of(x, i));
+  Floats out;
+  std::memcpy(&out, made, sizeof(out));
+  return out;
+}
+
+// Sixteen sums, in registers.
+struct Sums {
+  Piece pieces[PIECES] = {};
+
+  Sums() = default;
+  Sums(const Floats& x) { std::memcpy(pieces, &x, sizeof(x)); }
+  operator Floats() const {
+    Floats x;
+    std::memcpy(&x, pieces, sizeof(x));
+    return x;
+  }
+  void add(const Floats& x, const float* y) {
+    for (int64_t i = 0; i < PIECES; ++i) {
+      Piece own;
+      std::memcpy(&own, y + i * PIECE, sizeof(own));
+      pieces[i] += piece_of(x, i) * own;
+    }
+  }
+  void add(const Floats& x, float y) {
+    for (int64_t i = 0; i < PIECES; ++i) pieces[i] += piece_of(x, i) * y;
+  }
+};
 
 // The first `Count` numbers from `from` on; nothing beyond them is touched, and the other lanes are 0.
 template <int64_t Count, typename Vector, typename Number>
@@ -51,8 +91,45 @@ inline void store(float* to, Floats x) { std::memcpy(to, &x, sizeof(x)); }
 // All numbers of a vector as a list, which GCC 12 widens in one instruction; `__builtin_convertvector` takes it a dozen.
 #define ALL_OF(x) x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7], x[8], x[9], x[10], x[11], x[12], x[13], x[14], x[15]
 
+#if defined(__AVX2__) && !defined(__AVX512F__) && !defined(__clang__)
+using Eights = int32_t __attribute__((vector_size(32)));
+inline Eights eight_of(const uint8_t* from) {
+  using Packed = char __attribute__((vector_size(16)));
+  uint64_t all;
+  std::memcpy(&all, from, sizeof(all));
+  return __builtin_ia32_pmovzxbd256((Packed)Pair{all, 0});
+}
+inline Words words_of(const Bytes& x) {
+  const Eights both[] = {eight_of((const uint8_t*)&x), eight_of((const uint8_t*)&x + 8)};
+  Words out;
+  std::memcpy(&out, both, sizeof(out));
+  return out;
+}
+inline Words words_of(const Shorts& x) {
+  using Packed = short __attribute__((vector_size(16)));
+  Packed halves[2];
+  std::memcpy(halves, &x, sizeof(x));
+  const auto low = __builtin_ia32_pmovzxwd256(halves[0]), high = __builtin_ia32_pmovzxwd256(halves[1]);
+  Words out;
+  std::memcpy(&out, &low, sizeof(low));
+  std::memcpy((char*)&out + sizeof(low), &high, sizeof(high));
+  return out;
+}
+inline Floats from_bytes(const Bytes& x, int32_t zero) {
+  Piece both[2];
+  for (int64_t i = 0; i < 2; ++i) both[i] = __builtin_convertvector(eight_of((const uint8_t*)&x + 8 * i) - zero, Piece);
+  Floats out;
+  std::memcpy(&out, both, sizeof(out));
+  return out;
+}
+#else
+inline Words words_of(Bytes x) { return Words{ALL_OF(x)}; }
+inline Words words_of(Shorts x) { return Words{ALL_OF(x)}; }
+inline Floats from_bytes(Bytes x, int32_t zero) { return __builtin_convertvector((Ints)words_of(x) - zero, Floats); }
+#endif
+
 // bfloat16 is the upper half of a float32.
-inline Floats from_bfloat16(Shorts x) { return (Floats)(Words{ALL_OF(x)} << 16); }
+inline Floats from_bfloat16(Shorts x) { return (Floats)(words_of(x) << 16); }
 
 #ifdef __F16C__
 inline Floats from_float16(Shorts x) {
@@ -64,15 +141,13 @@ inline Floats from_float16(Shorts x) {
 #else
 // The exponent of float16 is 112 less than that of float32, which a product makes up for, subnormals included.
 inline Floats from_float16(Shorts x) {
-  Words wide = {ALL_OF(x)};
+  Words wide = words_of(x);
   Words size = (wide & 0x7fff) << 13;
   Words number = (Words)((Floats)size * 0x1p112f);
   Words special = number | 0x7f800000;  // infinite, or not a number
   return (Floats)((size >= 0x0f800000 ? special : number) | (wide & 0x8000) << 16);
 }
 #endif
-
-inline Floats from_bytes(Bytes x, int32_t zero) { return __builtin_convertvector((Ints)Words{ALL_OF(x)} - zero, Floats); }
 
 // What codes in the lowest bits of sixteen numbers stand for. A number's upper bits may be anything where Bits is 4 or less: a lookup in a
 // table of sixteen, one instruction with AVX-512, reads four bits.
@@ -90,7 +165,7 @@ inline Floats from_codes(Words codes) {
 
 // The sixteen codes of 4 bits in the lower halves of bytes, and those in the upper ones.
 inline void from_halves(Bytes bytes, Floats& lower, Floats& upper) {
-  Words packed = {ALL_OF(bytes)};
+  Words packed = words_of(bytes);
   lower = from_codes<4>(packed);
   upper = from_codes<4>(packed >> 4u);
 }
@@ -104,20 +179,46 @@ inline Floats odds(Floats a, Floats b) {
 }
 
 // What `evens` and `odds` are of.
+#if defined(__AVX__) && !defined(__AVX512F__)
+inline Piece first_of(Piece a, Piece b) { return __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11); }
+inline Piece second_of(Piece a, Piece b) { return __builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15); }
+inline Floats of_half(const Floats& evens, const Floats& odds, int64_t half) {
+  const Piece a = piece_of(evens, half), b = piece_of(odds, half), both[] = {first_of(a, b), second_of(a, b)};
+  Floats out;
+  std::memcpy(&out, both, sizeof(out));
+  return out;
+}
+inline Floats first_of(const Floats& evens, const Floats& odds) { return of_half(evens, odds, 0); }
+inline Floats second_of(const Floats& evens, const Floats& odds) { return of_half(evens, odds, 1); }
+#else
 inline Floats first_of(Floats evens, Floats odds) {
   return __builtin_shufflevector(evens, odds, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
 }
 inline Floats second_of(Floats evens, Floats odds) {
   return __builtin_shufflevector(evens, odds, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
 }
+#endif
 
 using Four = float __attribute__((vector_size(16)));
 
 // Sums of lanes two apart, within every four lanes: those of `a` and `b` in turn.
+#if defined(__AVX__) && !defined(__AVX512F__)
+inline Floats folded(const Floats& a, const Floats& b) {
+  Piece made[PIECES];
+  for (int64_t i = 0; i < PIECES; ++i) {
+    const Piece x = piece_of(a, i), y = piece_of(b, i);
+    made[i] = __builtin_shufflevector(x, y, 0, 8, 1, 9, 4, 12, 5, 13) + __builtin_shufflevector(x, y, 2, 10, 3, 11, 6, 14, 7, 15);
+  }
+  Floats out;
+  std::memcpy(&out, made, sizeof(out));
+  return out;
+}
+#else
 inline Floats folded(Floats a, Floats b) {
   return __builtin_shufflevector(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29) +
          __builtin_shufflevector(a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
 }
+#endif
 
 // The sums of four vectors.
 inline Four sums_of(Floats a, Floats b, Floats c, Floats d) {
@@ -136,14 +237,14 @@ inline float largest(Floats x) {
 }
 
 // e^x to about a unit in the last place; 0 below -87, where float32 ends, and for -infinity.
-inline Floats exponential(Floats x) {
-  Floats held = x < -87.0f ? Floats{} - 87.0f : (x > 88.0f ? Floats{} + 88.0f : x);
+inline Piece exponential_of(Piece x) {
+  Piece held = x < -87.0f ? Piece{} - 87.0f : (x > 88.0f ? Piece{} + 88.0f : x);
   const float magic = 0x1.8p23f;  // adding it rounds to an integer, which is in the lowest bits then
-  Floats shifted = held * 1.44269504f + magic;
-  Floats whole = shifted - magic;
-  Floats rest = held - whole * 0x1.62e4p-1f;  // log 2 in two parts: the first product is exact
+  Piece shifted = held * 1.44269504f + magic;
+  Piece whole = shifted - magic;
+  Piece rest = held - whole * 0x1.62e4p-1f;  // log 2 in two parts: the first product is exact
   rest -= whole * 1.42860677e-6f;
-  Floats series = Floats{} + 1.0f / 5040;
+  Piece series = Piece{} + 1.0f / 5040;
   series = series * rest + 1.0f / 720;
   series = series * rest + 1.0f / 120;
   series = series * rest + 1.0f / 24;
@@ -151,18 +252,21 @@ inline Floats exponential(Floats x) {
   series = series * rest + 0.5f;
   series = series * rest + 1.0f;
   series = series * rest + 1.0f;
-  Words power = ((Words)shifted - 0x4b400000u + 127u) << 23;
-  Floats out = series * (Floats)power;
-  return x < -87.0f ? Floats{} : out;
+  PieceWords power = ((PieceWords)shifted - 0x4b400000u + 127u) << 23;
+  Piece out = series * (Piece)power;
+  return x < -87.0f ? Piece{} : out;
 }
 
 // The hyperbolic tangent. Near 0, where a form in exponentials cancels, Lambert's continued fraction, cut after five terms.
-inline Floats hyperbolic_tangent(Floats x) {
-  Floats square = x * x;
-  Floats near = x * (945.0f + square * (105.0f + square)) / (945.0f + square * (420.0f + 15.0f * square));
-  Floats size = x < 0.0f ? -x : x;
-  Floats far = 1.0f - 2.0f / (exponential(size > 20.0f ? Floats{} + 40.0f : 2.0f * size) + 1.0f);
+inline Piece hyperbolic_tangent_of(Piece x) {
+  Piece square = x * x;
+  Piece near = x * (945.0f + square * (105.0f + square)) / (945.0f + square * (420.0f + 15.0f * square));
+  Piece size = x < 0.0f ? -x : x;
+  Piece far = 1.0f - 2.0f / (exponential_of(size > 20.0f ? Piece{} + 40.0f : 2.0f * size) + 1.0f);
   return size < 0.625f ? near : (x < 0.0f ? -far : far);
 }
+
+inline Floats exponential(Floats x) { return in_pieces(x, exponential_of); }
+inline Floats hyperbolic_tangent(Floats x) { return in_pieces(x, hyperbolic_tangent_of); }
 
 }  // namespace

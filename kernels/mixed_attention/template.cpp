@@ -141,7 +141,7 @@ void products(const char* keys, int64_t stride, const Tile& tile, const float* g
   }
   for (int64_t n = 0; n < tile.count[0]; ++n) {
     const char* key[RUNS];
-    Floats sums[RUNS][rows] = {};
+    Sums sums[RUNS][rows];
     for (int64_t run = 0; run < RUNS; ++run) {
       key[run] = entry(keys, stride, tile, run, n);
       if (First == 0) fetch_ahead(key[run], stride);
@@ -151,18 +151,18 @@ void products(const char* keys, int64_t stride, const Tile& tile, const float* g
         Floats even, odd;
         if constexpr (paired > 0) Kind::both(key[run], i * LANES, even, odd);
         for (int64_t row = 0; row < rows; ++row) {
-          sums[run][row] += even * load(q + row * KEY_WIDTH + i * LANES);
-          sums[run][row] += odd * load(q + row * KEY_WIDTH + (i + 1) * LANES);
+          sums[run][row].add(even, q + row * KEY_WIDTH + i * LANES);
+          sums[run][row].add(odd, q + row * KEY_WIDTH + (i + 1) * LANES);
         }
       }
     for (int64_t i = paired; i < DIM / LANES; ++i)
       for (int64_t run = 0; run < RUNS; ++run) {
         Floats x = Kind::template part<LANES>(key[run], i * LANES);
-        for (int64_t row = 0; row < rows; ++row) sums[run][row] += x * load(q + row * KEY_WIDTH + i * LANES);
+        for (int64_t row = 0; row < rows; ++row) sums[run][row].add(x, q + row * KEY_WIDTH + i * LANES);
       }
     for (int64_t run = 0; run < RUNS && rest; ++run) {
       Floats x = Kind::template part<rest>(key[run], DIM - rest);
-      for (int64_t row = 0; row < rows; ++row) sums[run][row] += x * load(q + row * KEY_WIDTH + DIM - rest);
+      for (int64_t row = 0; row < rows; ++row) sums[run][row].add(x, q + row * KEY_WIDTH + DIM - rest);
     }
     for (int64_t row = 0; row < rows; ++row) {
       Four four = sums_of(sums[0][row], sums[1][row], sums[2][row], sums[3][row]);
@@ -180,7 +180,7 @@ void add(const char* values, int64_t stride, const Tile& tile, const float* weig
   constexpr bool last = First + vectors == VALUE_VECTORS;
   constexpr int64_t whole = vectors - (last && VALUE_DIM % LANES), rest = VALUE_DIM % LANES;
   constexpr int64_t paired = Kind::HALVES ? whole / 2 * 2 : 0;  // vectors that are read two at a time
-  Floats sums[ROWS][vectors];
+  Sums sums[ROWS][vectors];
   for (int64_t row = 0; row < ROWS; ++row) {
     for (int64_t i = 0; i < vectors; ++i) sums[row][i] = load(out + row * VALUE_WIDTH + (First + i) * LANES);
     for (int64_t i = 0; i < paired; i += 2) {
@@ -200,18 +200,18 @@ void add(const char* values, int64_t stride, const Tile& tile, const float* weig
         if constexpr (paired > 0) Kind::both(value[run], (First + i) * LANES, even, odd);
         for (int64_t row = 0; row < ROWS; ++row) {
           const float weight = weights[row * TILE + run * tile.width + n];
-          sums[row][i] += even * weight;
-          sums[row][i + 1] += odd * weight;
+          sums[row][i].add(even, weight);
+          sums[row][i + 1].add(odd, weight);
         }
       }
     for (int64_t i = paired; i < whole; ++i)
       for (int64_t run = 0; run < RUNS; ++run) {
         Floats x = Kind::template part<LANES>(value[run], (First + i) * LANES);
-        for (int64_t row = 0; row < ROWS; ++row) sums[row][i] += x * weights[row * TILE + run * tile.width + n];
+        for (int64_t row = 0; row < ROWS; ++row) sums[row][i].add(x, weights[row * TILE + run * tile.width + n]);
       }
     for (int64_t run = 0; run < RUNS && whole < vectors; ++run) {
       Floats x = Kind::template part<rest>(value[run], VALUE_DIM - rest);
-      for (int64_t row = 0; row < ROWS; ++row) sums[row][whole] += x * weights[row * TILE + run * tile.width + n];
+      for (int64_t row = 0; row < ROWS; ++row) sums[row][whole].add(x, weights[row * TILE + run * tile.width + n]);
     }
   }
   for (int64_t row = 0; row < ROWS; ++row) {

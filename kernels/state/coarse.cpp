@@ -78,7 +78,7 @@ struct Line {
       x = load(score + n), flags = loaded<LANES, Bytes>(hidden + n);
     else
       std::memcpy(&x, score + n, left * sizeof(float)), std::memcpy(&flags, hidden + n, left);
-    return Words{ALL_OF(flags)} ? Floats{} + NONE : x;
+    return words_of(flags) ? Floats{} + NONE : x;
   }
 
   Floats logits(Floats x) const {

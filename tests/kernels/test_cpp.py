@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import subprocess
 import sys
 import warnings
@@ -14,7 +15,12 @@ import pytest
 import torch
 
 from semkv.kernels import cpp
+from semkv.kernels.code_products.cpp import code_library
 from semkv.kernels.cpp import BuildError, Library, compiler, library, team
+from semkv.kernels.linear.cpp import linear_library
+from semkv.kernels.mixed_attention.cpp import attention_library
+from semkv.kernels.segments.tape import segments_library
+from semkv.kernels.state.coarse import coarse_library
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="kernels in C++ need g++ or clang++")
 
@@ -184,3 +190,16 @@ def test_kernels_compute_with_the_threads_of_pytorch():
     assert team() is not None
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert said.stdout.split() == ["1", "True"]
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="instructions of x86-64")
+@pytest.mark.parametrize("processor", ["x86-64", "x86-64-v2", "haswell", "skylake-avx512"])
+def test_every_form_of_the_vectors_compiles(processor: str) -> None:
+    """Registers of 16, 32 and 64 bytes; a machine runs one of these forms."""
+    found = compiler()
+    assert found is not None
+    for made in (linear_library(4), attention_library(64, 64, 3), coarse_library(), code_library(), segments_library()):
+        flags = [flag for flag in cpp.FLAGS if flag not in ("-O3", "-march=native")]
+        command = [str(found.path), *flags, f"-march={processor}", "-fsyntax-only", "-x", "c++", "-"]
+        done = subprocess.run(command, input=made.source, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, f"{made.name}: {done.stderr[:2000]}"
