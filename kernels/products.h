@@ -21,22 +21,22 @@ constexpr int64_t fitting(int64_t tokens) {
   return rows;
 }
 
-// `Rows` rows of weights times `Tokens` vectors, to sums of sixteen lanes each. With `Ahead`, the rows behind them are on their way meanwhile.
+// `Rows` rows of weights times `Tokens` vectors, to sums of sixteen lanes each, of the stream `from` on. With `Ahead`, the rows behind them
+// are on their way meanwhile.
 template <int64_t Tokens, int64_t Rows, bool Ahead>
-inline void add_up(const float* const* asked, const float* const* weights, int64_t inner, Floats (*sums)[STREAMS]) {
+inline void add_up(const float* const* asked, const float* const* weights, int64_t inner, Floats (*sums)[STREAMS], int64_t from) {
   Piece own[Rows][Tokens][PIECES] = {};
   for (int64_t at = 0; at < inner / LANES * LANES; at += LANES)
     for (int64_t row = 0; row < Rows; ++row) {
       if (Ahead) __builtin_prefetch(weights[row] + inner + at);
       for (int64_t piece = 0; piece < PIECES; ++piece) {
-        Piece part = loaded<PIECE, Piece>(weights[row] + at + piece * PIECE);
+        Piece part = piece_at(weights[row] + at + piece * PIECE);
         for (int64_t token = 0; token < Tokens; ++token)
-          own[row][token][piece] += part * loaded<PIECE, Piece>(asked[token] + at + piece * PIECE);
+          own[row][token][piece] += part * piece_at(asked[token] + at + piece * PIECE);
       }
     }
   for (int64_t row = 0; row < Rows; ++row)
-    for (int64_t token = 0; token < Tokens; ++token)
-      std::memcpy(&sums[token][row], own[row][token], sizeof(Floats));
+    for (int64_t token = 0; token < Tokens; ++token) sums[token][from + row] = as<Floats>(own[row][token]);
 }
 
 // STREAMS rows of weights times `Tokens` vectors, the last ones again where there are fewer, which nothing is written for.
@@ -50,10 +50,8 @@ void multiply(const Product& call, const int64_t* rows, int64_t first) {
     asked[token] = call.x + (first + token < call.tokens ? first + token : call.tokens - 1) * inner;
   for (int64_t stream = 0; stream < STREAMS; ++stream)
     weights[stream] = call.weight + (rows[stream] < call.outer ? rows[stream] : 0) * inner;
-  for (int64_t from = 0; from < STREAMS; from += together) {
-    Floats(*own)[STREAMS] = (Floats(*)[STREAMS])&sums[0][from];
-    add_up<Tokens, together, Ahead>(asked, weights + from, inner, own);
-  }
+  for (int64_t from = 0; from < STREAMS; from += together)
+    add_up<Tokens, together, Ahead>(asked, weights + from, inner, sums, from);
   for (int64_t token = 0; token < Tokens && first + token < call.tokens; ++token) {
     Four made = sums_of(sums[token][0], sums[token][1], sums[token][2], sums[token][3]);
     for (int64_t stream = 0; stream < STREAMS && rows[stream] < call.outer; ++stream) {
