@@ -30,13 +30,14 @@ inline void add_up(const float* const* asked, const float* const* weights, int64
     for (int64_t row = 0; row < Rows; ++row) {
       if (Ahead) __builtin_prefetch(weights[row] + inner + at);
       for (int64_t piece = 0; piece < PIECES; ++piece) {
-        Piece part = piece_at(weights[row] + at + piece * PIECE);
+        Piece part = loaded<PIECE, Piece>(weights[row] + at + piece * PIECE);
         for (int64_t token = 0; token < Tokens; ++token)
-          own[row][token][piece] += part * piece_at(asked[token] + at + piece * PIECE);
+          own[row][token][piece] += part * loaded<PIECE, Piece>(asked[token] + at + piece * PIECE);
       }
     }
   for (int64_t row = 0; row < Rows; ++row)
-    for (int64_t token = 0; token < Tokens; ++token) sums[token][from + row] = as<Floats>(own[row][token]);
+    for (int64_t token = 0; token < Tokens; ++token)
+      std::memcpy(&sums[token][from + row], own[row][token], sizeof(Floats));
 }
 
 // STREAMS rows of weights times `Tokens` vectors, the last ones again where there are fewer, which nothing is written for.

@@ -28,29 +28,20 @@ using Piece = float __attribute__((vector_size(REGISTER_BYTES)));
 using PieceWords = uint32_t __attribute__((vector_size(REGISTER_BYTES)));
 constexpr int64_t PIECE = REGISTER_BYTES / sizeof(float), PIECES = LANES / PIECE;
 
-// The same bytes as another type.
-template <typename To, typename From>
-inline To as(const From& x) {
-  static_assert(sizeof(To) == sizeof(From));
-  To out;
-  std::memcpy(&out, &x, sizeof(out));
-  return out;
-}
-
-inline Piece piece_at(const float* from) {
+inline Piece piece_of(const Floats& x, int64_t i) {
   Piece piece;
-  std::memcpy(&piece, from, sizeof(piece));
+  std::memcpy(&piece, (const float*)&x + i * PIECE, sizeof(piece));
   return piece;
 }
-
-inline Piece piece_of(const Floats& x, int64_t i) { return piece_at((const float*)&x + i * PIECE); }
 
 // What `compute` makes of sixteen numbers, a register at a time.
 template <typename Compute>
 inline Floats in_pieces(const Floats& x, Compute compute) {
   Piece made[PIECES];
   for (int64_t i = 0; i < PIECES; ++i) made[i] = compute(piece_of(x, i));
-  return as<Floats>(made);
+  Floats out;
+  std::memcpy(&out, made, sizeof(out));
+  return out;
 }
 
 // Sixteen sums, in registers.
@@ -59,9 +50,17 @@ struct Sums {
 
   Sums() = default;
   Sums(const Floats& x) { std::memcpy(pieces, &x, sizeof(x)); }
-  operator Floats() const { return as<Floats>(pieces); }
+  operator Floats() const {
+    Floats x;
+    std::memcpy(&x, pieces, sizeof(x));
+    return x;
+  }
   void add(const Floats& x, const float* y) {
-    for (int64_t i = 0; i < PIECES; ++i) pieces[i] += piece_of(x, i) * piece_at(y + i * PIECE);
+    for (int64_t i = 0; i < PIECES; ++i) {
+      Piece own;
+      std::memcpy(&own, y + i * PIECE, sizeof(own));
+      pieces[i] += piece_of(x, i) * own;
+    }
   }
   void add(const Floats& x, float y) {
     for (int64_t i = 0; i < PIECES; ++i) pieces[i] += piece_of(x, i) * y;
@@ -102,19 +101,26 @@ inline Eights eight_of(const uint8_t* from) {
 }
 inline Words words_of(const Bytes& x) {
   const Eights both[] = {eight_of((const uint8_t*)&x), eight_of((const uint8_t*)&x + 8)};
-  return as<Words>(both);
+  Words out;
+  std::memcpy(&out, both, sizeof(out));
+  return out;
 }
 inline Words words_of(const Shorts& x) {
   using Packed = short __attribute__((vector_size(16)));
   Packed halves[2];
   std::memcpy(halves, &x, sizeof(x));
-  const Eights both[] = {__builtin_ia32_pmovzxwd256(halves[0]), __builtin_ia32_pmovzxwd256(halves[1])};
-  return as<Words>(both);
+  const auto low = __builtin_ia32_pmovzxwd256(halves[0]), high = __builtin_ia32_pmovzxwd256(halves[1]);
+  Words out;
+  std::memcpy(&out, &low, sizeof(low));
+  std::memcpy((char*)&out + sizeof(low), &high, sizeof(high));
+  return out;
 }
 inline Floats from_bytes(const Bytes& x, int32_t zero) {
   Piece both[2];
   for (int64_t i = 0; i < 2; ++i) both[i] = __builtin_convertvector(eight_of((const uint8_t*)&x + 8 * i) - zero, Piece);
-  return as<Floats>(both);
+  Floats out;
+  std::memcpy(&out, both, sizeof(out));
+  return out;
 }
 #else
 inline Words words_of(Bytes x) { return Words{ALL_OF(x)}; }
@@ -178,7 +184,9 @@ inline Piece first_of(Piece a, Piece b) { return __builtin_shufflevector(a, b, 0
 inline Piece second_of(Piece a, Piece b) { return __builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15); }
 inline Floats of_half(const Floats& evens, const Floats& odds, int64_t half) {
   const Piece a = piece_of(evens, half), b = piece_of(odds, half), both[] = {first_of(a, b), second_of(a, b)};
-  return as<Floats>(both);
+  Floats out;
+  std::memcpy(&out, both, sizeof(out));
+  return out;
 }
 inline Floats first_of(const Floats& evens, const Floats& odds) { return of_half(evens, odds, 0); }
 inline Floats second_of(const Floats& evens, const Floats& odds) { return of_half(evens, odds, 1); }
@@ -201,7 +209,9 @@ inline Floats folded(const Floats& a, const Floats& b) {
     const Piece x = piece_of(a, i), y = piece_of(b, i);
     made[i] = __builtin_shufflevector(x, y, 0, 8, 1, 9, 4, 12, 5, 13) + __builtin_shufflevector(x, y, 2, 10, 3, 11, 6, 14, 7, 15);
   }
-  return as<Floats>(made);
+  Floats out;
+  std::memcpy(&out, made, sizeof(out));
+  return out;
 }
 #else
 inline Floats folded(Floats a, Floats b) {
