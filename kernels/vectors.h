@@ -26,13 +26,18 @@ constexpr int64_t REGISTER_BYTES = 16, REGISTERS = 16;
 #endif
 using Piece = float __attribute__((vector_size(REGISTER_BYTES)));
 using PieceWords = uint32_t __attribute__((vector_size(REGISTER_BYTES)));
+using PieceInts = int32_t __attribute__((vector_size(REGISTER_BYTES)));
 constexpr int64_t PIECE = REGISTER_BYTES / sizeof(float), PIECES = LANES / PIECE;
 
-inline Piece piece_of(const Floats& x, int64_t i) {
+inline Piece piece_at(const float* from) {
   Piece piece;
-  std::memcpy(&piece, (const float*)&x + i * PIECE, sizeof(piece));
+  std::memcpy(&piece, from, sizeof(piece));
   return piece;
 }
+
+inline Piece piece_of(const Floats& x, int64_t i) { return piece_at((const float*)&x + i * PIECE); }
+
+inline Piece larger(Piece x, Piece y) { return x > y ? x : y; }
 
 // What `compute` makes of sixteen numbers, a register at a time.
 template <typename Compute>
@@ -56,11 +61,7 @@ struct Sums {
     return x;
   }
   void add(const Floats& x, const float* y) {
-    for (int64_t i = 0; i < PIECES; ++i) {
-      Piece own;
-      std::memcpy(&own, y + i * PIECE, sizeof(own));
-      pieces[i] += piece_of(x, i) * own;
-    }
+    for (int64_t i = 0; i < PIECES; ++i) pieces[i] += piece_of(x, i) * piece_at(y + i * PIECE);
   }
   void add(const Floats& x, float y) {
     for (int64_t i = 0; i < PIECES; ++i) pieces[i] += piece_of(x, i) * y;
@@ -86,7 +87,10 @@ inline Vector spread(const char* from, int64_t stride, int64_t count) {
 
 inline Floats load(const float* from) { return loaded<LANES, Floats>(from); }
 
-inline void store(float* to, Floats x) { std::memcpy(to, &x, sizeof(x)); }
+template <typename Vector>
+inline void store(float* to, Vector x) {
+  std::memcpy(to, &x, sizeof(x));
+}
 
 // All numbers of a vector as a list, which GCC 12 widens in one instruction; `__builtin_convertvector` takes it a dozen.
 #define ALL_OF(x) x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7], x[8], x[9], x[10], x[11], x[12], x[13], x[14], x[15]
@@ -127,6 +131,19 @@ inline Words words_of(Bytes x) { return Words{ALL_OF(x)}; }
 inline Words words_of(Shorts x) { return Words{ALL_OF(x)}; }
 inline Floats from_bytes(Bytes x, int32_t zero) { return __builtin_convertvector((Ints)words_of(x) - zero, Floats); }
 #endif
+
+// As many bytes as a register holds numbers.
+inline PieceWords words_at(const uint8_t* from) {
+#if defined(__AVX2__) && !defined(__AVX512F__) && !defined(__clang__)
+  return (PieceWords)eight_of(from);
+#elif defined(__AVX512F__)
+  return words_of(loaded<LANES, Bytes>(from));
+#else
+  PieceWords x;
+  for (int64_t lane = 0; lane < PIECE; ++lane) x[lane] = from[lane];
+  return x;
+#endif
+}
 
 // bfloat16 is the upper half of a float32.
 inline Floats from_bfloat16(Shorts x) { return (Floats)(words_of(x) << 16); }
@@ -178,25 +195,34 @@ inline Floats odds(Floats a, Floats b) {
   return __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
 }
 
-// What `evens` and `odds` are of.
-#if defined(__AVX__) && !defined(__AVX512F__)
+// Numbers of two vectors in turn: the first half of them, and the second.
+#if defined(__AVX512F__)
+inline Piece first_of(Piece a, Piece b) {
+  return __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+}
+inline Piece second_of(Piece a, Piece b) {
+  return __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+}
+#else
+#if defined(__AVX__)
 inline Piece first_of(Piece a, Piece b) { return __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11); }
 inline Piece second_of(Piece a, Piece b) { return __builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15); }
-inline Floats of_half(const Floats& evens, const Floats& odds, int64_t half) {
-  const Piece a = piece_of(evens, half), b = piece_of(odds, half), both[] = {first_of(a, b), second_of(a, b)};
+#else
+inline Piece first_of(Piece a, Piece b) { return __builtin_shufflevector(a, b, 0, 4, 1, 5); }
+inline Piece second_of(Piece a, Piece b) { return __builtin_shufflevector(a, b, 2, 6, 3, 7); }
+#endif
+inline Floats of_half(const Floats& a, const Floats& b, int64_t half) {
+  Piece made[PIECES];
+  for (int64_t i = 0; i < PIECES; i += 2) {
+    const Piece x = piece_of(a, half * PIECES / 2 + i / 2), y = piece_of(b, half * PIECES / 2 + i / 2);
+    made[i] = first_of(x, y), made[i + 1] = second_of(x, y);
+  }
   Floats out;
-  std::memcpy(&out, both, sizeof(out));
+  std::memcpy(&out, made, sizeof(out));
   return out;
 }
-inline Floats first_of(const Floats& evens, const Floats& odds) { return of_half(evens, odds, 0); }
-inline Floats second_of(const Floats& evens, const Floats& odds) { return of_half(evens, odds, 1); }
-#else
-inline Floats first_of(Floats evens, Floats odds) {
-  return __builtin_shufflevector(evens, odds, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-}
-inline Floats second_of(Floats evens, Floats odds) {
-  return __builtin_shufflevector(evens, odds, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
-}
+inline Floats first_of(const Floats& a, const Floats& b) { return of_half(a, b, 0); }
+inline Floats second_of(const Floats& a, const Floats& b) { return of_half(a, b, 1); }
 #endif
 
 using Four = float __attribute__((vector_size(16)));
@@ -230,9 +256,10 @@ inline Four sums_of(Floats a, Floats b, Floats c, Floats d) {
 
 inline float sum(Floats x) { return sums_of(x, x, x, x)[0]; }
 
-inline float largest(Floats x) {
+template <typename Vector>
+inline float largest(const Vector& x) {
   float found = x[0];
-  for (int64_t lane = 1; lane < LANES; ++lane) found = x[lane] > found ? x[lane] : found;
+  for (int64_t lane = 1; lane < (int64_t)(sizeof(x) / sizeof(float)); ++lane) found = x[lane] > found ? x[lane] : found;
   return found;
 }
 

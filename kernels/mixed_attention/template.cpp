@@ -296,11 +296,8 @@ void shape(const Call& call, const Block& block, int64_t place, const Tile& tile
 
 // Turn the scores of one row into weights, relative to the largest score so far, and bring its sums to it; false: all are 0.
 bool weigh(float* x, int64_t size, float* sums, float& top, float& mass) {
-  Floats most = load(x);
-  for (int64_t n = LANES; n < size; n += LANES) {
-    Floats next = load(x + n);
-    most = next > most ? next : most;
-  }
+  Piece most = piece_at(x);
+  for (int64_t n = PIECE; n < size; n += PIECE) most = larger(piece_at(x + n), most);
   float found = largest(most);
   if (found == NONE) {
     for (int64_t n = 0; n < size; ++n) x[n] = 0;
@@ -312,12 +309,13 @@ bool weigh(float* x, int64_t size, float* sums, float& top, float& mass) {
     mass *= less;
     top = found;
   }
-  Floats total = {};
-  for (int64_t n = 0; n < size; n += LANES) {
-    Floats weight = exponential(load(x + n) - top);
-    store(x + n, weight);
-    total += weight;
-  }
+  Sums total;
+  for (int64_t n = 0; n < size; n += LANES)
+    for (int64_t i = 0; i < PIECES; ++i) {
+      const Piece weight = exponential_of(piece_at(x + n + i * PIECE) - top);
+      store(x + n + i * PIECE, weight);
+      total.pieces[i] += weight;
+    }
   mass += sum(total);
   return true;
 }

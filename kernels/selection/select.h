@@ -26,12 +26,12 @@ float best_of(const Head& head, int64_t unit, bool& partly) {
 }
 
 // In the order of the numbers; of those above -infinity none is 0. Zeros are one number.
-inline Words keys_of(Floats x) {
-  Words bits = (Words)(x + 0.0f);
+inline PieceWords keys_of(Piece x) {
+  PieceWords bits = (PieceWords)(x + 0.0f);
   return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
 
-inline uint32_t key_of(float x) { return keys_of(Floats{} + x)[0]; }
+inline uint32_t key_of(float x) { return keys_of(Piece{} + x)[0]; }
 
 inline float number_of(uint32_t key) {
   uint32_t bits = key >> 31 ? key & 0x7fffffffu : ~key;
@@ -85,29 +85,29 @@ float bound(const Head& head, uint32_t* keys, uint32_t* places) {
   return key ? number_of(key) : LOWEST;
 }
 
-// Append the lanes of `x` that `those` has to `to`, which has room for all sixteen, in their order.
-inline void append(Words x, uint32_t those, uint32_t* to) {
+// Append the lanes of `x` that `those` has to `to`, which has room for a whole register, in their order.
+inline void append(PieceWords x, uint32_t those, uint32_t* to) {
 #ifdef __AVX512F__
-  using Lanes = int __attribute__((vector_size(4 * LANES)));
+  using Lanes = int __attribute__((vector_size(REGISTER_BYTES)));
   Lanes packed = __builtin_ia32_compresssi512_mask((Lanes)x, Lanes{}, (uint16_t)those);
   std::memcpy(to, &packed, sizeof(packed));
 #else
-  uint32_t lanes[LANES];
+  uint32_t lanes[PIECE];
   std::memcpy(lanes, &x, sizeof(x));
   for (; those; those &= those - 1) *to++ = lanes[__builtin_ctz(those)];
 #endif
 }
 
 // The lanes of which a comparison holds, as bits.
-inline uint32_t lanes_of(Ints holds) {
-#ifdef __AVX512DQ__
-  using Lanes = int __attribute__((vector_size(4 * LANES)));
+inline uint32_t lanes_of(PieceInts holds) {
+#if defined(__AVX512DQ__)
+  using Lanes = int __attribute__((vector_size(REGISTER_BYTES)));
   return (uint32_t)__builtin_ia32_cvtd2mask512((Lanes)holds);
+#elif defined(__AVX__) && !defined(__AVX512F__)
+  return (uint32_t)__builtin_ia32_movmskps256((Piece)holds);
 #else
-  const Words bit = {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768};
-  Words bits = (Words)holds & bit;
   uint32_t found = 0;
-  for (int64_t lane = 0; lane < LANES; ++lane) found |= bits[lane];
+  for (int64_t lane = 0; lane < PIECE; ++lane) found |= holds[lane] ? 1u << lane : 0;
   return found;
 #endif
 }
@@ -116,20 +116,22 @@ inline uint32_t lanes_of(Ints holds) {
 template <typename Head>
 int64_t candidates(const Head& head, float least, uint32_t* keys, uint32_t* places, int64_t& paid) {
   const int64_t units = head.units;
-  const Floats none = Floats{} + NONE;
-  const Words lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const Piece none = Piece{} + NONE;
+  PieceWords lanes;
+  for (uint32_t lane = 0; lane < PIECE; ++lane) lanes[lane] = lane;
   int64_t count = 0, at = 0;
-  for (; at + LANES <= units; at += LANES) {
-    Floats best = none, worst = -none;
+  for (; at + PIECE <= units; at += PIECE) {
+    Piece best = none, worst = -none;
     head.rows([&](const float* score, float threshold) {
-      Floats x = load(score + at);
+      Piece x = piece_at(score + at);
       x = x > threshold ? x : none;
-      best = x > best ? x : best;
+      best = larger(x, best);
       worst = x < worst ? x : worst;
     });
     const uint32_t reach = lanes_of(best >= least);
+    if (!reach) continue;
     append(keys_of(best), reach, keys + count);
-    append((lanes + (uint32_t)at) | (worst == none ? Words{} + PARTLY : Words{}), reach, places + count);
+    append((lanes + (uint32_t)at) | (worst == none ? PieceWords{} + PARTLY : PieceWords{}), reach, places + count);
     count += __builtin_popcount(reach);
   }
   for (; at < units; ++at) {

@@ -38,11 +38,11 @@ void add_rows(const Asked& asked, const float* a, const float* b, int64_t count,
   for (int64_t row = 0; row < Rows; ++row)
     for (int64_t k = 0; k < Some; ++k) x[row][k] = a[row * asked.a_strides[2] + k * asked.a_strides[3]];
   int64_t n = 0;
-  for (; n + LANES <= count; n += LANES) {
-    Floats total[Rows];
-    for (int64_t row = 0; row < Rows; ++row) total[row] = load(sums[row] + n);
+  for (; n + PIECE <= count; n += PIECE) {
+    Piece total[Rows];
+    for (int64_t row = 0; row < Rows; ++row) total[row] = piece_at(sums[row] + n);
     for (int64_t k = 0; k < Some; ++k) {
-      const Floats y = load(b + k * asked.b_strides[2] + n);
+      const Piece y = piece_at(b + k * asked.b_strides[2] + n);
       for (int64_t row = 0; row < Rows; ++row) total[row] += y * x[row][k];
     }
     for (int64_t row = 0; row < Rows; ++row) store(sums[row] + n, total[row]);

@@ -7,7 +7,8 @@ namespace {
 
 constexpr int64_t TOGETHER = 8, VECTORS = 256;  // rows of queries; vectors of a book
 constexpr float NONE = -__builtin_inff();
-constexpr int64_t CHUNK = 4;  // vectors of a value that a task computes
+constexpr int64_t CHUNK = REGISTERS / PIECES < 16 ? 2 : 4;  // vectors of a value that a task computes
+constexpr int64_t ROOM = REGISTERS * 3 / 4 / (CHUNK * PIECES), AT_ONCE = ROOM < 4 ? ROOM : 4;  // rows of them whose sums fit registers
 using Eight = float __attribute__((vector_size(4 * TOGETHER)));
 
 inline Eight eight(const float* from) {
@@ -16,12 +17,10 @@ inline Eight eight(const float* from) {
   return x;
 }
 
-inline void put(float* to, Eight x) { std::memcpy(to, &x, sizeof(x)); }
-
-// Sixteen weights of each of eight queries as eight weights of each of sixteen units: halves are put together like cards, three times.
-inline void turn(Floats* x) {
+// A register of weights of each of eight queries as eight weights of each of its units: halves are put together like cards, three times.
+inline void turn(Piece* x) {
   for (int step = 0; step < 3; ++step) {
-    Floats made[TOGETHER];
+    Piece made[TOGETHER];
     for (int64_t n = 0; n < TOGETHER / 2; ++n) {
       made[2 * n] = first_of(x[n], x[n + TOGETHER / 2]);
       made[2 * n + 1] = second_of(x[n], x[n + TOGETHER / 2]);
@@ -70,20 +69,20 @@ struct Line {
     shift = call.shift[row * call.shift_strides[0] + head * call.shift_strides[1] + query * call.shift_strides[2]];
   }
 
-  // Scores of sixteen units from `n` on, of which there are `left`; NONE where one is not read here.
-  Floats scores(int64_t n, int64_t left) const {
-    Floats x = Floats{} + NONE;
-    Bytes flags = {};
-    if (left >= LANES)
-      x = load(score + n), flags = loaded<LANES, Bytes>(hidden + n);
+  // Scores of a register of units from `n` on, of which there are `left`; NONE where one is not read here.
+  Piece scores(int64_t n, int64_t left) const {
+    Piece x = Piece{} + NONE;
+    uint8_t flags[PIECE] = {};
+    if (left >= PIECE)
+      x = piece_at(score + n), std::memcpy(flags, hidden + n, PIECE);
     else
-      std::memcpy(&x, score + n, left * sizeof(float)), std::memcpy(&flags, hidden + n, left);
-    return words_of(flags) ? Floats{} + NONE : x;
+      std::memcpy(&x, score + n, left * sizeof(float)), std::memcpy(flags, hidden + n, left);
+    return words_at(flags) ? Piece{} + NONE : x;
   }
 
-  Floats logits(Floats x) const {
+  Piece logits(Piece x) const {
     x += shift;
-    return softcap == 0 ? x : (x > NONE ? softcap * hyperbolic_tangent(x / softcap) : x);
+    return softcap == 0 ? x : (x > NONE ? softcap * hyperbolic_tangent_of(x / softcap) : x);
   }
 };
 
@@ -100,23 +99,20 @@ void sum_part(const Call& call, int64_t task) {
     tops[query] = NONE, masses[query] = 0;
     if (query >= queries) continue;
     const Line line(call, place, group * TOGETHER + query, first);
-    Floats most = Floats{} + NONE;
-    for (int64_t n = 0; n < count; n += LANES) {
-      const Floats x = line.scores(n, count - n);
-      most = x > most ? x : most;
-    }
+    Piece most = Piece{} + NONE;
+    for (int64_t n = 0; n < count; n += PIECE) most = larger(line.scores(n, count - n), most);
     tops[query] = largest(line.logits(most));
   }
   const uint8_t* codes = call.codes + row * call.code_strides[0] + head * call.code_strides[1] + first * call.code_strides[2];
-  Floats totals[TOGETHER] = {};
-  for (int64_t n = 0; n < count; n += LANES) {
-    const int64_t some = count - n < LANES ? count - n : LANES;
-    Floats weights[TOGETHER] = {};
+  Piece totals[TOGETHER][PIECES] = {};
+  for (int64_t n = 0; n < count; n += PIECE) {
+    const int64_t some = count - n < PIECE ? count - n : PIECE;
+    Piece weights[TOGETHER] = {};
     for (int64_t query = 0; query < queries; ++query) {
       if (tops[query] == NONE) continue;
       const Line line(call, place, group * TOGETHER + query, first);
-      weights[query] = exponential(line.logits(line.scores(n, count - n)) - tops[query]);
-      totals[query] += weights[query];
+      weights[query] = exponential_of(line.logits(line.scores(n, count - n)) - tops[query]);
+      totals[query][n / PIECE % PIECES] += weights[query];
     }
     turn(weights);
     for (int64_t i = 0; i < some; ++i) {
@@ -124,11 +120,15 @@ void sum_part(const Call& call, int64_t task) {
       const uint8_t* code = codes + (n + i) * call.code_strides[2];
       for (int64_t stage = 0; stage < call.stages; ++stage) {
         float* into = sums + (stage * VECTORS + code[stage]) * TOGETHER;
-        put(into, eight(into) + weight);
+        store(into, eight(into) + weight);
       }
     }
   }
-  for (int64_t query = 0; query < queries; ++query) masses[query] = sum(totals[query]);
+  for (int64_t query = 0; query < queries; ++query) {
+    Floats total;
+    std::memcpy(&total, totals[query], sizeof(total));
+    masses[query] = sum(total);
+  }
 }
 
 // All parts of a group of rows, into the first one: sums, and the logarithm of the mass.
@@ -148,10 +148,10 @@ void merge(const Call& call, int64_t task) {
     total += less * mass;
     for (int64_t n = 0; n < call.sums() && call.parts > 1; n += TOGETHER) {
       const Eight x = less * eight(part + n);
-      put(whole + n, number ? eight(whole + n) + x : x);
+      store(whole + n, number ? eight(whole + n) + x : x);
     }
   }
-  put(whole + call.sums() + TOGETHER, total);
+  store(whole + call.sums() + TOGETHER, total);
   for (int64_t query = 0; query < TOGETHER && group * TOGETHER + query < call.queries; ++query)
     call.mass[place * call.queries + group * TOGETHER + query] = total[query] > 0 ? most[query] + std::log(total[query]) : NONE;
 }
@@ -178,35 +178,36 @@ struct Columns {
 // alone. Vectors of the books that no unit has are not read.
 template <int64_t Queries, int64_t Vectors, bool Whole>
 void add_books(const Call& call, const Columns& columns, int64_t row, int64_t at, int64_t some) {
-  auto part = [some](const float* from) __attribute__((always_inline)) {
-    if (Whole) return load(from);
-    Floats x = {};
-    std::memcpy(&x, from, some * sizeof(float));
+  auto part = [some](const float* from, int64_t piece) __attribute__((always_inline)) {
+    if (Whole) return piece_at(from + piece * PIECE);
+    Piece x = {};
+    const int64_t left = some - piece * PIECE;
+    if (left > 0) std::memcpy(&x, from + piece * PIECE, (left < PIECE ? left : PIECE) * sizeof(float));
     return x;
   };
   const float *book = columns.book + at, *weight = columns.weights + row, *masses = columns.masses + row;
-  Floats sums[Queries][Vectors] = {};
+  Piece sums[Queries][Vectors * PIECES] = {};
   for (int64_t n = 0; n < call.stages * VECTORS; ++n, book += call.dim, weight += TOGETHER) {
     bool read = false;
     for (int64_t query = 0; query < Queries; ++query) read |= weight[query] != 0;
     if (!read) continue;
-    for (int64_t i = 0; i < Vectors; ++i) {
-      const Floats x = part(book + i * LANES);
+    for (int64_t i = 0; i < Vectors * PIECES; ++i) {
+      const Piece x = part(book, i);
       for (int64_t query = 0; query < Queries; ++query) sums[query][i] += x * weight[query];
     }
   }
   for (int64_t query = 0; query < Queries; ++query)
-    for (int64_t i = 0; i < Vectors; ++i) {
-      const Floats mean = part(columns.mean + at + i * LANES);
-      const Floats x = masses[query] > 0 ? mean + sums[query][i] / masses[query] : Floats{};
-      std::memcpy(columns.out + (row + query) * call.dim + at + i * LANES, &x, (Whole ? LANES : some) * sizeof(float));
+    for (int64_t i = 0; i < Vectors * PIECES; ++i) {
+      const Piece x = masses[query] > 0 ? part(columns.mean + at, i) + sums[query][i] / masses[query] : Piece{};
+      const int64_t left = (Whole ? Vectors * LANES : some) - i * PIECE;
+      if (left > 0) std::memcpy(columns.out + (row + query) * call.dim + at + i * PIECE, &x, (left < PIECE ? left : PIECE) * sizeof(float));
     }
 }
 
 template <int64_t Vectors, bool Whole = true>
 void all_queries(const Call& call, const Columns& columns, int64_t at, int64_t some = LANES) {
   for (int64_t row = 0; row < columns.queries;) {
-    const int64_t left = columns.queries - row, taken = left < 4 ? left : 4;
+    const int64_t left = columns.queries - row, taken = left < AT_ONCE ? left : AT_ONCE;
     (taken == 4   ? add_books<4, Vectors, Whole>
      : taken == 3 ? add_books<3, Vectors, Whole>
      : taken == 2 ? add_books<2, Vectors, Whole>

@@ -36,28 +36,26 @@ struct Part {
     there = all - first < 0 ? 0 : all - first < count ? all - first : count;
   }
 
-  // `use(numbers)` for sixteen at a time, from `n` on; the last ones filled up with NONE.
+  // `use(numbers, i)` for a register of them at a time, the i-th of sixteen; the last ones filled up with NONE.
   template <typename Use>
   void numbers(Use use, int64_t n = 0) const {
-    for (; n + LANES <= there; n += LANES) use(load(x + n));
+    for (; n + LANES <= there; n += LANES)
+      for (int64_t i = 0; i < PIECES; ++i) use(piece_at(x + n + i * PIECE), i);
     if (n == there) return;
     Floats rest = Floats{} + NONE;
     std::memcpy(&rest, x + n, (there - n) * sizeof(float));
-    use(rest);
+    for (int64_t i = 0; i < PIECES; ++i) use(piece_of(rest, i), i);
   }
 
-  // The largest number: of four vectors at a time, none of which waits for another.
+  // The largest number: of four registers at a time, none of which waits for another.
   float largest_of() const {
-    Floats most[4];
-    for (Floats& own : most) own = Floats{} + NONE;
+    Piece most[4];
+    for (Piece& own : most) own = Piece{} + NONE;
     int64_t n = 0;
     for (; n + 4 * LANES <= there; n += 4 * LANES)
-      for (int64_t i = 0; i < 4; ++i) {
-        const Floats x = load(this->x + n + i * LANES);
-        most[i] = x > most[i] ? x : most[i];
-      }
-    numbers([&](Floats x) { most[0] = x > most[0] ? x : most[0]; }, n);
-    for (int64_t i = 1; i < 4; ++i) most[0] = most[i] > most[0] ? most[i] : most[0];
+      for (int64_t i = 0; i < 4 * PIECES; ++i) most[i % 4] = larger(piece_at(x + n + i * PIECE), most[i % 4]);
+    numbers([&](Piece x, int64_t) { most[0] = larger(x, most[0]); }, n);
+    for (int64_t i = 1; i < 4; ++i) most[0] = larger(most[i], most[0]);
     return largest(most[0]);
   }
 };
@@ -65,8 +63,8 @@ struct Part {
 void sum_part(const Call& call, int64_t task) {
   const Part part(call, task);
   const float top = part.largest_of();
-  Floats total = {};
-  if (top > NONE) part.numbers([&](Floats x) { total += exponential(x - top); });
+  Sums total;
+  if (top > NONE) part.numbers([&](Piece x, int64_t i) { total.pieces[i] += exponential_of(x - top); });
   call.partial[2 * task] = top;
   call.partial[2 * task + 1] = sum(total);
 }
