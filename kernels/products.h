@@ -23,7 +23,7 @@ constexpr int64_t fitting(int64_t tokens) {
   return rows;
 }
 
-// A vector that stays in its register: a compiler may read it anew for each use.
+// A vector that stays in its register: else a compiler may read it from memory for each use.
 inline Piece held(Piece x) {
 #if defined(__x86_64__) && !defined(__AVX512F__)
   asm("" : "+x"(x));
@@ -61,7 +61,8 @@ void multiply(const Product& call, int64_t row, int64_t first, int64_t ahead) {
   Floats sums[Tokens][STREAMS];
   const float *asked[Tokens], *weights[STREAMS];
   for (int64_t token = 0; token < Tokens; ++token) asked[token] = call.x + (first + token) * inner;
-  for (int64_t stream = 0, at = row; stream < STREAMS; ++stream, at += part) weights[stream] = call.weight + (at < call.outer ? at : 0) * inner;
+  for (int64_t stream = 0, at = row; stream < STREAMS; ++stream, at += part)
+    weights[stream] = call.weight + (at < call.outer ? at : 0) * inner;
   for (int64_t from = 0; from < STREAMS; from += together)
     add_up<Tokens, together, Ahead>(asked, weights + from, inner, ahead, sums, from);
   for (int64_t token = 0; token < Tokens; ++token) {

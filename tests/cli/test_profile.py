@@ -73,7 +73,8 @@ def test_a_local_folder_is_calibrated(folder, text, tmp_path):
     output, report = tmp_path / "tiny.profile", tmp_path / "report"
     result = run(folder, "--data", text, "-o", output, "--report", report, "--device-memory", "8GB", *TINY)
     assert result.exit_code == 0, result.output
-    assert "on held-out text, after 4 steps at most: caught" in result.output
+    trained = re.search(r"on held-out text, after ([34]) steps at most: caught", result.output)  # a layer may stop before the last
+    assert trained, result.output
     columns = "site recall prec. zoomed caught coarse oracle k rank v rank tau mined"
     assert columns in " ".join(result.output.split())
     assert "wrote" in result.output
@@ -83,7 +84,7 @@ def test_a_local_folder_is_calibrated(folder, text, tmp_path):
     assert profile.info.sekv.routing_dims == (8, 8)
     assert not (tmp_path / "tiny.profile.resume").exists()
     written = json.loads((report / "report.json").read_text())
-    assert [row["step"] for row in written["history"]] == [0, 1, 2, 3, 4]
+    assert [row["step"] for row in written["history"]] == list(range(int(trained[1]) + 1))
     assert written["layer_errors"]["keep"] == 32
     for name in ("losses", "heads", "clusters", "layer_errors", "sketch", "memory"):
         assert (report / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
