@@ -64,9 +64,10 @@ class Slots:
         fresh = {name: x.new_zeros(x.shape[0], slots, *x.shape[2:]) for name, x in self.tensors().items()}
         fresh["positions"].fill_(EMPTY)
         fresh["places"].fill_(-1)
+        rows = (order + have * torch.arange(self.heads, dtype=torch.int64, device=order.device)[:, None]).flatten()  # of all heads' slots
         for name, x in self.tensors().items():
-            at = order if x.dim() == 2 else order[..., None].expand(-1, -1, x.shape[2])
-            fresh[name][:, : order.shape[1]] = x.gather(1, at)
+            kept = x.flatten(0, 1).index_select(0, rows)  # whole rows, which `gather` copies number by number
+            fresh[name][:, : order.shape[1]] = kept.unflatten(0, order.shape)
         self.positions, self.places = fresh.pop("positions"), fresh.pop("places")
         self.rooms = fresh
 
