@@ -78,7 +78,7 @@ def test_a_local_folder_is_calibrated(folder, text, tmp_path):
     columns = "site recall prec. zoomed caught coarse oracle k rank v rank tau mined"
     assert columns in " ".join(result.output.split())
     assert "wrote" in result.output
-    assert re.search(r"together \d+ s, \d\.\d GiB of memory", result.output)
+    assert re.search(r"together [\d.]+ (s|min|h), \d\.\d GiB of memory", result.output)
     profile = Profile.load(output)
     assert profile.info.provenance.data == "plain text: text.txt"
     assert profile.info.sekv.routing_dims == (8, 8)
