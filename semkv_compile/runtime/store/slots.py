@@ -64,9 +64,8 @@ class Slots:
         fresh = {name: x.new_zeros(x.shape[0], slots, *x.shape[2:]) for name, x in self.tensors().items()}
         fresh["positions"].fill_(EMPTY)
         fresh["places"].fill_(-1)
-        rows = (
-            order + have * torch.arange(self.heads, dtype=torch.int64, device=order.device)[:, None]
-        ).flatten()  # of all heads' slots
+        firsts = have * torch.arange(self.heads, dtype=torch.int64, device=order.device)
+        rows = (order + firsts[:, None]).flatten()  # among the slots of all heads
         for name, x in self.tensors().items():
             kept = x.flatten(0, 1).index_select(0, rows)  # whole rows, which `gather` copies number by number
             fresh[name][:, : order.shape[1]] = kept.unflatten(0, order.shape)
