@@ -71,16 +71,22 @@ class Codebooks:
         back = self.inverse * scale[:, None]
         return Codebooks((self.mean - balance.mean.to(self.mean)) * scale, self.books, root, back)
 
+    @cached_property
+    def _biases(self) -> Tensor:
+        """float32 [H, S, 1, VECTORS] of `_nearest`."""
+        return -self.books.square().sum(-1)[:, :, None]
+
     def encode(self, x: Tensor) -> Tensor:
         """Codes uint8 [H, n, S] of vectors [H, n, D]: stage by stage the nearest one."""
         rest = x.float() - self.mean[:, None]
         rest = rest if self.root is None else rest @ self.root
         found = []
-        for book in self.books.unbind(1):
-            code = nearest(rest, book)
-            found.append(code.to(torch.uint8))
-            rest = rest - torch.take_along_dim(book, code[..., None], 1)
-        return torch.stack(found, -1)
+        for book, bias in zip(self.books.unbind(1), self._biases.unbind(1)):
+            code = _nearest(rest, book, bias)
+            found.append(code)
+            if len(found) < self.stages:
+                rest = rest - book.gather(1, code[..., None].expand(-1, -1, book.shape[-1]))
+        return torch.stack(found, -1).to(torch.uint8)
 
     def decode(self, codes: Tensor) -> Tensor:
         """The vectors float32 [H, n, D] that codes [H, n, S] stand for."""
@@ -107,5 +113,10 @@ class Codebooks:
 
 
 def nearest(x: Tensor, book: Tensor) -> Tensor:
-    """Which of book [..., V, D] is nearest to each of x [..., n, D]: int64 [..., n]."""
-    return torch.baddbmm(-book.square().sum(-1)[:, None], x, book.mT, alpha=2).argmax(-1)
+    """Which of book [H, V, D] is nearest to each of x [H, n, D]: int64 [H, n]."""
+    return _nearest(x, book, -book.square().sum(-1)[:, None])
+
+
+def _nearest(x: Tensor, book: Tensor, bias: Tensor) -> Tensor:
+    """`nearest`; bias [H, 1, V]: the vectors' square lengths below 0. The square of x, the same for all of them, is left out."""
+    return torch.baddbmm(bias, x, book.mT, alpha=2).argmax(-1)

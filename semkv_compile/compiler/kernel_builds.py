@@ -14,6 +14,7 @@ from semkv.errors import ConfigError
 from semkv.ir import ops
 from semkv.ir.program import Program
 from semkv.kernels.code_products.cpp import code_library
+from semkv.kernels.coding.cpp import coding_library
 from semkv.kernels.cpp import MISSING
 from semkv.kernels.cuda_graphs import CudaRecorder, OfThread, RecordedStep, record_runs
 from semkv.kernels.gather.cpp import gather_library
@@ -35,7 +36,7 @@ from semkv.kernels.state.scores import scores_library
 from semkv.kernels.state.unfold import unfold_library
 
 ROUTING = (
-    *(code_library, log_softmax_library, lookup_library, selection_library, gather_library),
+    *(code_library, coding_library, log_softmax_library, lookup_library, selection_library, gather_library),
     *(products_library, look_up_library, scores_library, choose_library, unfold_library, coarse_library, bmm_library),
 )
 """Objects for methods that choose among units: in steps of several tokens, and in those of one."""

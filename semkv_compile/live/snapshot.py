@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain
-from operator import itemgetter
+from operator import call, eq, itemgetter
 from typing import Any
 
 import torch
@@ -102,7 +102,7 @@ class Snapshot:
         self._loose = [  # tensors that are plain attributes
             (inside[path], leaf) for path, _, leaf in others if path in inside and leaf in vars(held[inside[path]][1])
         ]
-        self._plain = [one.was for one in self._modules]
+        self._getters, self._plain = [one.get for one in self._modules], [one.was for one in self._modules]
         self._held = self._held_by([vars(module) for _, module in held])
         self._parts = [ref for weight in self._tensors for ref in weight.parts]
         parts = self._alive()
@@ -116,7 +116,9 @@ class Snapshot:
         """Whether everything is certainly as it was; `sample` looks at numbers too. False may be no change that counts."""
         try:
             states = [one.ref().__dict__ for one in self._modules]
-            if [one.get(state) for one, state in zip(self._modules, states)] != self._plain:
+            if not all(
+                map(eq, map(call, self._getters, states), self._plain)
+            ):  # one by one: a step keeps no list of them
                 return False
             if self._held_by(states) != self._held:
                 return False
@@ -133,7 +135,7 @@ class Snapshot:
         """Children, tensors, hooks and functions of the modules by identity, and how many attributes there are."""
         return [
             list(map(len, states)),
-            list(map(id, chain.from_iterable([held.values() for state in states for held in _held(state)]))),
+            list(map(id, chain.from_iterable(map(dict.values, chain.from_iterable(map(_held, states)))))),
             [id(state.get("forward")) for state in states],
             [id(states[place][name]) for place, name in self._loose],
         ]

@@ -83,22 +83,32 @@ class LowRankForms:
         self, site: AttentionSite, keys: Tensor, values: Tensor, lengths: Tensor, itemsize: int
     ) -> Tensor:
         """Spans whose factors at the tolerated error are smaller than their tokens, over all heads; `itemsize`: bytes of a number."""
-        numbers = torch.zeros(len(lengths), dtype=torch.float32, device="cpu")
-        tokens = torch.zeros(len(lengths), dtype=torch.float32, device="cpu")
+        sides = []
         for x, dim in ((keys, site.key_dim), (values, site.value_dim)):
             gram = x @ x.transpose(-1, -2) if x.shape[2] <= dim else x.transpose(-1, -2) @ x
             energy = gram.diagonal(dim1=-2, dim2=-1).sum(-1)
-            s = torch.linalg.eigvalsh(gram).flip(-1)[..., : self.max_rank].clamp(min=0).sqrt()
-            rank = _kept_components(s, energy, self.tolerance).sum(-1)  # [Hkv, m]
+            # Of a rank's eigenvalue no more than the norm of all: where that is too little, one rank is not enough.
+            alone = gram.flatten(-2).norm(dim=-1) >= (1 - self.tolerance**2 - 1e-5) * energy
+            each = bytes_per_vector(dim, 8) if self.host_form == "int8" else dim * itemsize
+            sides.append(
+                (gram, energy, 2 - alone.int(), (lengths + dim + 1) * itemsize, each * lengths * site.kv_heads)
+            )
+        tokens = sum(own for *_, own in sides)
+        tried = torch.nonzero(sum((least * size).sum(0) for _, _, least, size, _ in sides) < tokens)[:, 0]
+        if not len(tried):
+            return tried
+        numbers = torch.zeros(len(tried), dtype=torch.float32, device="cpu")
+        for gram, energy, _, size, _ in sides:
+            s = torch.linalg.eigvalsh(gram[:, tried]).flip(-1)[..., : self.max_rank].clamp(min=0).sqrt()
+            own = energy[:, tried]
+            rank = _kept_components(s, own, self.tolerance).sum(-1)  # [Hkv, m]
             caught = (s.square() * (torch.arange(s.shape[-1], dtype=torch.int64, device="cpu") < rank[..., None])).sum(
                 -1
             )
-            error = 1 - caught / energy.clamp(min=1e-30)
+            error = 1 - caught / own.clamp(min=1e-30)
             rank = torch.where(error <= self.tolerance**2 + 1e-6, rank.float(), float("inf"))
-            numbers += (rank * (lengths + dim + 1) * itemsize).sum(0)
-            each = bytes_per_vector(dim, 8) if self.host_form == "int8" else dim * itemsize
-            tokens += each * lengths * site.kv_heads
-        return torch.nonzero(numbers < tokens)[:, 0]
+            numbers += (rank * size[tried]).sum(0)
+        return tried[numbers < tokens[tried]]
 
 
 def _kept_components(s: Tensor, energy: Tensor, tolerance: float) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from semkv.errors import ConfigError
 from semkv.kernels.codes import code_norms, code_products, rebuilt
+from semkv.kernels.coding.cpp import coded_cpp, codes_here
 from semkv.kernels.mixed_attention.streaming import scores
 
 
@@ -49,6 +51,13 @@ def quantize(x: Tensor, bits: int) -> Quantized:
     """Quantise the vectors of `x` [..., D] to 4 or 8 bits; all-zero vectors stay zero."""
     if bits not in (4, 8):
         raise ConfigError(f"bits {bits}: vectors are quantised to 4 or 8 bits")
+    if codes_here(x):
+        return Quantized(*coded_cpp(x, bits), bits, x.shape[-1])
+    return quantize_plain(x, bits)
+
+
+def quantize_plain(x: Tensor, bits: int) -> Quantized:
+    """`quantize` in PyTorch, on any device."""
     top = 2 ** (bits - 1) - 1
     largest = x.detach().abs().amax(dim=-1, keepdim=True).float()
     half = torch.finfo(torch.float16)
@@ -116,14 +125,18 @@ def code_width(dim: int, bits: int) -> int:
     return (dim * bits + 7) // 8
 
 
-def replaced(held: Held, keep: Tensor, at: Tensor, made: Tensor) -> Held:
-    """The units `keep` bool [M] of `held` [H, M, ...], those then at the places `at` replaced by `made` float32 [H, P, ...]."""
-    first = int(at[0])  # what comes before is copied as it lies
-    behind = keep[first:]
+def replaced(held: Held, lefts: Sequence[int], made: Tensor) -> Held:
+    """`held` [H, M, ...] with `made` float32 [H, P, ...] in the places of the units `lefts`, ascending, and of the one after each."""
     if isinstance(held, Quantized):
-        packed, new = concatenate([held[:, :first], held[:, first:][:, behind]], 1), quantize(made, held.bits)
-        packed.codes[:, at], packed.scale[:, at] = new.codes, new.scale
-        return packed
-    kept = torch.cat([held[:, :first], held[:, first:][:, behind]], 1)
-    kept[:, at] = made.to(kept.dtype)
-    return kept
+        new = quantize(made, held.bits)
+        codes, scale = _replaced(held.codes, lefts, new.codes), _replaced(held.scale, lefts, new.scale)
+        return Quantized(codes, scale, held.bits, held.dim)
+    return _replaced(held, lefts, made.to(held.dtype))
+
+
+def _replaced(x: Tensor, lefts: Sequence[int], made: Tensor) -> Tensor:
+    parts, start = [], 0
+    for place, left in enumerate(lefts):
+        parts += [x[:, start:left], made[:, place : place + 1]]
+        start = left + 2
+    return torch.cat([*parts, x[:, start:]], 1)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from semkv.runtime.prompt.record import RowRecord
+from semkv.runtime.store.places import ranges
 
 
 @dataclass(frozen=True)
@@ -65,13 +66,7 @@ class Segmentation:
     @property
     def folded(self) -> Tensor:
         """int64 [sum of lengths]: the tokens of all segments, in order."""
-        if not len(self.starts):
-            return torch.empty(0, dtype=torch.int64, device="cpu")
-        ends = self.lengths.cumsum(0)
-        inside = torch.arange(int(ends[-1]), dtype=torch.int64, device="cpu") - (ends - self.lengths).repeat_interleave(
-            self.lengths
-        )
-        return self.starts.repeat_interleave(self.lengths) + inside
+        return ranges(self.starts, self.lengths)
 
     def blocks(self, tokens: int) -> Iterator[Segmentation]:
         """The segments in runs of about `tokens` tokens, of whole units that are numbered from 0 in each run; one run where units do
@@ -166,7 +161,9 @@ class Folding:
     @staticmethod
     def _rows(x: Tensor, heads: int) -> Tensor:
         """x [Hkv|1, n] -> [heads, n]: query heads of a group share a row."""
-        return x.expand(heads, -1) if x.shape[0] == 1 else x.repeat_interleave(heads // x.shape[0], 0)
+        if x.shape[0] in (1, heads):
+            return x.expand(heads, -1)
+        return x.repeat_interleave(heads // x.shape[0], 0)
 
 
 def span_of_token(lengths: Tensor) -> Tensor:

@@ -423,7 +423,7 @@ class SiteMemory:
         self.slots.filled = moved + held
         self.moved_nbytes, self.held_nbytes = (0 if self.on_device else moved * size), held * size
         heads = self.site.q_heads
-        self._read = read if read.shape[0] == heads else read.repeat_interleave(heads // read.shape[0])
+        self._read = read if read.shape[0] == heads else read[:, None].expand(-1, heads // read.shape[0]).flatten()
         self.reads_codes = self.components.rest is not None and self.components.rest.has_rest(self.site)
 
     # -- attention ---------------------------------------------------------------------------------------------------

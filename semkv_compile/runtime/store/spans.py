@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -277,16 +277,17 @@ class FoldedSpans:
         if self.components.forms is not None and mean_k is not None and folding.units is None:
             factors = self.components.forms.factorize_spans(self.site, k, v, starts, lengths, mean_k)
         is_factored = torch.zeros(len(lengths), dtype=torch.bool, device="cpu")
+        waits_from = self.host_tokens.length + starts
         if factors:
             is_factored[list(factors)] = True
             columns = [[factors[span][head] for span in sorted(factors)] for head in range(self.site.kv_heads)]
-            first = self.host_factors.spans
+            number = self.host_factors.spans + is_factored.long().cumsum(0) - 1
             self.host_factors.append(columns, lengths[is_factored])
-        keep = ~is_factored.repeat_interleave(lengths)
-        token_base = self.host_tokens.length
-        self.host_tokens.append(k[:, keep], v[:, keep])
-        token_start = token_base + torch.where(is_factored, 0, lengths).cumsum(0) - torch.where(is_factored, 0, lengths)
-        number = is_factored.long().cumsum(0) - 1 + (first if factors else 0)
+            keep = ~is_factored.repeat_interleave(lengths)
+            k, v = k[:, keep], v[:, keep]
+            waiting = torch.where(is_factored, 0, lengths)
+            waits_from = torch.where(is_factored, number, self.host_tokens.length + waiting.cumsum(0) - waiting)
+        self.host_tokens.append(k, v)
         units = (
             torch.arange(len(lengths), dtype=torch.int64, device="cpu")[None]
             if folding.units is None
@@ -296,7 +297,7 @@ class FoldedSpans:
         self.segment_kind = torch.cat([self.segment_kind, is_factored.long()])
         self.segment_length = torch.cat([self.segment_length, lengths])
         self.segment_position = torch.cat([self.segment_position, positions[starts].long()])
-        self.segment_start = torch.cat([self.segment_start, torch.where(is_factored, number, token_start)])
+        self.segment_start = torch.cat([self.segment_start, waits_from])
 
     # -- shrinking ---------------------------------------------------------------------------------------------------
 
@@ -318,7 +319,7 @@ class FoldedSpans:
                 taken |= {left, left + 1}
                 lefts.append(left)
         if lefts:
-            self._join(torch.tensor(sorted(lefts), dtype=torch.int64, device="cpu"))
+            self._join(sorted(lefts))
         return len(lefts)
 
     def open_tokens(self, position: int) -> int:
@@ -335,10 +336,13 @@ class FoldedSpans:
             return False
         together = self.lengths[:, unit - 1 : unit + 1].sum(1)
         before, own = (torch.nonzero(self.segment_unit[0] == number)[:, 0] for number in (unit - 1, unit))
-        end = (self.segment_position + self.segment_length)[before[-1:]]
-        if not len(own) or int(together.max()) > longest or not torch.equal(end, self.segment_position[own[:1]]):
+        if not len(before) or not len(own) or int(together.max()) > longest:
             return False
-        self._join(torch.tensor([unit - 1], dtype=torch.int64, device="cpu"))
+        if int(self.segment_position[before[-1]] + self.segment_length[before[-1]]) != int(
+            self.segment_position[own[0]]
+        ):
+            return False
+        self._join([unit - 1])
         return True
 
     @property
@@ -346,28 +350,30 @@ class FoldedSpans:
         parts = self.index_parts.values()
         return self.segment_unit.shape[0] == 1 and all(part.merge != "never" for part in parts)
 
-    def _join(self, left: Tensor) -> None:
-        """Make one of each of the units `left` int64 [P], ascending, and the unit after it. All others stay as they are, bit for bit."""
-        right, at = left + 1, left - torch.arange(len(left), dtype=torch.int64, device="cpu")
-        keep = torch.ones(self.count, dtype=torch.bool, device="cpu")
-        keep[right] = False
-        size = self.lengths.float()
-        total = size[:, left] + size[:, right]
+    def _join(self, lefts: Sequence[int]) -> None:
+        """Make one of each of the units `lefts`, ascending, and the unit after it. All others stay as they are, bit for bit."""
+        both: slice | list[int] = slice(lefts[0], lefts[0] + 2)
+        if len(lefts) > 1:
+            both = [unit for left in lefts for unit in (left, left + 1)]
 
-        def pairs(x: Quantized | Tensor) -> list[Tensor]:
-            return [dequantize(x[:, part]) for part in (left, right)]
+        def pairs(x: Quantized | Tensor) -> tuple[Tensor, Tensor]:
+            numbers = dequantize(x[:, both])
+            return numbers[:, ::2], numbers[:, 1::2]
 
         def mean(x: Quantized | Tensor, share: Tensor) -> Tensor:
             first, second = pairs(x)
             rows = first.shape[0] // len(share)  # of query heads, or one row for all
-            own = share.repeat_interleave(rows, 0)[..., None]
-            return first * own + second * (1 - own)
+            each = (share if rows == 1 or len(share) == 1 else share.repeat_interleave(rows, 0))[..., None]
+            return first * each + second * (1 - each)
 
-        by_size = size[:, left] / total
+        first, second = pairs(self.lengths)
+        total = first + second
+        by_size = first / total
         by_mass, mass = by_size, None
         if self.mass.numel():
-            mass = self.mass[:, left] + self.mass[:, right]
-            by_mass = torch.where(mass > 0, self.mass[:, left] / mass.clamp(min=1e-20), by_size)
+            first, second = pairs(self.mass)
+            mass = first + second
+            by_mass = torch.where(mass > 0, first / mass.clamp(min=1e-20), by_size)
         mean_k = None if self.mean_k is None else mean(self.mean_k, by_mass)
         index = {}
         for name, part in self.index_parts.items():
@@ -378,17 +384,19 @@ class FoldedSpans:
                 made = mean(old, by_size)
             else:
                 made = (torch.minimum if part.merge == "min" else torch.maximum)(*pairs(old))
-            index[name] = replaced(old, keep, at, made)
+            index[name] = replaced(old, lefts, made)
         self.index = index
         if self.mean_v is not None:
-            self.mean_v = replaced(self.mean_v, keep, at, mean(self.mean_v, by_mass))
+            self.mean_v = replaced(self.mean_v, lefts, mean(self.mean_v, by_mass))
         if self.mean_k is not None:
-            self.mean_k = replaced(self.mean_k, keep, at, mean_k)
+            self.mean_k = replaced(self.mean_k, lefts, mean_k)
         if mass is not None:
-            self.mass = replaced(self.mass, keep, at, mass)
-        self.positions = replaced(self.positions, keep, at, mean(self.positions[..., None], by_size)[..., 0])
-        self.lengths = replaced(self.lengths, keep, at, total)
-        number = keep.cumsum(0) - 1
+            self.mass = replaced(self.mass, lefts, mass)
+        self.positions = replaced(self.positions, lefts, mean(self.positions[..., None], by_size)[..., 0])
+        number = torch.ones(self.count, dtype=torch.int64, device="cpu")
+        number[[left + 1 for left in lefts]] = 0
+        number = number.cumsum(0) - 1
+        self.lengths = replaced(self.lengths, lefts, total)
         self.segment_unit = torch.where(self.segment_unit >= 0, number[self.segment_unit.clamp(min=0)], -1)
 
     def archive(self, units: int) -> int:
@@ -583,8 +591,9 @@ class FoldedSpans:
 
 def _same_rows(old: Tensor, new: Tensor, heads: int) -> Tensor:
     """old, new [Hkv|1, m] one behind the other; all rows where either has its own per head."""
-    rows = heads if heads in (old.shape[0], new.shape[0]) else 1
-    return torch.cat([old.expand(rows, -1), new.expand(rows, -1)], 1)
+    if old.shape[0] != new.shape[0]:
+        old, new = old.expand(heads, -1), new.expand(heads, -1)
+    return torch.cat([old, new], 1)
 
 
 def _padded(rows: list[Tensor]) -> Tensor:
