@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -123,20 +122,3 @@ def bytes_per_vector(dim: int, bits: int, dtype: torch.dtype = torch.float16) ->
 def code_width(dim: int, bits: int) -> int:
     """Bytes of the codes of one vector, without its scale."""
     return (dim * bits + 7) // 8
-
-
-def replaced(held: Held, lefts: Sequence[int], made: Tensor) -> Held:
-    """`held` [H, M, ...] with `made` float32 [H, P, ...] in the places of the units `lefts`, ascending, and of the one after each."""
-    if isinstance(held, Quantized):
-        new = quantize(made, held.bits)
-        codes, scale = _replaced(held.codes, lefts, new.codes), _replaced(held.scale, lefts, new.scale)
-        return Quantized(codes, scale, held.bits, held.dim)
-    return _replaced(held, lefts, made.to(held.dtype))
-
-
-def _replaced(x: Tensor, lefts: Sequence[int], made: Tensor) -> Tensor:
-    parts, start = [], 0
-    for place, left in enumerate(lefts):
-        parts += [x[:, start:left], made[:, place : place + 1]]
-        start = left + 2
-    return torch.cat([*parts, x[:, start:]], 1)

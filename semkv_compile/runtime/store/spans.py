@@ -15,6 +15,7 @@ from semkv.runtime.host.pool import GrowingTensor, HostFactors, HostTokens, Room
 from semkv.runtime.host.tier import HostTier
 from semkv.runtime.store.device_index import DeviceIndex
 from semkv.runtime.store.factors import UnfoldedFactors, gather_factors
+from semkv.runtime.store.pairs import Pairs
 from semkv.runtime.store.places import Places, Segments, places_of, ranges
 from semkv.runtime.store.quantization import (
     Quantized,
@@ -23,7 +24,6 @@ from semkv.runtime.store.quantization import (
     norms,
     products,
     quantize,
-    replaced,
     tensors_of,
 )
 from semkv.runtime.store.roomy import Roomy, room_for
@@ -338,9 +338,8 @@ class FoldedSpans:
         before, own = (torch.nonzero(self.segment_unit[0] == number)[:, 0] for number in (unit - 1, unit))
         if not len(before) or not len(own) or int(together.max()) > longest:
             return False
-        if int(self.segment_position[before[-1]] + self.segment_length[before[-1]]) != int(
-            self.segment_position[own[0]]
-        ):
+        end = self.segment_position[before[-1]] + self.segment_length[before[-1]]
+        if not torch.equal(end, self.segment_position[own[0]]):
             return False
         self._join([unit - 1])
         return True
@@ -352,51 +351,36 @@ class FoldedSpans:
 
     def _join(self, lefts: Sequence[int]) -> None:
         """Make one of each of the units `lefts`, ascending, and the unit after it. All others stay as they are, bit for bit."""
-        both: slice | list[int] = slice(lefts[0], lefts[0] + 2)
-        if len(lefts) > 1:
-            both = [unit for left in lefts for unit in (left, left + 1)]
-
-        def pairs(x: Quantized | Tensor) -> tuple[Tensor, Tensor]:
-            numbers = dequantize(x[:, both])
-            return numbers[:, ::2], numbers[:, 1::2]
-
-        def mean(x: Quantized | Tensor, share: Tensor) -> Tensor:
-            first, second = pairs(x)
-            rows = first.shape[0] // len(share)  # of query heads, or one row for all
-            each = (share if rows == 1 or len(share) == 1 else share.repeat_interleave(rows, 0))[..., None]
-            return first * each + second * (1 - each)
-
-        first, second = pairs(self.lengths)
+        pairs = Pairs(lefts)
+        first, second = pairs.of(self.lengths)
         total = first + second
         by_size = first / total
         by_mass, mass = by_size, None
         if self.mass.numel():
-            first, second = pairs(self.mass)
+            first, second = pairs.of(self.mass)
             mass = first + second
             by_mass = torch.where(mass > 0, first / mass.clamp(min=1e-20), by_size)
-        mean_k = None if self.mean_k is None else mean(self.mean_k, by_mass)
+        mean_k = None if self.mean_k is None else pairs.mean(self.mean_k, by_mass)
         index = {}
         for name, part in self.index_parts.items():
             old = self.index[name]
             if part.merge == "rebuild":
                 made = self.components.router.rebuild(self.site, name, mean_k)
             elif part.merge == "mean":
-                made = mean(old, by_size)
+                made = pairs.mean(old, by_size)
             else:
-                made = (torch.minimum if part.merge == "min" else torch.maximum)(*pairs(old))
-            index[name] = replaced(old, lefts, made)
+                made = (torch.minimum if part.merge == "min" else torch.maximum)(*pairs.of(old))
+            index[name] = pairs.joined(old, made)
         self.index = index
         if self.mean_v is not None:
-            self.mean_v = replaced(self.mean_v, lefts, mean(self.mean_v, by_mass))
+            self.mean_v = pairs.joined(self.mean_v, pairs.mean(self.mean_v, by_mass))
         if self.mean_k is not None:
-            self.mean_k = replaced(self.mean_k, lefts, mean_k)
+            self.mean_k = pairs.joined(self.mean_k, mean_k)
         if mass is not None:
-            self.mass = replaced(self.mass, lefts, mass)
-        self.positions = replaced(self.positions, lefts, mean(self.positions[..., None], by_size)[..., 0])
-        number = torch.ones(self.count, dtype=torch.int64, device="cpu")
-        number[[left + 1 for left in lefts]] = 0
-        number = number.cumsum(0) - 1
-        self.lengths = replaced(self.lengths, lefts, total)
+            self.mass = pairs.joined(self.mass, mass)
+        self.positions = pairs.joined(self.positions, pairs.mean(self.positions[..., None], by_size)[..., 0])
+        number = pairs.numbers(self.count)
+        self.lengths = pairs.joined(self.lengths, total)
         self.segment_unit = torch.where(self.segment_unit >= 0, number[self.segment_unit.clamp(min=0)], -1)
 
     def archive(self, units: int) -> int:
