@@ -1,7 +1,7 @@
 """What every layer holds and reads over a 2K prompt and 500 generated tokens, for every method, at 5, 10 and 20 %, on models of 4, 12 and
 30 layers.
 
-    python benchmarks/budget_held.py                 # writes benchmarks/results/budget_held.json; an interrupted run goes on
+    python benchmarks/budget_held.py                 # some hours; writes the results and their page; an interrupted run goes on
     python benchmarks/budget_held.py --new 20 --layers 12 --methods quest      # a look, not written unless --out is given
 
 In every step the memory is walked and the entries of each layer's attention are counted, neither by the runtime's own figures:
@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from grids import measured_on, table, write_document
+from pages import Output
 from rich.console import Console
 from rich.table import Table
 from tiny_profiles import MEASURING, TRAINING
@@ -308,11 +310,13 @@ def main() -> None:
     served = [name for name, method in METHODS.items() if method.compresses and not method.needs_indexer]
     modes = {name: (name, OPTIONS.get(name, {})) for name in served} | MORE
     parser.add_argument("--methods", nargs="+", choices=list(modes), default=list(modes), help="or modes of them")
-    parser.add_argument("--out", type=Path, help="results file; default: the committed one for the whole grid")
+    output = Output(parser, RESULTS, page)
     options = parser.parse_args()
+    if output.page_alone(options):
+        return
     started = now()
     whole = (options.prompt, options.new, options.layers, options.methods) == (PROMPT, NEW, list(LAYERS), list(modes))
-    out = options.out or (RESULTS if whole else None)
+    out = options.out if whole or options.out != RESULTS else None  # a look is not written unless --out is given
     cells = [(n, name, budget) for n in options.layers for name in options.methods for budget in BUDGETS]
     rows = earlier(out, options.prompt, options.new, len(cells))
     done = {(row["layers"], row["method"], row["budget"]) for row in rows}
@@ -331,12 +335,52 @@ def main() -> None:
         rows.append(row)
         print(json.dumps(row), flush=True)
         if out is not None:
-            out.parent.mkdir(parents=True, exist_ok=True)
             environment = describe(started).model_dump(mode="json")
-            report = {"environment": environment, "prompt": options.prompt, "new": options.new, "rows": rows}
-            out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+            output.save({"environment": environment, "prompt": options.prompt, "new": options.new, "rows": rows}, out)
+    if out is not None:
+        output.finish(out)
     show(rows)
     raise SystemExit(1 if any(broken(row) for row in rows) else 0)
+
+
+def page(report: dict[str, Any]) -> Path:
+    """docs/results/budget_held.md from the results."""
+    parts = []
+    for layers in LAYERS:
+        rows = [row for row in report["rows"] if row["layers"] == layers]
+        lines = []
+        for name in dict.fromkeys(row["method"] for row in rows):
+            own = {row["budget"]: row for row in rows if row["method"] == name}
+            lines.append([f"`{name}`", *[cell for budget in BUDGETS for cell in cells_of(own[budget])]])
+        columns = [f"{budget:.0%}, {what}" for budget in BUDGETS for what in ("holds", "reads")]
+        model = "The bundled model" if layers == 4 else "A random Llama"
+        parts += [f"## {layers} layers", f"{model}.", table(["method", *columns], lines)]
+    held = [row for row in report["rows"] if row["held"] is not None and row["options"].get("generated") != "kept"]
+    above = sum(not row["held"] for row in held)
+    return write_document(
+        "budget_held",
+        "# Whether each layer keeps to its budget",
+        "Made by `benchmarks/budget_held.py`. Do not edit.",
+        f"Every method reads a prompt of {report['prompt']:,} tokens and generates {report['new']} more, at 5, 10 and 20 % of the full KV. "
+        "In every step the script walks the memory of each layer and counts the bytes of its tensors (*holds*), and of the entries that some "
+        "query head sees in its attention (*reads*): neither figure is the runtime's own. Below is the largest of all layers and steps, in "
+        "percent of the layer's own budget. Up to 100 is within it. Where the figure is a little below, pages and units do not fill it.",
+        f"**{above} of {len(held)} runs go beyond a layer's budget.** *Refused*: the method's index leaves no room at that budget, and "
+        "`prefill` says so. `kept`: what is generated stays beside the budget of the prompt, as in the papers; `+` says what those tokens "
+        "add, in percent of the full KV.",
+        *parts,
+        "## Provenance",
+        measured_on(report["environment"]),
+    )
+
+
+def cells_of(row: dict[str, Any]) -> list[str]:
+    """What a layer holds and reads at most, in percent of its budget."""
+    if row["held"] is None:
+        return ["refused", "-"]
+    if row["options"].get("generated") == "kept":
+        return [f"+{100 * row['reported']['excess_share']:.1f}", "-"]
+    return [f"{100 * row[name]:.1f}" for name in ("device_of_budget", "read_of_budget")]
 
 
 def broken(row: dict[str, Any]) -> bool:
@@ -355,7 +399,7 @@ def earlier(out: Path | None, prompt: int, new: int, cells: int) -> list[dict]:
 
 def show(rows: list[dict]) -> None:
     """A row per model, method and budget."""
-    table = Table(title="the largest of all layers and steps, %")
+    shown = Table(title="the largest of all layers and steps, %")
     for column in (
         "layers",
         "method",
@@ -367,7 +411,7 @@ def show(rows: list[dict]) -> None:
         "beyond it, of full KV",
         "held",
     ):
-        table.add_column(column)
+        shown.add_column(column)
     for row in rows:
         figures = ("device_share", "attended_share", "device_of_budget", "read_of_budget")
         said = "refused" if row["held"] is None else "NO" if broken(row) else "yes" if row["held"] else "kept beside"
@@ -377,8 +421,8 @@ def show(rows: list[dict]) -> None:
             if row["options"].get("generated") == "kept" and row["held"] is not None
             else "-"
         )
-        table.add_row(str(row["layers"]), row["method"], f"{row['budget']:.0%}", *shares, beyond, said)
-    Console(width=130).print(table)
+        shown.add_row(str(row["layers"]), row["method"], f"{row['budget']:.0%}", *shares, beyond, said)
+    Console(width=130).print(shown)
 
 
 if __name__ == "__main__":

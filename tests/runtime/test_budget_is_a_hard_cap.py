@@ -158,3 +158,19 @@ def test_4k_tokens_and_4k_generated(wide_program, compile_as, prompt, resident, 
         if step % 64 == 0:
             check(row, resident, folded)
     check(row, resident, folded)
+
+
+def test_a_store_whose_units_all_retired_has_no_slots(wide_program, compile_as, prompt, resident):
+    """Slots of what was unfolded before do not stay on the device when no unit can be unfolded any more."""
+    compiled = compile_as(wide_program, "sekv", 0.25, page_size=8, kv_dtype="float16")
+    state = compiled.prefill(prompt(400))
+    compiled.extend(state, prompt(3))
+    (row,) = state.rows
+    memories = [memory for memory in row.budgeted() if memory.reads_units]
+    assert memories
+    for memory in memories:
+        assert memory.workspace_nbytes > 0
+        memory._shrink(0.0, 1.0)
+        assert memory.spans.count == memory.workspace_nbytes == 0
+    compiled.extend(state, prompt(2))
+    assert resident(row) == row.device_nbytes() <= row.cap_bytes(row.tokens)

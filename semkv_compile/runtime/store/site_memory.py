@@ -358,6 +358,8 @@ class SiteMemory:
             pairs = max(1, int(excess / per_span) + 1)
             if not spans.merge(pairs, longest):
                 spans.archive(pairs)
+        if not spans.count:  # no step will unfold anything
+            self.slots = self.factors = None
 
     # -- a step's graph ----------------------------------------------------------------------------------------------
 
