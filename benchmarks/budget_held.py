@@ -362,7 +362,7 @@ def page(report: dict[str, Any]) -> Path:
         "# Whether each layer keeps to its budget",
         "Made by `benchmarks/budget_held.py`. Do not edit.",
         f"Every method reads a prompt of {report['prompt']:,} tokens and generates {report['new']} more, at 5, 10 and 20 % of the full KV. "
-        "In every step the script walks the memory of each layer and counts the bytes of its tensors (*holds*), and of the entries that some "
+        "In every step the script walks the memory of each layer and counts bytes: of its tensors (*holds*), and of entries that some "
         "query head sees in its attention (*reads*): neither figure is the runtime's own. Below is the largest of all layers and steps, in "
         "percent of the layer's own budget. Up to 100 is within it. Where the figure is a little below, pages and units do not fill it.",
         f"**{above} of {len(held)} runs go beyond a layer's budget.** *Refused*: the method's index leaves no room at that budget, and "
