@@ -116,9 +116,8 @@ class Snapshot:
         """Whether everything is certainly as it was; `sample` looks at numbers too. False may be no change that counts."""
         try:
             states = [one.ref().__dict__ for one in self._modules]
-            if not all(
-                map(eq, map(call, self._getters, states), self._plain)
-            ):  # one by one: a step keeps no list of them
+            attributes = map(call, self._getters, states)  # one by one: a list of them would be garbage in every step
+            if not all(map(eq, attributes, self._plain)):
                 return False
             if self._held_by(states) != self._held:
                 return False
