@@ -163,7 +163,7 @@ def page(model: str, report: Report, peers: Peers | None) -> Path:
         full = {line.label: line for line in ours(cells, length, None)}["full"]
         parts.append(
             f"## {length:,} tokens\n\nThe full cache finds "
-            + ", ".join(f"{percent(full.needles[name])} % of `{name}`" for name in NEEDLES)
+            + ", ".join(f"{percent(full.needles[name])} % of `{name}`" for name in NEEDLES if name in full.needles)
             + f". Lines are ordered by the mean of {', '.join(f'`{name}`' for name in names) or 'no needle task'} and of the gain of all "
             "and of far tokens, each at most 100 %."
         )
