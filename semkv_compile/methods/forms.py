@@ -93,8 +93,9 @@ class LowRankForms:
             sides.append(
                 (gram, energy, 2 - alone.int(), (lengths + dim + 1) * itemsize, each * lengths * site.kv_heads)
             )
-        tokens = sum(own for *_, own in sides)
-        tried = torch.nonzero(sum((least * size).sum(0) for _, _, least, size, _ in sides) < tokens)[:, 0]
+        tokens = torch.stack([own for *_, own in sides]).sum(0)
+        fewest = torch.stack([(least * size).sum(0) for _, _, least, size, _ in sides]).sum(0)
+        tried = torch.nonzero(fewest < tokens)[:, 0]
         if not len(tried):
             return tried
         numbers = torch.zeros(len(tried), dtype=torch.float32, device="cpu")
