@@ -209,6 +209,8 @@ def page(model: str, report: Report, peers: Peers | None) -> Path:
         *parts,
         "## Provenance",
         *report.notes,
+        "Lines were added by several runs of `real_table.py`, each with `--publish` and its own `--lengths`, `--methods`, `--needles`, "
+        "`--first` and `--whole`; the last of them is named. One with the defaults measures what is missing of both lengths.",
         provenance_of(report),
         *([] if peers is None else [f"kvpress: {', '.join(peers.packages)}. {measured_on(peers.environment)}"]),
     )

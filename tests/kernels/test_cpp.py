@@ -16,6 +16,7 @@ import torch
 
 from semkv.kernels import cpp
 from semkv.kernels.code_products.cpp import code_library
+from semkv.kernels.coding.cpp import coding_library
 from semkv.kernels.cpp import BuildError, Library, compiler, library, team
 from semkv.kernels.linear.cpp import linear_library
 from semkv.kernels.mixed_attention.cpp import attention_library
@@ -198,7 +199,14 @@ def test_every_form_of_the_vectors_compiles(processor: str) -> None:
     """Registers of 16, 32 and 64 bytes; a machine runs one of these forms."""
     found = compiler()
     assert found is not None
-    for made in (linear_library(4), attention_library(64, 64, 3), coarse_library(), code_library(), segments_library()):
+    for made in (
+        linear_library(4),
+        attention_library(64, 64, 3),
+        coarse_library(),
+        code_library(),
+        coding_library(),
+        segments_library(),
+    ):
         flags = [flag for flag in cpp.FLAGS if flag not in ("-O3", "-march=native")]
         command = [str(found.path), *flags, f"-march={processor}", "-fsyntax-only", "-x", "c++", "-"]
         done = subprocess.run(command, input=made.source, capture_output=True, text=True, check=False)

@@ -7,9 +7,9 @@ import torch
 
 from semkv.errors import ConfigError
 from semkv.kernels import codes
+from semkv.runtime.store.pairs import Pairs
 from semkv.runtime.store.quantization import (
     bytes_per_vector,
-    concatenate,
     dequantize,
     norms,
     products,
@@ -43,12 +43,45 @@ def test_zero_vectors_stay_zero(bits):
     assert torch.equal(dequantize(quantize(torch.zeros(2, 3, 5), bits)), torch.zeros(2, 3, 5))
 
 
-def test_selecting_and_joining_along_leading_dimensions():
+def test_selecting_along_leading_dimensions():
     torch.manual_seed(2)
     packed = quantize(torch.randn(2, 9, 5), 4)
-    joined = concatenate([packed[:, :4], packed[:, 4:]], 1)
-    assert torch.equal(dequantize(joined), dequantize(packed))
     assert torch.equal(dequantize(packed[:, 3:5]), dequantize(packed)[:, 3:5])
+
+
+@pytest.mark.parametrize("lefts", [[0], [7], [3], [0, 2, 5, 7], [1, 3]])
+@pytest.mark.parametrize("form", [4, 8, torch.float16, torch.int32])
+def test_pairs_become_one_and_all_else_stays(lefts, form):
+    """Against units put together one after the other."""
+    torch.manual_seed(3)
+    x, made = 9 * torch.randn(2, 9, 5), 9 * torch.randn(2, len(lefts), 5)
+    held, new = (quantize(part, form) if isinstance(form, int) else part.to(form) for part in (x, made))
+    pairs, wanted, number, numbers = Pairs(lefts), [], 0, []
+    for unit in range(9):
+        if unit - 1 in lefts:
+            numbers.append(number - 1)
+            continue
+        wanted.append(dequantize(new[:, lefts.index(unit)] if unit in lefts else held[:, unit]))
+        numbers.append(number)
+        number += 1
+    found = pairs.joined(held, made)
+    assert torch.equal(dequantize(found), torch.stack(wanted, 1))
+    assert pairs.numbers(9).tolist() == numbers
+    first, second = pairs.of(held)
+    assert torch.equal(first, torch.stack([dequantize(held[:, left]) for left in lefts], 1))
+    assert torch.equal(second, torch.stack([dequantize(held[:, left + 1]) for left in lefts], 1))
+    for rows in (1, 2):
+        share = torch.rand(rows, len(lefts))
+        plain = first * share[..., None] + second * (1 - share[..., None])
+        assert torch.equal(pairs.mean(held, share), plain)
+
+
+def test_heads_of_a_group_share_their_means():
+    x, share = torch.randn(6, 4, 3), torch.tensor([[0.25], [0.5]])
+    found = Pairs([1]).mean(x, share)
+    for head in range(6):
+        own = share[head // 3, 0]
+        assert torch.equal(found[head, 0], x[head, 1] * own + x[head, 2] * (1 - own))
 
 
 def test_other_widths_are_refused():

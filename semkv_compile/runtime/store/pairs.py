@@ -27,8 +27,9 @@ class Pairs:
     def mean(self, x: Quantized | Tensor, share: Tensor) -> Tensor:
         """Means of x [H, M, D] in which the first unit has `share` [Hkv|1, P]: float32 [H, P, D]."""
         first, second = self.of(x)
-        rows = first.shape[0] // len(share)  # of query heads, or one row for all
-        own = (share if len(share) == 1 else share.repeat_interleave(rows, 0) if rows > 1 else share)[..., None]
+        if len(share) not in (1, len(first)):  # x is of query heads, several to a KV head
+            share = share.repeat_interleave(len(first) // len(share), 0)
+        own = share[..., None]
         return first * own + second * (1 - own)
 
     def joined(self, held: Held, made: Tensor) -> Held:

@@ -102,16 +102,6 @@ def norms(x: Quantized | Tensor) -> Tensor:
     return code_norms(x.codes, x.bits, x.scale)
 
 
-def concatenate(parts: list[Quantized], dim: int) -> Quantized:
-    """Join tensors of one kind along a leading dimension."""
-    return Quantized(
-        torch.cat([part.codes for part in parts], dim),
-        torch.cat([part.scale for part in parts], dim),
-        parts[0].bits,
-        parts[0].dim,
-    )
-
-
 def bytes_per_vector(dim: int, bits: int, dtype: torch.dtype = torch.float16) -> int:
     """Bytes of one quantised vector with its scale; at 16 bits, of numbers of `dtype`."""
     if bits == 16:
