@@ -74,7 +74,7 @@ def held(state: Any) -> list[list[float]]:
         for memory in memories:
             tensors = [*memory.kept.buffers, *memory.recent.buffers]
             tensors += [] if memory.spans is None else memory.spans.device_tensors()
-            tensors += [] if memory.slots is None else list(memory.slots.tensors().values())
+            tensors += [] if memory.slots is None else list(memory.slots.tensors.values())
             heads = memory.site.kv_heads
             made[-1] += [sum(x.nbytes for x in tensors) / heads] * heads
     return made

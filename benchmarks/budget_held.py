@@ -89,7 +89,7 @@ def device_tensors(memory: SiteMemory) -> Iterator[Tensor]:
     if memory.spans is not None:
         yield from memory.spans.device_tensors()
     if memory.slots is not None:
-        yield from memory.slots.tensors().values()
+        yield from memory.slots.tensors.values()
     if memory.factors is not None:
         yield from memory.factors.tensors
 

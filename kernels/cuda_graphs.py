@@ -162,7 +162,9 @@ class RecordedStep:
         self.module, self.anew, self._threads = module, anew, threads
         self._weights = _weights(module)
 
-    def __call__(self, *inputs: Tensor) -> tuple[Any, ...]:
+    def __call__(self, *inputs: Tensor, behind: Sequence[Tensor] = ()) -> tuple[Any, ...]:
+        """What the graph returns of `inputs` and those `behind` them."""
+        inputs = (*inputs, *behind)
         made = self._threads.steps.setdefault(self, OrderedDict())
         key = (
             *[x.shape if i in self.anew else (x.data_ptr(), x.shape, x.stride()) for i, x in enumerate(inputs)],

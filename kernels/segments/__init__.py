@@ -13,6 +13,7 @@ from torch.fx import GraphModule
 from semkv.kernels.runs import join_runs
 from semkv.kernels.segments.cpp import Segment, segments_library
 from semkv.kernels.segments.operators import is_supported
+from semkv.kernels.segments.tape import Behind
 
 
 def fuse(module: GraphModule) -> GraphModule:
@@ -30,4 +31,4 @@ def whole(module: GraphModule) -> Segment:
     return Segment(module, parts=True)
 
 
-__all__ = ["Segment", "fuse", "segments_library", "whole"]
+__all__ = ["Behind", "Segment", "fuse", "segments_library", "whole"]

@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 
 from semkv.kernels.segments.parts import cut, roles_of
 from semkv.kernels.segments.reading import Reading
-from semkv.kernels.segments.tape import Seen, Tape, layout_of, segments_library
+from semkv.kernels.segments.tape import NOTHING, Behind, Seen, Tape, layout_of, segments_library
 from semkv.kernels.segments.values import UnsupportedNode
 
 _making = RLock()
@@ -59,22 +59,23 @@ class Segment:
         other._known = self._known
         return other
 
-    def __call__(self, *inputs: Any) -> Any:
+    def __call__(self, *inputs: Any, behind: Behind = NOTHING) -> Any:
+        """What the graph returns of `inputs` and those `behind` them."""
         if torch.is_grad_enabled():
             self.reason = "gradients are recorded"
-            return self.module(*inputs)
+            return self.module(*inputs, *behind)
         seen = self._last
-        addresses = None if seen is None else seen.addresses(inputs)
+        addresses = None if seen is None else seen.addresses(inputs, behind)
         if seen is None or addresses is None:
-            found = self._tape(inputs)
+            found = self._tape((*inputs, *behind))
             if isinstance(found, Refusal):
                 self.reason = found.reason
-                return found.run(*inputs)
+                return found.run(*inputs, *behind)
             seen = Seen(found)
-            addresses = seen.addresses(inputs)
+            addresses = seen.addresses(inputs, behind)
             if addresses is None:
                 self.reason = "an input or a weight changed while it was looked at"
-                return self.module(*inputs)
+                return self.module(*inputs, *behind)
             self._last = seen
         self.reason = None
         return seen.tape.run(addresses)

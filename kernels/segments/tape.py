@@ -51,6 +51,7 @@ class Tape:
     def __init__(self, reading: Reading, inputs: Sequence[Any]) -> None:
         """Raises `UnsupportedNode`."""
         tensors = [x for x in inputs if isinstance(x, Tensor)]
+        expect(len(inputs) == reading.inputs, f"{len(inputs)} inputs, of {reading.inputs}")
         expect(all(x.is_cpu for x in (*tensors, *reading.weights)), "tensors that are not on a CPU")
         self._places = [place for place, x in enumerate(inputs) if isinstance(x, Tensor)]
         self._given = None if len(tensors) == len(inputs) else inputs
@@ -153,6 +154,16 @@ class Tape:
             return None
         return [inputs[place] for place in self._places]
 
+    @property
+    def count(self) -> int:
+        """Inputs that are tensors."""
+        return len(self._layouts)
+
+    @property
+    def takes_all(self) -> bool:
+        """Whether all inputs are tensors, so that places among them are those of the instructions."""
+        return self._given is None
+
     def fits(self, place: int, x: Tensor) -> bool:
         """Whether a tensor may be input number `place`; whether it is in a file changes no number."""
         known = self._layouts[place]
@@ -182,20 +193,46 @@ class Tape:
         return _filled(self._returned, outputs)
 
 
+class Behind(list[Tensor]):
+    """The last inputs of a call. The same list again has the same tensors, with their numbers where they were: it is never changed."""
+
+
+NOTHING = Behind()
+
+
 class Seen:
-    """The inputs that a tape was last called with: one that has its numbers where they were is not looked at again."""
+    """The inputs that a tape was last called with: one that has its numbers where they were is not looked at again. Threads may share
+    it."""
 
     def __init__(self, tape: Tape) -> None:
         self.tape = tape
         self._inputs: list[Any] = []
         self._at: list[int] = []
+        self._held: tuple[ref[Behind], list[int]] | None = None
         self._weights_at: list[int] = []
 
-    def addresses(self, inputs: Sequence[Any]) -> list[int] | None:
-        """Where inputs and weights begin; None: they are others than the instructions are for."""
-        tape, given = self.tape, self.tape.given(inputs)
-        if given is None:
+    def addresses(self, inputs: Sequence[Any], behind: Behind) -> list[int] | None:
+        """Where inputs, those of `behind` last, and weights begin; None: they are others than the instructions are for."""
+        tape, held = self.tape, self._held
+        known = held is not None and held[0]() is behind and len(inputs) + len(behind) == tape.count
+        given = inputs if known else tape.given([*inputs, *behind])
+        at = None if given is None else self._fitting(given)
+        if at is None:
             return None
+        if known:
+            at += held[1]
+        elif tape.takes_all:  # a list that is gone is no other's
+            self._held = (ref(behind), at[len(inputs) :])
+        weights = tape.weights_at()
+        if weights != self._weights_at:
+            if not tape.weights_fit():
+                return None
+            self._weights_at = weights
+        return at + weights
+
+    def _fitting(self, given: Sequence[Any]) -> list[int] | None:
+        """Where the first tensors begin; None where one does not fit."""
+        tape = self.tape
         try:
             at = [*map(Tensor.data_ptr, given)]
         except (TypeError, RuntimeError):
@@ -204,20 +241,16 @@ class Seen:
             if not all(map(tape.fits, range(len(given)), given)):
                 return None
             self._inputs, self._at = [ref(x) for x in given], at
-        changed = list(map(is_not, given, [seen() for seen in self._inputs]))
-        if at != self._at:
-            changed = [is_other or x != y for is_other, x, y in zip(changed, at, self._at)]
+        changed = list(map(is_not, given, [seen() for seen in self._inputs[: len(at)]]))
+        before = self._at[: len(at)]
+        if at != before:
+            changed = [is_other or x != y for is_other, x, y in zip(changed, at, before)]
         for place in compress(range(len(at)), changed):
             if not tape.fits(place, given[place]):
                 return None
             self._inputs[place] = ref(given[place])
-        self._at = at
-        weights = tape.weights_at()
-        if weights != self._weights_at:
-            if not tape.weights_fit():
-                return None
-            self._weights_at = weights
-        return at + weights
+        self._at[: len(at)] = at
+        return at
 
 
 class _Constant:
@@ -244,4 +277,4 @@ def moved(x: Any, own: Sequence[Value], first: int) -> Any:
     return [moved(part, own, first) for part in x] if isinstance(x, (list, tuple)) else x
 
 
-__all__ = ["Seen", "Tape", "layout_of", "moved", "segments_library"]
+__all__ = ["NOTHING", "Behind", "Seen", "Tape", "layout_of", "moved", "segments_library"]

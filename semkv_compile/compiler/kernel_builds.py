@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -102,7 +102,11 @@ def as_step(
     """The graph of a step on a CPU as it runs there: with a compiler one call, else node by node, where attention is called without
     PyTorch's dispatcher."""
     _undispatched(module)
-    return whole(module) if _fuses(kernels, dtype, torch.device("cpu")) else module
+    return whole(module) if _fuses(kernels, dtype, torch.device("cpu")) else partial(_all_inputs, module)
+
+
+def _all_inputs(module: GraphModule, *inputs: Tensor, behind: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
+    return module(*inputs, *behind)
 
 
 def as_turns(kernels: str, dtype: torch.dtype, module: GraphModule) -> Callable[[], Callable[..., tuple[Tensor, ...]]]:

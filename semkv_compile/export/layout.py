@@ -180,7 +180,7 @@ def next_turns(state: State, index: int) -> tuple[RowMemory, list[list[Turn]]]:
     ids = torch.zeros(1, 1, dtype=torch.int64, device="cpu")
     copy.begin_step(ids.to(state.placement.device))
     layers = Layers.of(state.placement.program)
-    return row, turns_of(row, ids[0], torch.zeros(1, dtype=torch.float32, device="cpu"), layers)
+    return row, turns_of(row, ids[0], layers)
 
 
 def general(turn: Turn) -> Turn:

@@ -41,7 +41,6 @@ class Steps(Protocol):
         ids: Tensor,
         positions: Tensor,
         known: Tensor,
-        surprisal: Tensor,
         failures: dict[int, Exception] | None = None,
     ) -> Tensor: ...
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from array import array
 from collections.abc import Iterator, Mapping
 from typing import NoReturn
 
@@ -32,6 +31,7 @@ from semkv.runtime.store.segments import Boundary, Folding, Segmentation
 from semkv.runtime.store.site_memory import SiteMemory
 from semkv.runtime.store.spans import FoldedSpans
 from semkv.runtime.store.token_store import TokenStore
+from semkv.runtime.text import Text
 
 FOLD_BLOCK, FOLD_BLOCKS = 1024, 16
 """A prompt is folded in at most `FOLD_BLOCKS` blocks of at least `FOLD_BLOCK` tokens: what is computed of one is freed before the next."""
@@ -44,7 +44,7 @@ class RowMemory:
     """Stores of one row, built from its prefill record; with `release` the record lets go of each store that is built, where no
     other one is made of it.
 
-    ids: the tokens that it has read; prompt: how many it was built from. stores: per KV store the memories of its parts, in the order of
+    text: the tokens that it has read; prompt: how many it was built from. stores: per KV store the memories of its parts, in the order of
     their heads. shares: per budgeted store, its part of the row's budget in bytes. notes: what components remember between steps.
     recurrent: of each recurrent site its states [1, ...], which steps write in place. turned: see `semkv.runtime.prompt.content`.
     chosen: of each site that chooses tokens, the places [T, n] of this step.
@@ -70,7 +70,7 @@ class RowMemory:
         """Make the memories of a prompt but for those of `stores`, which there are."""
         self.placement = placement
         self.tokens = self.prompt = record.tokens
-        self.ids = array("i", record.ids.tolist())
+        self.text = Text(record.ids, record.surprisal)
         self.check_length(self.tokens)
         self.turned = record.turned
         self.traffic = Traffic()
@@ -105,11 +105,6 @@ class RowMemory:
         grown._make(self.past.placement, self.past.record(self.text, self.stores), others, release=True)
         grown.traffic, grown.recurrent, grown.turned = self.traffic, self.recurrent, self.turned
         self.__dict__ = grown.__dict__
-
-    @property
-    def text(self) -> Tensor:
-        """The tokens that it has read, int64 [n]."""
-        return torch.tensor(self.ids, dtype=torch.int64, device="cpu")
 
     @property
     def exact_tokens(self) -> int:
@@ -414,8 +409,6 @@ class RowMemory:
                 once=site.once,
             ),
             spans,
-            made.record.ids[recent].clone(),
-            made.surprisal[recent].clone(),
             unit_state=made.unit_state(recent),
             of_prompt=len(recent),
             boundary=boundary,
@@ -454,7 +447,6 @@ class RowMemory:
         v: Tensor,
         positions: Tensor,
         ids: Tensor,
-        surprisal: Tensor,
     ) -> Entries:
         """Store new tokens where `site` owns its store, and return what it attends to; tensors without a batch dimension."""
         store, memories = self.placement.stores[site.store], self.stores[site.store]
@@ -462,7 +454,7 @@ class RowMemory:
         if owner:
             for part, memory, (allowance, limit) in zip(parts, memories, self._making_room(store, tokens)):
                 heads = slice(part.first, part.last)
-                memory.append(k[heads], v[heads], positions, ids, surprisal, allowance, limit)
+                memory.append(k[heads], v[heads], positions, self.text, allowance, limit)
         if self.past is not None:
             self.past.asked(site, q)
         step = self.step_of(site, ids, q)
@@ -493,12 +485,12 @@ class RowMemory:
         for store in self.placement.program.stores:
             if any(memory.components.forms is not None for memory in self.stores[store.store]):
                 for memory, room in zip(self.stores[store.store], self._making_room(store, self.tokens + 1)):
-                    memory.fold_ahead(*room)
+                    memory.fold_ahead(self.text, *room)
 
-    def admit(self, store: AttentionSite, ids: Tensor, surprisal: Tensor) -> list[int]:
-        """Make room in a store for a token, ids int64 [1] of surprisal [1], that a step's graph writes; its place, per part."""
+    def admit(self, store: AttentionSite) -> list[int]:
+        """Make room in a store for a token that a step's graph writes; its place, per part."""
         made = zip(self.stores[store.store], self._making_room(store, self.tokens + 1))
-        return [memory.admit(ids, surprisal, *room) for memory, room in made]
+        return [memory.admit(self.text, *room) for memory, room in made]
 
     def reserve(self, tokens: int) -> None:
         """See `State.reserve`; where it raises `BudgetError`, the row is used up."""
@@ -513,7 +505,7 @@ class RowMemory:
             rooms = self._making_room(store, self.tokens)
             for part, memory, (allowance, limit) in zip(self.placement.parts(store), self.stores[store.store], rooms):
                 cap = self._part_cap(store, part, self.tokens) if capped else float("inf")
-                memory.reserve(tokens, allowance, limit, cap * (1 - ahead / budget) if ahead else cap)
+                memory.reserve(tokens, self.text, allowance, limit, cap * (1 - ahead / budget) if ahead else cap)
 
     def step_of(self, site: AttentionSite, ids: Tensor, q: Tensor) -> Step:
         """The turn of `site` in a step over ids [T], with all of its queries [Hq, T, D]."""
@@ -541,7 +533,7 @@ class RowMemory:
         for part, memory in zip(self.placement.parts(store), memories):
             counts = memory.counts
             if counts is not None:
-                traffic.zoomed(site, part.first * site.group_size, part.last * site.group_size, *counts)
+                traffic.zoomed(site, part.first * site.group_size, *counts)
 
     def device_nbytes(self) -> int:
         """Device bytes of budgeted stores."""
@@ -570,21 +562,10 @@ class RowMemory:
         """From which surprisal on tokens bound units, of the memories in which it does."""
         yield from (memory.boundary for memory in self.memories() if memory.boundary is not None)
 
-    def patch_surprisal(self, surprisal: Tensor) -> None:
-        """Set the surprisal of the newest tokens, known only after their step: float32 [t]."""
-        if self.past is not None:
-            self.past.patch_surprisal(surprisal)
-        for memory in self.memories():
-            count = min(len(surprisal), len(memory.recent_surprisal))
-            if count:
-                known = memory.recent_surprisal.clone()  # forks share it
-                known[-count:] = surprisal[-count:]
-                memory.recent_surprisal = known
-
     def clone(self) -> RowMemory:
         copy = object.__new__(RowMemory)
         copy.placement, copy.tokens, copy.prompt, copy.shares = self.placement, self.tokens, self.prompt, self.shares
-        copy.ids = self.ids[:]
+        copy.text = self.text.clone()
         copy.part_shares = self.part_shares
         copy.exact, copy.turned = self.exact, self.turned
         copy.past = None if self.past is None else self.past.clone()

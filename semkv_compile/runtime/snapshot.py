@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from semkv.runtime.store.site_memory import SiteMemory
 from semkv.runtime.store.slots import Slots
 from semkv.runtime.store.spans import FACTORS, FoldedSpans
 from semkv.runtime.store.token_store import TokenStore
+from semkv.runtime.text import Text
 
 LARGEST_TURN = 1 << 31
 """How far rotary positions may lie above places: users may give any."""
@@ -41,7 +41,7 @@ def row_to_tensors(row: RowMemory) -> tuple[dict[str, Any], dict[str, Tensor]]:
     tensors = {f"notes.{name}": x.contiguous() for name, x in row.notes.items()}
     for site, states in row.recurrent.items():
         tensors |= {f"recurrent.{site}.{number}": x[0].contiguous() for number, x in enumerate(states)}
-    tensors["ids"] = torch.tensor(row.ids, dtype=torch.int32, device="cpu")
+    tensors |= {"ids": row.text.ids.to(torch.int32), "surprisal": row.text.surprisal}
     if row.past is not None:
         tensors |= {f"past.{name}": x.contiguous() for name, x in row.past.to_tensors().items()}
     for store, parts in row.stores.items():
@@ -55,7 +55,6 @@ def row_to_tensors(row: RowMemory) -> tuple[dict[str, Any], dict[str, Tensor]]:
             )
             if memory.spans is not None:
                 facts["folded"].append([store, number])
-                own |= {"recent_ids": memory.recent_ids, "recent_surprisal": memory.recent_surprisal}
                 if memory.boundary is not None:
                     level = [memory.boundary.nats, memory.boundary.alpha]
                     own["boundary"] = torch.tensor(level, dtype=torch.float64, device="cpu")
@@ -96,7 +95,7 @@ def row_from_tensors(placement: Placement, facts: dict[str, Any], tensors: dict[
     stores = placement.stores
     if not isinstance(row.tokens, int) or row.tokens < 1 or facts["stores"] != sorted(stores):
         raise ValueError(f"{row.tokens!r} tokens in stores {facts['stores']!r}, expected stores {sorted(stores)}")
-    row.ids = _ids(tensors["ids"], row.tokens, placement.program.vocab_size)
+    row.text = _text(tensors["ids"], tensors["surprisal"], row.tokens, placement.program.vocab_size)
     row.turned = facts.get("turned", 0)
     if type(row.turned) is not int or not -row.tokens <= row.turned <= LARGEST_TURN:
         raise ValueError(f"rotary positions that lie {row.turned!r} above places")
@@ -145,14 +144,14 @@ def _recurrent(placement: Placement, tensors: dict[str, Tensor], tokens: int) ->
     return found
 
 
-def _ids(ids: Tensor, tokens: int, vocab_size: int) -> array[int]:
+def _text(ids: Tensor, surprisal: Tensor, tokens: int, vocab_size: int) -> Text:
     if (
         ids.dtype != torch.int32
         or ids.shape != (tokens,)
         or not UNKNOWN <= int(ids.min()) <= int(ids.max()) < vocab_size
     ):
         raise ValueError(f"ids {ids.dtype} {tuple(ids.shape)}, expected {tokens} of a vocabulary of {vocab_size}")
-    return array("i", ids.tolist())
+    return Text(ids, _expect(surprisal, "surprisal", (tokens,), torch.float32))
 
 
 def _named(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
@@ -213,7 +212,6 @@ def _memory(
             reserve=placement.uncapped(site) and name == "recent",
             scores=None if scores is None else scores.to(device),
         )
-    ids, surprisal = torch.zeros(0, dtype=torch.int64, device="cpu"), torch.zeros(0, dtype=torch.float32, device="cpu")
     state = _expect(
         own.get("unit_state", torch.zeros(1, dtype=torch.int64, device="cpu")), "unit_state", (1,), torch.int64
     )
@@ -228,9 +226,6 @@ def _memory(
             raise ValueError("boundary is not a number, expected a surprisal")
         boundary = Boundary(*level.tolist())
     if folded:
-        count = (exact["recent"].length,)
-        ids = _expect(own["recent_ids"], "recent_ids", count, torch.int64).clone()
-        surprisal = _expect(own["recent_surprisal"], "recent_surprisal", count, torch.float32).clone()
         spans = FoldedSpans(site, part.components, dtype, tier=placement.tier, device=placement.where(site, tokens))
         _fill_spans(spans, own, tokens)
     memory = SiteMemory(
@@ -239,8 +234,6 @@ def _memory(
         exact["kept"],
         exact["recent"],
         spans,
-        ids,
-        surprisal,
         unit_state=int(state),
         of_prompt=of_prompt,
         boundary=boundary,

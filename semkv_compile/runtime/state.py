@@ -125,7 +125,7 @@ class State(Contents):
     @property
     def ids(self) -> list[Tensor]:
         """The text of each row, int64 [n]: the tokens that it has read, and the pending one."""
-        read = [row.text for row in self.rows]
+        read = [row.text.ids for row in self.rows]
         return read if self.pending is None else [torch.cat(pair) for pair in zip(read, self.pending.cpu())]
 
     @property
@@ -210,7 +210,8 @@ class State(Contents):
         full = max(1, sum(t.full_bytes for t in traffic))
         zooms: dict[int, Tensor] = {}
         for site in sorted({site for t in traffic for site in t.zooms}):
-            unfolded, taken = torch.stack([t.zooms[site] for t in traffic if site in t.zooms]).sum(0)
+            counts = [t.zooms[site] for t in traffic if site in t.zooms]
+            unfolded, taken = torch.tensor(counts, dtype=torch.float32, device="cpu").sum(0)
             zooms[site] = unfolded / taken.clamp(min=1)
         return Stats(
             steps=most,
@@ -426,38 +427,32 @@ class State(Contents):
         steps = self.placement.steps
         assert steps is not None
         if self.placement.program.batched:
-            return steps.step(self.rows, ids, positions, self._ids, self._surprisal, self.failures)
-        known, surprisal = self._ids, self._surprisal
+            return steps.step(self.rows, ids, positions, self._ids, self.failures)
         rows = [slice(row, row + 1) for row in range(len(self.rows))]
-        return torch.cat([steps.step(self.rows[r], ids[r], positions[r], known[r], surprisal[r]) for r in rows])
+        return torch.cat([steps.step(self.rows[r], ids[r], positions[r], self._ids[r]) for r in rows])
 
     def alone(self, row: int) -> State:
         """One row in the step that has begun: for programs that take one at a time."""
         one = State(self.placement, [self.rows[row]], self.logits[row : row + 1])
-        one._ids, one._surprisal = (x[row : row + 1] for x in (self._ids, self._surprisal))
+        one._ids = self._ids[row : row + 1]
         return one
 
     def end_step(self, ids: Tensor, logits: Tensor) -> None:
         """Count the tokens `ids` [B, T] in, given the logits [B, T|1, vocab] after them."""
         self.logits = logits[:, -1]
-        known = None
-        if ids.shape[1] > 1 and self.placement.plan.reads_surprisal:
-            known = torch.nn.functional.cross_entropy(
-                logits[:, :-1].float().transpose(1, 2), ids[:, 1:], reduction="none", ignore_index=UNKNOWN
-            ).cpu()
         tokens = ids.shape[1]
+        if tokens > 1 and self.placement.plan.reads_surprisal:  # of the first it was known before
+            self._surprisal[:, 1:] = torch.nn.functional.cross_entropy(
+                logits[:, :-1].float().transpose(1, 2), ids[:, 1:], reduction="none", ignore_index=UNKNOWN
+            )
         turned = self.turned_behind([row.tokens + tokens for row in self.rows], tokens)
         for index, row in enumerate(self.rows):
             if self.failures and index in self.failures:
                 continue
             row.tokens += tokens
             row.turned = turned[index]
-            row.ids.extend(self._ids[index].tolist())
+            row.text.add(self._ids[index], self._surprisal[index])
             row.traffic.steps += 1
-            if row.past is not None:
-                row.past.read(self._surprisal[index])
-            if known is not None:
-                row.patch_surprisal(known[index])
             row.stepping = False
 
     def turned_rows(self) -> list[int]:
@@ -505,7 +500,6 @@ class State(Contents):
                         v[index],
                         positions[index],
                         self._ids[index],
-                        self._surprisal[index],
                     )
             rows.append(made)
         if self.watch is not None:

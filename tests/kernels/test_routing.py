@@ -51,8 +51,7 @@ def memory(router: Router, lengths: list[int], *, fill: bool = True, summary: Su
         None  # routing reads none of them, and their tier's lock cannot go to another process
     )
     empty = (TokenStore(numbers(2, 0, 16), numbers(2, 0, 12), torch.zeros(1, 0), 8) for _ in range(2))
-    none = torch.zeros(0, dtype=torch.int64), torch.zeros(0)
-    return SiteMemory(SITE, components, *empty, spans, *none, device=torch.device("cpu"))
+    return SiteMemory(SITE, components, *empty, spans, device=torch.device("cpu"))
 
 
 ROUTERS = {

@@ -11,6 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import semkv
+from semkv.compiler.kernel_builds import as_step, as_turns
 from semkv.ir.graph import copy_graph_module, output_value
 from semkv.kernels.cpp import compiler
 from semkv.kernels.mixed_attention import mixed_attention
@@ -215,7 +216,7 @@ def test_a_decode_step_is_one_call(monkeypatch):
 
     def as_one(kernels, dtype, module, anew):
         if kernels == "torch":
-            return module
+            return as_step(kernels, dtype, module, anew)
         steps.append(whole(module))
         return steps[-1]
 
@@ -224,8 +225,8 @@ def test_a_decode_step_is_one_call(monkeypatch):
             steps.append(made.another())
             return steps[-1]
 
-        made = module if kernels == "torch" else whole(module)
-        return another if kernels != "torch" else lambda: module
+        made = as_turns(kernels, dtype, module) if kernels == "torch" else whole(module)
+        return made if kernels == "torch" else another
 
     monkeypatch.setattr("semkv.compiled.as_step", as_one)
     monkeypatch.setattr("semkv.compiled.as_turns", as_several)

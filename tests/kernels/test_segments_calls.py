@@ -9,6 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import semkv
 from semkv import compiled as compiled_module
+from semkv.compiler.kernel_builds import as_step
 from semkv.kernels.cpp import compiler
 from semkv.kernels.segments import Segment, whole
 from tests.conftest import quick_ones
@@ -49,7 +50,7 @@ def test_a_real_step_is_one_call(method, prompt, monkeypatch):
     assert [type(run) for run in runs(fused)] == [Segment]
     assert [run.reason for run in runs(fused)] == [None]
     assert len(runs(fused)[0]._known.tapes) > 1 or method == "sekv"
-    monkeypatch.setattr(compiled_module, "as_step", lambda kernels, dtype, module: module)
+    monkeypatch.setattr(compiled_module, "as_step", lambda kernels, dtype, module: as_step("torch", dtype, module))
     plain = compiled_by(method)
     expected = decoded(plain, prompt)
     assert not any(isinstance(run, Segment) for run in runs(plain))

@@ -38,7 +38,7 @@ def allocated_bytes(row) -> int:
     for memory in row.budgeted():
         tensors += [*memory.kept.buffers, *memory.recent.buffers]
         tensors += memory.spans.device_tensors() if memory.spans else []
-        tensors += memory.slots.tensors().values() if memory.slots else []
+        tensors += memory.slots.tensors.values() if memory.slots else []
         tensors += memory.factors.tensors if memory.factors else []
     return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
 

@@ -44,9 +44,8 @@ def memory(own: SketchRouter) -> tuple[SiteMemory, dict[str, torch.Tensor]]:
         TokenStore(numbers(2, 0, 16), numbers(2, 0, 12), torch.zeros(1, 0), 8),
         TokenStore(recent_k, recent_v, where, 8),
     )
-    none = torch.zeros(0, dtype=torch.int64), torch.zeros(0)
     held = {"k": k, "v": v, "recent_k": recent_k, "recent_v": recent_v}
-    return SiteMemory(SITE, components, *stores, spans, *none, device=torch.device("cpu")), held
+    return SiteMemory(SITE, components, *stores, spans, device=torch.device("cpu")), held
 
 
 def attended(site: AttentionSite, found: SiteMemory, q: torch.Tensor, allowance: float) -> torch.Tensor:

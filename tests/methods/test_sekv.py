@@ -72,8 +72,7 @@ def memory(router=None, **changes) -> tuple[SiteMemory, dict[str, torch.Tensor]]
     spans.fold(
         Folding(made["k"][:, inside], made["v"][:, inside], where[0, inside], made["surprisal"][inside], lengths)
     )
-    recent = (torch.zeros(RECENT, dtype=torch.int64), made["surprisal"][-RECENT:])
-    return SiteMemory(SITE, components, *stores, spans, *recent, device=torch.device("cpu")), made
+    return SiteMemory(SITE, components, *stores, spans, device=torch.device("cpu")), made
 
 
 def span_edges() -> list[tuple[int, int]]:

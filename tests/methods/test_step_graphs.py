@@ -102,8 +102,11 @@ def test_a_graph_is_of_tensors_and_asks_the_host_nothing(whole, prompt, case):
     state = compiled.prefill(prompt(PROMPT, 1))
     given = []
     steps = compiled.placement.steps
-    plain, run = steps.graphs.prepare, lambda *inputs: given.append(inputs) or runs[0](*inputs)
-    runs: list = []
+    plain, runs = steps.graphs.prepare, []
+
+    def run(*inputs, behind):
+        given.append((*inputs, *behind))
+        return runs[0](*inputs, behind=behind)
 
     def prepare(module: GraphModule, anew: frozenset[int]):
         runs[:] = [plain(module, anew)]

@@ -77,7 +77,7 @@ def resident_nbytes(row: RowMemory) -> int:
             assert storages(iter(own)) <= room
             total += room
         if memory.slots is not None:
-            tensors += memory.slots.tensors().values()
+            tensors += memory.slots.tensors.values()
         if memory.factors is not None:
             tensors += memory.factors.tensors
         total += storages(iter(tensors)) - memory.reserved_nbytes

@@ -15,6 +15,7 @@ from semkv.runtime.components import Components
 from semkv.runtime.step import Step
 from semkv.runtime.store.site_memory import SiteMemory
 from semkv.runtime.store.token_store import TokenStore
+from semkv.runtime.text import Text
 
 SITE = AttentionSite(index=0, name="layer", store=0, q_heads=4, kv_heads=2, key_dim=6, value_dim=3, scale=0.5)
 COMPONENTS = Components(evictor=HeavyHitters(0.5), reads_queries=True)
@@ -27,8 +28,7 @@ def empty(page: int) -> SiteMemory:
         where = torch.zeros(1, 0, dtype=torch.int32)
         return TokenStore(torch.zeros(2, 0, 6), torch.zeros(2, 0, 3), where, page, scores=torch.zeros(2, 0))
 
-    none = torch.zeros(0, dtype=torch.int64)
-    return SiteMemory(SITE, COMPONENTS, store(), store(), None, none, none.float(), device=torch.device("cpu"))
+    return SiteMemory(SITE, COMPONENTS, store(), store(), None, device=torch.device("cpu"))
 
 
 class Loop:
@@ -50,11 +50,11 @@ class Loop:
 
 
 def run(memory: SiteMemory, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sizes: list[int], cap: float) -> None:
-    start = 0
+    start, text = 0, Text(torch.zeros(0, dtype=torch.int64))
     for size in sizes:
         new = slice(start, start + size)
         where = torch.arange(start, start + size)
-        memory.append(k[:, new], v[:, new], where, where, torch.zeros(size), cap, 0)
+        memory.append(k[:, new], v[:, new], where, text, cap, 0)
         memory.entries(SITE, q[:, new], 0.0, Step(where, start, SITE, q[:, new]))
         assert memory.fixed_nbytes <= cap
         start += size
@@ -106,7 +106,7 @@ def test_heads_keep_different_tokens_and_a_clone_its_own():
     copy = memory.clone()
     before = memory.kept.scores.clone()
     where = torch.tensor([60])
-    copy.append(k[:, 60:61], v[:, 60:61], where, where, torch.zeros(1), 32 * TOKEN, 0)
+    copy.append(k[:, 60:61], v[:, 60:61], where, Text(where[:0]), 32 * TOKEN, 0)
     copy.entries(SITE, q[:, 60:61], 0.0, Step(where, 60, SITE, q[:, 60:61]))
     assert torch.equal(memory.kept.scores, before)
     assert not torch.equal(copy.recent.scores[:, :-1].sum(), memory.recent.scores.sum())

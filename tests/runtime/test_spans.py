@@ -133,7 +133,7 @@ def test_unfolding_raw_spans_per_head():
         check_tokens(spans, got, k, v, groups, union)
         moved = sum(LENGTHS[unit] for units in union for unit in units)
         assert moved_nbytes == moved * 28 * 4
-        assert got.nbytes == sum(x.nbytes for x in got.tensors().values())
+        assert got.nbytes == sum(x.nbytes for x in got.tensors.values())
 
 
 def test_what_is_resident_is_not_moved_again():

@@ -17,6 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from semkv.ir.graph import placeholders
 from semkv.ir.program import Program
+from semkv.kernels.segments import Behind
 from semkv.runtime.decode.attending import attending
 from semkv.runtime.decode.step_graph import TRACING, StepGraphs, Turn
 from semkv.runtime.prompt.content import Contents
@@ -174,9 +175,8 @@ class _Step(Contents):
     ) -> Tensor:
         layer, passed = turn.layer, self._passed[r]
         call = self.many.turn_of(row, turn, terms, passed)
-        state = [*turn.tensors.values(), *turn.constants.values()]
-        state += [passed[name] for name in layer.tensors[len(state) :]]
-        out, *more = call(*given, numbers, *state, *terms.values())
+        behind, others = turn.behind, [*(passed[name] for name in layer.tensors[len(turn.behind) :]), *terms.values()]
+        out, *more = call(*given, numbers, behind=Behind([*behind, *others]) if others else behind)
         if layer.reads:
             moved, read, *more = more
             self.told[r].append((moved[0], read[0]))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -12,10 +14,11 @@ from torch.fx import GraphModule
 from semkv.ir.ops import mixed_attention
 from semkv.ir.program import Program
 from semkv.ir.site import AttentionSite
+from semkv.kernels.segments import Behind
 from semkv.runtime.components import Components, Giver, Plan, Scorer, Taker
 from semkv.runtime.decode.layer_step import PLACES, Layer
 from semkv.runtime.decode.many_rows import ManyRows
-from semkv.runtime.decode.step_graph import TERMS, Prepare, StepGraphs, Turn
+from semkv.runtime.decode.step_graph import TERMS, Prepare, StepGraphs, Turn, Turns
 from semkv.runtime.row_memory import RowMemory
 from semkv.runtime.store.site_memory import SiteMemory
 
@@ -37,9 +40,11 @@ def _serves(components: Components) -> bool:
 
 @dataclass
 class Layers:
-    """The layers of a program as traces know them. settings: what the attention of each site is called with, but for tensors."""
+    """The layers of a program as traces know them. settings: what the attention of each site is called with, but for tensors; last: what
+    rows brought to their last steps."""
 
     settings: Mapping[int, Mapping[str, object]]
+    last: WeakKeyDictionary[RowMemory, Turns] = field(default_factory=WeakKeyDictionary)
     _known: dict[tuple[object, ...], tuple[Layer, dict[str, Tensor]]] = field(default_factory=dict)
 
     @classmethod
@@ -81,18 +86,20 @@ def _constants(site: AttentionSite, components: Components, device: torch.device
     return {name: x.to(device) for name, x in found.items()}
 
 
-def turns_of(row: RowMemory, ids: Tensor, surprisal: Tensor, layers: Layers) -> list[list[Turn]]:
-    """Make room for a token ids int64 [1] of surprisal float32 [1] in every store, and say what each part of each site brings."""
+def turns_of(row: RowMemory, ids: Tensor, layers: Layers) -> Turns:
+    """Make room for a token ids int64 [1] in every store, and say what each part of each site brings."""
     placement, tokens = row.placement, row.tokens + 1
-    turns = []
+    turns = layers.last.setdefault(row, Turns([] for _ in placement.program.sites))
     nothing = torch.empty(0, 0, 0, dtype=torch.float32, device="cpu")
     for site in placement.program.sites:
         store, memories = placement.stores[site.store], row.stores[site.store]
         parts, owner = placement.parts(store), site.index == store.index
-        places = row.admit(store, ids, surprisal) if owner else [0] * len(parts)
+        places = row.admit(store) if owner else [0] * len(parts)
         rooms = row.workspace_allowance(store, tokens)
-        own = []
-        for part, memory, at, room in zip(parts, memories, places, rooms):
+        own = turns[site.index]
+        if len(own) != len(parts):
+            own.clear()
+        for number, (part, memory, at, room) in enumerate(zip(parts, memories, places, rooms)):
             mine = part.site(site)
             count, usable, start, shift = memory.prepare(mine, room)
             tensors, bringer, back = memory.step_tensors(), memory.components.bringer, []
@@ -107,13 +114,14 @@ def turns_of(row: RowMemory, ids: Tensor, surprisal: Tensor, layers: Layers) -> 
                     PLACES: memory.there.by_position((tokens + POSITIONS) // POSITIONS * POSITIONS + 1),
                 }
             layer, constants = layers.layer(mine, owner, memory, tensors, placement.plan)
-            own.append(Turn(layer, (at, count, usable, start, shift), tensors, constants, back))
-        turns.append(own)
+            if number == len(own) or own[number].tensors is not tensors or own[number].layer is not layer:
+                turns.put(site.index, number, Turn(layer, (), tensors, constants, back))
+            own[number].numbers = (at, count, usable, start, shift)
     return turns
 
 
-def take_turns(row: RowMemory, turns: Sequence[Sequence[Turn]], told: Iterator[tuple[list[int], Tensor]]) -> None:
-    """Count what a step did to a row; told: for each turn that reads units, tokens copied and there, and units read int64 [H]."""
+def take_turns(row: RowMemory, turns: Sequence[Sequence[Turn]], told: Iterator[tuple[list[int], list[int]]]) -> None:
+    """Count what a step did to a row; told: for each turn that reads units, tokens copied and there, and units that each head read."""
     placement, tokens = row.placement, row.tokens + 1
     for site, own in zip(placement.program.sites, turns):
         store, memories = placement.stores[site.store], row.stores[site.store]
@@ -161,17 +169,16 @@ class GraphedSteps:
         ids: Tensor,
         positions: Tensor,
         known: Tensor,
-        surprisal: Tensor,
         failures: dict[int, Exception] | None = None,
     ) -> Tensor:
-        """Run the tokens ids int64 [B, 1] at `positions` int64 [B, 1], a row each -> hidden [B, 1, H]. known, surprisal [B, 1]: the ids
-        and their surprisal float32 on the host. failures: rows that are out of the step, and why; those that find no room join them, and
-        their hidden states are zeros. None: such an error ends the step."""
-        turns: dict[int, list[list[Turn]]] = {}
+        """Run the tokens ids int64 [B, 1] at `positions` int64 [B, 1], a row each -> hidden [B, 1, H]. known [B, 1]: the ids on
+        the host. failures: rows that are out of the step, and why; those that find no room join them, and their hidden states are zeros.
+        None: such an error ends the step."""
+        turns: dict[int, Turns] = {}
         for r, row in enumerate(rows):
             try:
                 if not failures or r not in failures:
-                    turns[r] = turns_of(row, known[r], surprisal[r], self.layers)
+                    turns[r] = turns_of(row, known[r], self.layers)
             except Exception as error:
                 if failures is None:
                     raise
@@ -190,7 +197,7 @@ class GraphedSteps:
     def _run(
         self,
         rows: Sequence[RowMemory],
-        turns: Sequence[list[list[Turn]]],
+        turns: Sequence[Turns],
         ids: Tensor,
         positions: Tensor,
         known: Tensor,
@@ -208,7 +215,7 @@ class GraphedSteps:
             hidden, found, behind, observed = self.many.run(rows, turns, ids, positions, asked)
             moved = torch.stack([x for x, _ in found]).tolist() if found else []
             read = [x for _, x in found]
-        told = iter(zip(moved, read))
+        told = iter(zip(moved, _lists(read)))
         for row, own in zip(rows, turns):
             take_turns(row, own, told)
         queries = dict(zip(asked, behind))
@@ -225,23 +232,28 @@ class GraphedSteps:
         return hidden
 
     def _alone(
-        self, row: RowMemory, turns: Sequence[Sequence[Turn]], ids: Tensor, positions: Tensor, asked: tuple[int, ...]
+        self, row: RowMemory, turns: Turns, ids: Tensor, positions: Tensor, asked: tuple[int, ...]
     ) -> tuple[Tensor, list[list[int]], list[Tensor], list[Tensor], tuple[int, ...]]:
         """The step of one row: hidden; of turns that read units, tokens copied and there, and units read; queries and hidden states."""
-        graph = self.graphs.of(turns, asked)
-        flat = [turn for parts in turns for turn in parts]
-        numbers = torch.tensor([turn.numbers for turn in flat], dtype=torch.int64, device="cpu")[..., None]
-        state = [x for turn in flat for x in turn.tensors.values()]
-        state += [x for site in row.placement.program.stateful for x in row.recurrent[site.index]]
-        if row.placement.program.seams.rotary:
-            state.append(torch.tensor([[row.turned]], dtype=torch.int64, device=ids.device))
-        hidden, *more = graph.run(ids, positions, numbers.to(ids.device), *state)
-        reading = sum(turn.layer.reads for turn in flat)
+        graph, program = self.graphs.of(turns, asked), row.placement.program
+        numbers = torch.tensor([turn.numbers for turn in turns.flat], dtype=torch.int64, device="cpu")[..., None]
+        others = [x for site in program.stateful for x in row.recurrent[site.index]]
+        if program.seams.rotary:
+            others.append(torch.tensor([[row.turned]], dtype=torch.int64, device=ids.device))
+        state = Behind([*turns.behind, *others]) if others else turns.behind
+        hidden, *more = graph.run(ids, positions, numbers.to(ids.device), behind=state)
+        reading = sum(turn.layer.reads for turn in turns.flat)
         if not reading:
             return hidden, [], [], more, graph.observed
         told, behind = more[: 1 + reading], more[1 + reading :]
         moved, *read = told if ids.device.type == "cpu" else _on_host(told)
         return hidden, moved[:, 0].tolist(), [x[0] for x in read], behind, graph.observed
+
+
+def _lists(told: Sequence[Tensor]) -> Iterator[list[int]]:
+    """Tensors [n] of whole numbers as lists."""
+    numbers = iter(torch.cat(list(told)).tolist() if told else [])
+    return (list(islice(numbers, len(x))) for x in told)
 
 
 def _on_host(told: Sequence[Tensor]) -> list[Tensor]:

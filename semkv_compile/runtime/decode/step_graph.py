@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from threading import RLock
 
 import torch
@@ -22,6 +23,7 @@ from semkv.ir.graph import attribute, copy_graph_module, placeholders
 from semkv.ir.ops import mixed_attention
 from semkv.ir.program import Program
 from semkv.ir.recurrence import RecurrentSite
+from semkv.kernels.segments import Behind
 from semkv.runtime.decode.layer_step import NUMBERS, Layer, attend_step
 
 aten = torch.ops.aten
@@ -34,10 +36,10 @@ TERMS = ("sinks", "bias_slopes", "bias_table")
 """Arguments of `semkv::mixed_attention` that have one row per query head."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Turn:
-    """What a row's part of one site brings to a step: numbers of `NUMBERS`, state by name without a dimension of rows, and what is the same
-    in every step. back: tensors, each with the one in its place in `tensors`, which the step writes to."""
+    """What a row's part of one site brings to a step: numbers of `NUMBERS`, anew each time, state by name without a dimension of rows, and
+    what is the same in every step. back: tensors, each with the one in its place in `tensors`, which the step writes to."""
 
     layer: Layer
     numbers: tuple[int, ...]
@@ -45,10 +47,38 @@ class Turn:
     constants: dict[str, Tensor]
     back: Sequence[tuple[Tensor, Tensor]] = ()
 
+    @cached_property
+    def behind(self) -> Behind:
+        """State and constants."""
+        return Behind([*self.tensors.values(), *self.constants.values()])
+
+
+class Turns(list[list[Turn]]):
+    """What a row brings to its steps, of each site its parts."""
+
+    def put(self, site: int, part: int, turn: Turn) -> None:
+        """Another turn, or a first one. The old one's tensors are let go of at once."""
+        self.__dict__.clear()
+        self[site][part : part + 1] = [turn]
+
+    @cached_property
+    def flat(self) -> list[Turn]:
+        return [turn for parts in self for turn in parts]
+
+    @cached_property
+    def behind(self) -> Behind:
+        """The state of all turns."""
+        return Behind(x for turn in self.flat for x in turn.tensors.values())
+
+    @cached_property
+    def graphs(self) -> dict[tuple[int, ...], StepGraph]:
+        """The graph of their step, by the sites whose queries it returns."""
+        return {}
+
 
 @dataclass(frozen=True)
 class StepGraph:
-    """run: (ids int64 [1, 1], positions int64 [1, 1], numbers int64 [turns, len(NUMBERS), 1], *state of all turns, *states
+    """run: (ids int64 [1, 1], positions int64 [1, 1], numbers int64 [turns, len(NUMBERS), 1]; behind: state of all turns, states
     [1, ...] of all recurrent sites, turned int64 [1, 1] where rotary positions have several axes) -> (hidden [1, 1, H],
     told int64 [reading turns, 1, 2], units read [1, H] of each of them, queries [1, Hq, 1, D] of each site of `asked`, hidden states
     [1, 1, H] that enter each site of `observed`)."""
@@ -61,8 +91,8 @@ class StepGraph:
 class StepGraphs:
     """The graphs of a program's decode steps, made when a composition is met first.
 
-    prepare: makes of a graph, and of the places of the inputs that come anew with each step, what runs it. Raises
-    `NotImplementedError` for a program whose steps ask for more than memory.
+    prepare: makes of a graph, and of the places of the inputs that come anew with each step, what runs it; it takes the state as
+    `behind`. Raises `NotImplementedError` for a program whose steps ask for more than memory.
     """
 
     def __init__(self, program: Program, prepare: Prepare) -> None:
@@ -71,8 +101,13 @@ class StepGraphs:
         self._graphs: dict[tuple[object, ...], StepGraph] = {}
         self._traces: dict[tuple[object, ...], GraphModule] = {}
 
-    def of(self, turns: Sequence[Sequence[Turn]], asked: tuple[int, ...]) -> StepGraph:
-        """For the turns of each site's parts; asked: sites whose queries are returned."""
+    def of(self, turns: Turns, asked: tuple[int, ...]) -> StepGraph:
+        """For the turns of a row; asked: sites whose queries are returned."""
+        if asked not in turns.graphs:
+            turns.graphs[asked] = self._of(turns, asked)
+        return turns.graphs[asked]
+
+    def _of(self, turns: Turns, asked: tuple[int, ...]) -> StepGraph:
         key = (asked, *(tuple(turn.layer.kind for turn in parts) for parts in turns))
         with TRACING:
             if key not in self._graphs:
@@ -324,4 +359,4 @@ def _descendants_by_item(node: Node) -> list[Node]:
     return [user for item in node.users if item.target == operator.getitem for user in item.users]
 
 
-__all__ = ["StepGraph", "StepGraphs", "Turn"]
+__all__ = ["StepGraph", "StepGraphs", "Turn", "Turns"]

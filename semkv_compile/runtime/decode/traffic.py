@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-
-import torch
-from torch import Tensor
 
 from semkv.ir.site import AttentionSite
 
@@ -35,7 +33,7 @@ class Traffic:
     residency as a share of the budget at that step, of a store or of all; device_share, attended_share: the largest part of its full KV
     that a store held on the device, and that it read, in any step; excess_share: that it held beyond its cap; device_bytes, attended_bytes,
     excess_bytes, full_bytes: summed over steps and stores, whose ratios are the means; offloaded_bytes: from the device to the host, when
-    layers left it; zooms: per site float32 [2, Hq], units unfolded and decisions taken.
+    layers left it; zooms: per site and query head, units unfolded and decisions taken.
     """
 
     steps: int = 0
@@ -51,7 +49,7 @@ class Traffic:
     excess_bytes: int = 0
     full_bytes: int = 0
     offloaded_bytes: int = 0
-    zooms: dict[int, Tensor] = field(default_factory=dict)
+    zooms: dict[int, tuple[list[int], list[int]]] = field(default_factory=dict)
 
     def turn(self, held: float, attended: int, excess: int, full: int) -> None:
         """Count the turn of one store, whose full KV takes `full` bytes: `held` on the device, `excess` of them beyond its cap, `attended`
@@ -64,16 +62,16 @@ class Traffic:
         self.excess_bytes += excess
         self.full_bytes += full
 
-    def zoomed(self, site: AttentionSite, first: int, last: int, read: Tensor, taken: int) -> None:
-        """Count what the query heads [first, last) of a site read: units int64 [last - first], of so many decisions each."""
-        counts = self.zooms.get(site.index)
-        if counts is None:
-            counts = self.zooms[site.index] = torch.zeros(2, site.q_heads, dtype=torch.float32, device="cpu")
-        whole = last - first == site.q_heads
-        (counts[0] if whole else counts[0, first:last]).add_(read)
-        (counts[1] if whole else counts[1, first:last]).add_(taken)
+    def zoomed(self, site: AttentionSite, first: int, read: Sequence[int], taken: int) -> None:
+        """Count the units that query heads of a site, from `first` on, have read, of so many decisions each."""
+        if site.index not in self.zooms:
+            self.zooms[site.index] = [0] * site.q_heads, [0] * site.q_heads
+        unfolded, decisions = self.zooms[site.index]
+        for head, units in enumerate(read, first):
+            unfolded[head] += units
+            decisions[head] += taken
 
     def clone(self) -> Traffic:
         copy = Traffic(**{name: getattr(self, name) for name in SUMS})
-        copy.zooms = {site: count.clone() for site, count in self.zooms.items()}
+        copy.zooms = {site: (unfolded[:], decisions[:]) for site, (unfolded, decisions) in self.zooms.items()}
         return copy

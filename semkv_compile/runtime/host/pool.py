@@ -215,7 +215,8 @@ class HostTokens:
     def fill(
         self, rooms: Sequence[Tensor], at: Tensor, index: Tensor, heads: Tensor, *, threads: int | None = None
     ) -> None:
-        """See `semkv.runtime.prefetch.Source`. Codes go to rooms for codes as they are, and become numbers in rooms for numbers."""
+        """Copy the tokens at places `index` int64 [n] of KV heads `heads` to rows `at` int64 [n] of `rooms`. Codes go to rooms for codes as
+        they are, and become numbers in rooms for numbers."""
         parts, numbers = self.parts, len(rooms) == 2
         names = ("k", "v") if numbers else ("k", "v", "k_scale", "v_scale")
         waiting = [parts[name].stored for name in names]

@@ -36,11 +36,8 @@ class PromptPart:
 
     @property
     def surprisal(self) -> Tensor:
-        return (
-            torch.zeros(self.record.tokens, dtype=torch.float32, device="cpu")
-            if self.record.surprisal is None
-            else self.record.surprisal
-        )
+        known = self.record.surprisal
+        return torch.zeros(self.record.tokens, dtype=torch.float32, device="cpu") if known is None else known
 
     def unit_state(self, recent: Tensor) -> int:
         """Where units stand before the window of tokens `recent`, see `Continuing`."""

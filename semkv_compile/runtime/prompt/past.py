@@ -13,28 +13,25 @@ from semkv.runtime.placement import Placement
 from semkv.runtime.prompt.record import OBSERVED_QUERIES, RowRecord, head_orders, key_balances
 from semkv.runtime.store.site_memory import SiteMemory
 from semkv.runtime.store.token_store import plain
+from semkv.runtime.text import Text
 
 
 @dataclass
 class Past:
     """All that `RowRecord` has beside the text, keys and values, on the host, gathered as the row grows.
 
-    placement: of the method that takes over. surprisal: float32 [n] in nats. queries: per site the last ones in
+    placement: of the method that takes over. queries: per site the last ones in
     pieces [Hq, t, D], all of them where the method reads all. features: per site that is observed, hidden states in pieces [t, H].
     """
 
     placement: Placement
-    surprisal: Tensor
     queries: dict[int, list[Tensor]] = field(default_factory=dict)
     features: dict[int, list[Tensor]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, placement: Placement, record: RowRecord) -> Past:
         """Of a prompt."""
-        surprisal = record.surprisal
-        if surprisal is None:
-            surprisal = torch.zeros(record.tokens, dtype=torch.float32, device="cpu")
-        past = cls(placement, surprisal.clone())
+        past = cls(placement)
         for site in placement.program.sites:
             past.asked(site, record.queries[site.index])
         for place, hidden in record.features.items():
@@ -45,7 +42,7 @@ class Past:
     def nbytes(self) -> int:
         """Bytes on the host."""
         pieces = (*self.queries.values(), *self.features.values())
-        return self.surprisal.nbytes + sum(x.nbytes for piece in pieces for x in piece)
+        return sum(x.nbytes for piece in pieces for x in piece)
 
     def asked(self, site: AttentionSite, q: Tensor) -> None:
         """The site's next queries are q [Hq, t, D]."""
@@ -61,26 +58,18 @@ class Past:
         if site in self.placement.plan.features:
             self.features.setdefault(site, []).append(hidden.to("cpu", copy=True))
 
-    def read(self, surprisal: Tensor) -> None:
-        """The next tokens' surprisal is float32 [t]."""
-        self.surprisal = torch.cat([self.surprisal, surprisal.cpu()])
-
-    def patch_surprisal(self, surprisal: Tensor) -> None:
-        """The surprisal of the newest tokens, float32 [t], is known only now."""
-        self.surprisal = torch.cat([self.surprisal[: len(self.surprisal) - len(surprisal)], surprisal])
-
-    def record(self, ids: Tensor, stores: Mapping[int, tuple[SiteMemory, ...]]) -> RowRecord:
-        """The row of the text ids int64 [n], whose `stores` hold every token, as a prompt that was read just now."""
+    def record(self, text: Text, stores: Mapping[int, tuple[SiteMemory, ...]]) -> RowRecord:
+        """The row of a text, whose `stores` hold every token, as a prompt that was read just now."""
         placement = self.placement
         queries = {site: torch.cat(pieces, 1) for site, pieces in self.queries.items()}
         if not self._all_queries:
             queries = {site: q[:, -OBSERVED_QUERIES:] for site, q in queries.items()}
         return RowRecord(
-            ids=ids,
+            ids=text.ids,
             keys={store.store: plain(stores[store.store][0].recent.k).cpu() for store in placement.budgeted},
             values={store.store: plain(stores[store.store][0].recent.v).cpu() for store in placement.budgeted},
             queries=queries,
-            surprisal=self.surprisal if placement.plan.reads_surprisal else None,
+            surprisal=text.surprisal if placement.plan.reads_surprisal else None,
             all_queries=self._all_queries,
             head_orders=head_orders(placement.program),
             balances=key_balances(placement.program),
@@ -92,7 +81,6 @@ class Past:
         """A copy that grows on its own; pieces are shared, which nobody writes to."""
         return Past(
             self.placement,
-            self.surprisal,
             {site: list(pieces) for site, pieces in self.queries.items()},
             {site: list(pieces) for site, pieces in self.features.items()},
         )
@@ -105,19 +93,13 @@ class Past:
 
     def to_tensors(self) -> dict[str, Tensor]:
         """From which `from_tensors` makes an equal one."""
-        out = {"surprisal": self.surprisal}
-        out |= {f"queries.{site}": torch.cat(pieces, 1) for site, pieces in self.queries.items()}
+        out = {f"queries.{site}": torch.cat(pieces, 1) for site, pieces in self.queries.items()}
         return out | {f"features.{site}": torch.cat(pieces) for site, pieces in self.features.items()}
 
     @classmethod
     def from_tensors(cls, placement: Placement, own: Mapping[str, Tensor], tokens: int) -> Past:
         """Of a row of `tokens` tokens; `ValueError` or `KeyError` where the tensors are not of one."""
-        surprisal = own["surprisal"]
-        if surprisal.shape != (tokens,) or surprisal.dtype != torch.float32:
-            raise ValueError(
-                f"its surprisal is {surprisal.dtype} {tuple(surprisal.shape)}, expected that of {tokens} tokens"
-            )
-        past = cls(placement, surprisal.clone())
+        past = cls(placement)
         for site in placement.program.sites:
             if site.treatment == "method":
                 q = own[f"queries.{site.index}"]

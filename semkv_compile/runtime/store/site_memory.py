@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
+from operator import is_not
 
 import torch
 from torch import Tensor
@@ -23,16 +25,18 @@ from semkv.runtime.store.segments import Boundary, Folding
 from semkv.runtime.store.slots import Slots
 from semkv.runtime.store.spans import FoldedSpans
 from semkv.runtime.store.token_store import TokenStore, plain
+from semkv.runtime.text import Text
+
+NOTHING: Mapping[str, Tensor] = {}
 
 
 class SiteMemory:
     """Tensors of the KV heads that `site` has, without a batch dimension.
 
     kept: exact tokens that stay; recent: the newest ones; spans: what is folded, None where the method folds nothing;
-    recent_ids int64, recent_surprisal float32 in nats: one for each recent token, none where nothing will be folded; unit_state: where
-    units stand before those, see `semkv.runtime.components.Continuing`; boundary: from which surprisal on a token bounds a unit, where
-    surprisal decides, see `semkv.runtime.components.Cutting`. of_prompt: the recent tokens that the prompt left, where those that
-    follow it stay (`semkv.runtime.components.Generated`).
+    unit_state: where units stand before the recent tokens, see `semkv.runtime.components.Continuing`; boundary: from which surprisal on a
+    token bounds a unit, where surprisal decides, see `semkv.runtime.components.Cutting`. of_prompt: the recent tokens that the prompt left,
+    where those that follow it stay (`semkv.runtime.components.Generated`).
 
     slots: what the last step unfolded, None before the first; factors: of that, spans that are read as factors.
     reserved: tokens that may follow before anything is folded, dropped or changes its size, see `reserve`.
@@ -47,8 +51,6 @@ class SiteMemory:
         kept: TokenStore,
         recent: TokenStore,
         spans: FoldedSpans | None,
-        recent_ids: Tensor,
-        recent_surprisal: Tensor,
         *,
         unit_state: int = 0,
         of_prompt: int = 0,
@@ -57,18 +59,17 @@ class SiteMemory:
     ) -> None:
         self.site, self.components, self.device = site, components, device
         self.kept, self.recent, self.spans = kept, recent, spans
-        self.recent_ids, self.recent_surprisal = (
-            x if spans is not None else x.new_empty(0) for x in (recent_ids, recent_surprisal)
-        )
         self.unit_state, self.of_prompt, self.boundary = unit_state, of_prompt, boundary
         self.slots: Slots | None = None
         self.factors: UnfoldedFactors | None = None
         self.moved_nbytes = self.held_nbytes = 0
         self.reads_codes = False
         self.zoom: Zoom | None = None
-        self._read: Tensor | None = None
+        self._read: list[int] | None = None
         self.reserved = 0
         self._reserved_slots: tuple[int, float] | None = None
+        self._quiet: tuple[int, float] | None = None
+        self._parts: tuple[tuple[object, ...], dict[str, Tensor]] | None = None
         self.there = StepSide(device)
 
     # -- sizes -------------------------------------------------------------------------------------------------------
@@ -158,11 +159,14 @@ class SiteMemory:
         return None if self.zoom is None else self.zoom.heads
 
     @property
-    def counts(self) -> tuple[Tensor, int] | None:
-        """(units read in the last step, summed over tokens, int64 [Hq], decisions of each query head); None where nothing is folded."""
+    def counts(self) -> tuple[list[int], int] | None:
+        """(units that each query head read in the last step, summed over tokens; decisions of each); None where nothing is folded."""
         if self._read is not None:
             return self._read, self.spans.count
-        return None if self.zoom is None else self.zoom.counts()
+        if self.zoom is None:
+            return None
+        read, decisions = self.zoom.counts()
+        return read.tolist(), decisions
 
     def slide(self, window: int) -> None:
         """Drop whole pages of what a sliding window of `window` tokens no longer sees."""
@@ -170,7 +174,7 @@ class SiteMemory:
             return
         excess = self.recent.length - (window - 1)
         if excess >= self.recent.page_size:
-            self._pop(excess)
+            self.recent.pop_front(excess)
 
     # -- new tokens --------------------------------------------------------------------------------------------------
 
@@ -179,27 +183,23 @@ class SiteMemory:
         k: Tensor,
         v: Tensor,
         positions: Tensor,
-        ids: Tensor,
-        surprisal: Tensor,
+        text: Text,
         allowance: float,
         span_limit: float,
     ) -> None:
-        """Store new tokens k [Hkv, t, D], v [Hkv, t, Dv], positions, ids, surprisal [t], and stay within `allowance`.
+        """Store new tokens k [Hkv, t, D], v [Hkv, t, Dv], positions [t], behind those of `text`, and stay within `allowance`.
 
         allowance: device bytes for fixed parts; span_limit: device bytes that one unfolded span may take per KV head.
         """
         if not self._has_reserved(k.shape[1]) and allowance != float("inf"):
-            self._make_room(k.shape[1], allowance, span_limit)
+            self._make_room(k.shape[1], text, allowance, span_limit)
         self.recent.append(k, v, positions[None])
-        self._note(ids, surprisal)
 
-    def _note(self, ids: Tensor, surprisal: Tensor) -> None:
-        """New recent tokens are ids [t] of surprisal [t]."""
-        if self.spans is not None:
-            self.recent_ids = torch.cat([self.recent_ids, ids.cpu()])
-            self.recent_surprisal = torch.cat([self.recent_surprisal, surprisal])
-
-    def _make_room(self, tokens: int, allowance: float, span_limit: float) -> None:
+    def _make_room(self, tokens: int, text: Text, allowance: float, span_limit: float) -> None:
+        """Fold, or drop, of the newest tokens of `text` what has to leave before `tokens` more come."""
+        if self._quiet is not None and self.recent.length + tokens <= self._quiet[0] and allowance >= self._quiet[1]:
+            return
+        self._quiet = None
         page = self.recent.page_size
         if self.components.evictor is not None:
             self._contend(tokens, allowance)
@@ -209,18 +209,19 @@ class SiteMemory:
             over = self.recent.length + tokens - most
             if over > 0 and self.recent.length:
                 drop = over if most <= page else -(-over // page) * page  # the only page stays full
-                self._pop(min(self.recent.length, drop))
+                self.recent.pop_front(min(self.recent.length, drop))
             return
         chunk = self.components.fold_chunk
         most = self.window_tokens(allowance) + chunk
         while self.recent.length >= chunk:
             after = self.recent.length + tokens
             if after <= most and self.kept.nbytes + -(-after // page) * self.page_nbytes <= allowance:
+                self._quiet = (min(most, -(-after // page) * page), allowance)  # up to so many nothing has to leave
                 break
-            self._fold_oldest(chunk, allowance)
+            self._fold_oldest(chunk, text, allowance)
         self._shrink(allowance - (-(-(self.recent.length + tokens) // page) * self.page_nbytes), span_limit)
 
-    def reserve(self, tokens: int, allowance: float, span_limit: float, cap: float) -> None:
+    def reserve(self, tokens: int, text: Text, allowance: float, span_limit: float, cap: float) -> None:
         """Make room for `tokens` more tokens, so that while they follow nothing is folded or dropped and no size changes: what has to leave
         within `allowance` (`append`) leaves now, and slots are what the window with its pages ahead leaves of `cap` bytes.
 
@@ -231,7 +232,7 @@ class SiteMemory:
         self.reserved, self._reserved_slots = 0, None
         self.recent.hold(0)
         if allowance != float("inf"):
-            self._make_room(tokens, allowance, span_limit)
+            self._make_room(tokens, text, allowance, span_limit)
         self.recent.hold(tokens)
         self.reserved = tokens
         least = 0
@@ -296,7 +297,7 @@ class SiteMemory:
         )
         held_k, held_v = (x if kept.bits is None else quantize(x, kept.bits) for x in (k, v))
         self.kept = TokenStore(held_k, held_v, positions, page, scores=scores[rows, best])
-        self._pop(leaving)
+        self.recent.pop_front(leaving)
 
     def window_tokens(self, allowance: float) -> int:
         """Tokens of the recent window within `allowance` bytes: at most the method's, and its share of the allowance."""
@@ -304,16 +305,15 @@ class SiteMemory:
         pages = int(allowance * self.components.window_share // self.page_nbytes)
         return max(page, min(self.components.window, pages * page))
 
-    def _pop(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        self.recent_ids, self.recent_surprisal = self.recent_ids[count:].clone(), self.recent_surprisal[count:].clone()
-        return self.recent.pop_front(count)
-
-    def _fold_oldest(self, count: int, allowance: float) -> None:
+    def _fold_oldest(self, count: int, text: Text, allowance: float) -> None:
+        """Fold the oldest `count` tokens of the window."""
+        ids, surprisal = text.newest(self.recent.length, count)
         if self.components.cutting is not None:
-            self._cut_oldest(self.components.cutting, count, allowance)
+            self._cut_oldest(self.components.cutting, ids, surprisal, allowance)
             return
-        ids, surprisal = self.recent_ids[:count].clone(), self.recent_surprisal[:count].clone()
-        k, v, positions = (x.cpu() for x in self._pop(count))  # they leave the device: units are made on the host
+        k, v, positions = (
+            x.cpu() for x in self.recent.pop_front(count)
+        )  # they leave the device: units are made on the host
         continuing, longest = self.components.continuing, 0
         if continuing is not None:
             parts, goes_on, self.unit_state = continuing.segment_on(self.unit_state, ids)
@@ -325,18 +325,17 @@ class SiteMemory:
         if longest:
             self.spans.go_on(at, longest)
 
-    def _cut_oldest(self, segmenter: Cutting, count: int, allowance: float) -> None:
-        """Of the oldest `count` tokens of the window, keep exact and fold those that their surprisal says, the first unit perhaps going on
-        with the last one."""
+    def _cut_oldest(self, segmenter: Cutting, ids: Tensor, surprisal: Tensor, allowance: float) -> None:
+        """Of the oldest tokens of the window, ids [n] of surprisal [n], keep exact and fold those that their surprisal says, the first unit
+        perhaps going on with the last one."""
         spans, boundary = self.spans, self.boundary
         assert boundary is not None, "set when the prompt was read"
         token = self.site.kv_heads * exact_nbytes(self.site, self.components, spans.dtype) + 4 * self.site.once
         room, summaries = (x / token for x in (allowance, spans.device_nbytes))
         places = segmenter.places(room, self.kept.length, summaries, self.kept.page_size)
         before = spans.open_tokens(int(self.recent.positions[0, 0]))
-        parts, goes_on = segmenter.cut(self.recent_surprisal[:count], boundary, before, places)
-        ids, surprisal = self.recent_ids[: parts.recent].clone(), self.recent_surprisal[: parts.recent].clone()
-        k, v, positions = self._pop(parts.recent)
+        parts, goes_on = segmenter.cut(surprisal, boundary, before, places)
+        k, v, positions = self.recent.pop_front(parts.recent)
         if len(parts.kept):
             at = parts.kept.to(k.device)
             self.kept.append(k[:, at], v[:, at], positions[:, at])
@@ -363,18 +362,17 @@ class SiteMemory:
 
     # -- a step's graph ----------------------------------------------------------------------------------------------
 
-    def fold_ahead(self, allowance: float, span_limit: float) -> None:
+    def fold_ahead(self, text: Text, allowance: float, span_limit: float) -> None:
         """What `admit` does before a token comes, which does nothing more then."""
         if not self.reserved and allowance != float("inf"):
-            self._make_room(1, allowance, span_limit)
+            self._make_room(1, text, allowance, span_limit)
 
-    def admit(self, ids: Tensor, surprisal: Tensor, allowance: float, span_limit: float) -> int:
-        """`append` of one token, ids and surprisal [1], whose key and value a step's graph fills in: their place among the recent ones."""
+    def admit(self, text: Text, allowance: float, span_limit: float) -> int:
+        """`append` of one token behind `text`, whose key and value a step's graph fills in: their place among the recent ones."""
         if not self._has_reserved(1) and allowance != float("inf"):
-            self._make_room(1, allowance, span_limit)
+            self._make_room(1, text, allowance, span_limit)
         self.recent.reserve_one()
         self.recent.take_in()
-        self._note(ids, surprisal)
         return self.recent.length - 1
 
     @property
@@ -397,7 +395,7 @@ class SiteMemory:
         spans = self.spans
         if spans is None or not self.reads_units:
             if spans is not None and spans.count:
-                self._read = torch.zeros(site.q_heads, dtype=torch.int64, device="cpu")
+                self._read = [0] * site.q_heads
             return (0 if spans is None else spans.count), 0, 0, 0
         slots, _ = self._slots(site, allowance)
         assert slots is not None
@@ -407,25 +405,28 @@ class SiteMemory:
 
     def step_tensors(self) -> dict[str, Tensor]:
         """What a step's graph reads and writes, by name, without a dimension of rows; numbers behind what is stored say nothing."""
-        out = named("recent", self.recent.tensors)
-        if self.kept.length:
-            out |= named("kept", self.kept.tensors)
+        kept = self.kept.tensors if self.kept.length else NOTHING
+        units, slots = NOTHING, NOTHING
         if self.spans is not None and self.spans.count:
-            out |= self.there.units.tensors(self.spans.step_tensors())
+            units = self.there.units.tensors(self.spans.step_tensors())
             if self.slots is not None and self.reads_units:
-                out |= named("slots", self.slots.tensors())
-        return out
+                slots = self.slots.tensors
+        made_of = (self.recent.tensors, kept, units, slots)  # dicts that are replaced when a tensor is
+        if self._parts is None or any(map(is_not, self._parts[0], made_of)):
+            made = {**named("recent", made_of[0]), **named("kept", kept), **units, **named("slots", slots)}
+            self._parts = (made_of, made)
+        return self._parts[1]
 
-    def took(self, moved: int, held: int, read: Tensor) -> None:
+    def took(self, moved: int, held: int, read: list[int]) -> None:
         """A turn has copied so many tokens to the slots, over all heads, and found so many there; each KV head, or query head, has read
-        so many units, int64 [H]."""
+        so many units."""
         assert self.slots is not None
         assert self.spans is not None
         size = self.spans.host_tokens.token_nbytes
         self.slots.filled = moved + held
         self.moved_nbytes, self.held_nbytes = (0 if self.on_device else moved * size), held * size
-        heads = self.site.q_heads
-        self._read = read if read.shape[0] == heads else read[:, None].expand(-1, heads // read.shape[0]).flatten()
+        group = self.site.q_heads // len(read)
+        self._read = read if group == 1 else [units for units in read for _ in range(group)]
         self.reads_codes = self.components.rest is not None and self.components.rest.has_rest(self.site)
 
     # -- attention ---------------------------------------------------------------------------------------------------
@@ -573,11 +574,11 @@ class SiteMemory:
         copy.kept, copy.recent = self.kept.clone(), self.recent.clone()
         copy.spans = self.spans.clone() if self.spans is not None else None
         copy.slots = None if self.slots is None else self.slots.clone()
-        copy.there = StepSide(self.device)
+        copy.there, copy._parts = StepSide(self.device), None
         return copy
 
 
-def named(part: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def named(part: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Those of a part of the memory by the names that a step's graph has for them."""
     return dict(zip(_names(part, tuple(tensors)), tensors.values()))
 

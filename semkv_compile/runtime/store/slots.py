@@ -21,16 +21,16 @@ class Slots:
     """On the device, rooms [Hkv, C, ...] of the given kinds, by name, positions int32 [Hkv, C], `EMPTY` where a slot holds nothing; and
     which place's token each holds, int32 [Hkv, C], -1 where none.
 
-    filled: tokens that the last step held, over all heads.
+    tensors: all of these by name; another dict where their number is another. filled: tokens that the last step held, over all heads.
     """
 
     def __init__(self, heads: int, kinds: RoomKinds, device: torch.device) -> None:
         self.heads, self.filled = heads, 0
-        self.rooms = {
+        self.tensors = {
             name: torch.zeros(heads, 0, dim, dtype=dtype, device=device) for name, (dim, dtype) in zip(NAMES, kinds)
         }
-        self.positions = torch.zeros(heads, 0, dtype=torch.int32, device=device)
-        self.places = torch.zeros(heads, 0, dtype=torch.int32, device=device)
+        for name in ("positions", "places"):
+            self.tensors[name] = torch.zeros(heads, 0, dtype=torch.int32, device=device)
         self._token_nbytes = sum(dim * dtype.itemsize for dim, dtype in kinds) + 8
 
     @property
@@ -44,8 +44,21 @@ class Slots:
         return self._numbers("v")
 
     def _numbers(self, name: str) -> Tensor | Quantized:
-        x = self.rooms[name]
-        return x if f"{name}_scale" not in self.rooms else Quantized(x, self.rooms[f"{name}_scale"], 8, x.shape[-1])
+        x, scale = self.tensors[name], self.tensors.get(f"{name}_scale")
+        return x if scale is None else Quantized(x, scale, 8, x.shape[-1])
+
+    @property
+    def positions(self) -> Tensor:
+        return self.tensors["positions"]
+
+    @property
+    def places(self) -> Tensor:
+        return self.tensors["places"]
+
+    @property
+    def rooms(self) -> list[Tensor]:
+        """Those of keys and values, in the order of their kinds."""
+        return [self.tensors[name] for name in NAMES if name in self.tensors]
 
     @property
     def nbytes(self) -> int:
@@ -61,20 +74,15 @@ class Slots:
         """What is held first, and as much as fits."""
         have = self.positions.shape[1]
         order = (self.places < 0).to(torch.uint8).argsort(dim=1, stable=True)[:, : min(slots, have)]
-        fresh = {name: x.new_zeros(x.shape[0], slots, *x.shape[2:]) for name, x in self.tensors().items()}
+        fresh = {name: x.new_zeros(x.shape[0], slots, *x.shape[2:]) for name, x in self.tensors.items()}
         fresh["positions"].fill_(EMPTY)
         fresh["places"].fill_(-1)
         firsts = have * torch.arange(self.heads, dtype=torch.int64, device=order.device)
         rows = (order + firsts[:, None]).flatten()  # among the slots of all heads
-        for name, x in self.tensors().items():
+        for name, x in self.tensors.items():
             kept = x.flatten(0, 1).index_select(0, rows)  # whole rows, which `gather` copies number by number
             fresh[name][:, : order.shape[1]] = kept.unflatten(0, order.shape)
-        self.positions, self.places = fresh.pop("positions"), fresh.pop("places")
-        self.rooms = fresh
-
-    def tensors(self) -> dict[str, Tensor]:
-        """All of them by name."""
-        return {**self.rooms, "positions": self.positions, "places": self.places}
+        self.tensors = fresh
 
     def hold(self, chosen: Tensor, spans: UnitsView) -> tuple[int, int]:
         """Hold exactly the tokens of the units chosen bool [Hkv, M], which there are slots for. Returns the tokens that were copied and
@@ -90,7 +98,7 @@ class Slots:
         numbers = [torch.tensor([x], dtype=torch.int64, device=device) for x in (places.start, places.shift)]
         bounds, order, where = (tables.get(f"places.{name}") for name in ("bounds", "order", "where"))
         moved, held = unfold(
-            {name: x[None] for name, x in self.tensors().items()},
+            {name: x[None] for name, x in self.tensors.items()},
             chosen[None],
             {name: waiting[f"waiting.{name}"][None] for name in NAMES if f"waiting.{name}" in waiting},
             numbers[0],
@@ -106,11 +114,11 @@ class Slots:
     def _hold_across(self, chosen: Tensor, spans: UnitsView) -> tuple[int, int]:
         """`hold` from memory of the host to another device: the host decides, and only what is missing crosses."""
         here = Slots(self.heads, ((0, torch.float32), (0, torch.float32)), torch.device("cpu"))
-        here.rooms = {
+        here.tensors = {
             name: torch.zeros(self.heads, self.places.shape[1], 0, dtype=torch.float32, device="cpu")
             for name in NAMES[:2]
         }
-        here.positions, here.places = self.positions.cpu(), self.places.cpu()
+        here.tensors |= {"positions": self.positions.cpu(), "places": self.places.cpu()}
         before = here.places.clone()
         nothing = torch.zeros(
             self.heads, spans.host_tokens.parts["k"].stored.shape[1], 0, dtype=torch.float32, device="cpu"
@@ -121,8 +129,8 @@ class Slots:
             torch.tensor([x], dtype=torch.int64, device="cpu") for x in (spans.places.start, spans.places.shift)
         )
         moved, held = unfold_reference(
-            here.rooms["k"][None],
-            here.rooms["v"][None],
+            here.tensors["k"][None],
+            here.tensors["v"][None],
             here.positions[None],
             here.places[None],
             pad(chosen.cpu(), (0, room_for(spans.count) - spans.count))[None],
@@ -137,9 +145,7 @@ class Slots:
         )[0].tolist()
         heads, slots = torch.nonzero((here.places != before) & (here.places >= 0), as_tuple=True)
         at = (heads * before.shape[1] + slots).to(self.positions.device)
-        spans.host_tokens.fill(
-            [room.flatten(0, 1) for room in self.rooms.values()], at, here.places[heads, slots].long(), heads
-        )
+        spans.host_tokens.fill([room.flatten(0, 1) for room in self.rooms], at, here.places[heads, slots].long(), heads)
         self.positions.copy_(here.positions)
         self.places.copy_(here.places)
         self.filled = moved + held
@@ -152,7 +158,7 @@ class Slots:
         heads, slots = torch.nonzero(places >= 0, as_tuple=True)
         own = places[heads, slots].long()
         at = (heads * places.shape[1] + slots).to(self.positions.device)
-        spans.host_tokens.fill([room.flatten(0, 1) for room in self.rooms.values()], at, own, heads)
+        spans.host_tokens.fill([room.flatten(0, 1) for room in self.rooms], at, own, heads)
         found = spans.places
         known = own + found.shift if found.where is None else found.where[0, own].long()
         self.positions.flatten(0, 1).index_copy_(0, at, known.to(torch.int32).to(at.device))
@@ -167,8 +173,7 @@ class Slots:
         """An independent copy."""
         copy = object.__new__(Slots)
         copy.__dict__.update(self.__dict__)
-        copy.rooms = {name: x.clone() for name, x in self.rooms.items()}
-        copy.positions, copy.places = self.positions.clone(), self.places.clone()
+        copy.tensors = {name: x.clone() for name, x in self.tensors.items()}
         return copy
 
 
