@@ -11,14 +11,6 @@ from semkv.runtime.store.site_memory import SiteMemory
 from semkv.runtime.text import Text
 
 METHODS = {"quest": 0.4, "sekv": 0.2, "streaming_llm": 0.2}
-    "quest": 0.4,
-    "sekv": 0.2,
-    "infllm": 0.5,
-    "shadowkv": 0.3,
-    "compresskv": 0.2,
-    "streaming_llm": 0.2,
-    "h2o": 0.2,
-}
 
 
 def sizes(memory: SiteMemory) -> tuple[int, ...]:
