@@ -212,7 +212,8 @@ def run(compiled: CompiledModel, ids: Tensor, new: int) -> dict[str, Any]:
     watches: list[Watch] = []
 
     def reading(module: GraphModule, anew: frozenset[int] = frozenset()) -> Callable[..., Any]:
-        return Reading(module, lambda entries: watches[0].saw(entries)).run
+        reading = Reading(module, lambda entries: watches[0].saw(entries))
+        return lambda *inputs, behind=(): reading.run(*inputs, *behind)
 
     steps = GraphedSteps(compiled.program, reading, reading, lambda module: lambda: reading(module))
     if compiled.placement.steps is not None:
