@@ -26,8 +26,9 @@ def fuse(module: GraphModule) -> GraphModule:
 
 def whole(module: GraphModule) -> Segment:
     """All of a graph as one `Segment`, which is called with the graph's inputs in their order: tensors that it reads or writes in place.
-    Those that come again with their numbers where they were cost a call nothing. Its `reason` says why the last call was not one of C++,
-    None where it was: then nodes that there are no instructions for are computed by PyTorch, and what lies between by calls."""
+    Those that come again with their numbers where they were cost a call little, and the same list `behind` the others nothing. Its `reason`
+    says why the last call was not one of C++, None where it was: then nodes that there are no instructions for are computed by PyTorch, and
+    what lies between by calls."""
     return Segment(module, parts=True)
 
 

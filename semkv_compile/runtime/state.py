@@ -383,7 +383,7 @@ class State(Contents):
         self.check_room([ids.shape[1]] * len(self.rows))
         self.outgrow(ids.shape[1])
         self.content = content
-        self._ids = ids.cpu()  # once: each layer notes them
+        self._ids = ids.cpu()  # once, for all rows
         for index, row in enumerate(self.rows):
             with self.apart(index):
                 row.begin_step(ids[index])

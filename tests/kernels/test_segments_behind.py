@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from threading import Thread
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from semkv.kernels.cpp import compiler
 from semkv.kernels.segments import Behind, Segment, whole
+from semkv.kernels.segments.tape import Tape
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 
@@ -29,6 +30,18 @@ def check(segment: Segment, x: Tensor, behind: Behind) -> None:
         got = segment(x, behind=behind)
     assert segment.reason is None
     torch.testing.assert_close(got, x * 2 + behind[0] * behind[1])
+
+
+def test_the_same_list_is_looked_at_once(monkeypatch):
+    """All inputs are, where the list is another."""
+    looked, given = [], Tape.given
+    monkeypatch.setattr(Tape, "given", lambda tape, inputs: looked.append(len(inputs)) or given(tape, inputs))
+    segment, behind = made(), Behind([drawn(1), drawn(2)])
+    for seed in range(3, 8):
+        check(segment, drawn(seed), behind)
+    assert looked == [3]
+    check(segment, drawn(8), Behind(behind))
+    assert looked == [3, 3]
 
 
 def test_numbers_that_change_in_place_are_read():
@@ -70,17 +83,13 @@ def test_an_input_of_another_layout_before_the_same_list():
 
 
 def test_threads_with_lists_of_their_own():
-    segment, wrong = made(), []
+    segment = made()
 
-    def calls(seed: int) -> None:
+    def wrong(seed: int) -> int:
         behind, x = Behind([drawn(seed), drawn(seed + 1)]), drawn(seed + 2)
         expected = x * 2 + behind[0] * behind[1]
         with torch.no_grad():
-            wrong.extend(n for n in range(300) if not torch.allclose(segment(x, behind=behind), expected, atol=1e-6))
+            return sum(not torch.allclose(segment(x, behind=behind), expected, atol=1e-6) for _ in range(300))
 
-    threads = [Thread(target=calls, args=(10 * n,)) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(wrong, range(0, 40, 10))) == [0] * 4

@@ -76,8 +76,8 @@ class ManyRows:
         hidden = self._between(ids, positions, step)
         while isinstance(hidden, (tuple, list)):
             (hidden,) = hidden
-        behind = [*(step.queries[site] for site in asked), *step.observed.values()]
-        return hidden, [x for own in step.told for x in own], behind, tuple(step.observed)
+        noted = [*(step.queries[site] for site in asked), *step.observed.values()]
+        return hidden, [x for own in step.told for x in own], noted, tuple(step.observed)
 
     def reasons(self) -> list[str | None]:
         """See `StepGraphs.reasons`, of the turns of all rows."""

@@ -209,17 +209,17 @@ class GraphedSteps:
         plans = [row.placement.plan for row in rows]
         asked = tuple(sorted(queried | {site for plan in plans for site in plan.at_site if site not in plan.passers}))
         if len(rows) == 1:
-            hidden, moved, read, behind, observed = self._alone(rows[0], turns[0], ids, positions, asked)
+            hidden, moved, read, noted, observed = self._alone(rows[0], turns[0], ids, positions, asked)
         else:
             assert self.many is not None
-            hidden, found, behind, observed = self.many.run(rows, turns, ids, positions, asked)
+            hidden, found, noted, observed = self.many.run(rows, turns, ids, positions, asked)
             moved = torch.stack([x for x, _ in found]).tolist() if found else []
             read = [x for _, x in found]
         told = iter(zip(moved, _lists(read)))
         for row, own in zip(rows, turns):
             take_turns(row, own, told)
-        queries = dict(zip(asked, behind))
-        for site, hidden_there in zip(observed, behind[len(asked) :]):
+        queries = dict(zip(asked, noted))
+        for site, hidden_there in zip(observed, noted[len(asked) :]):
             for r, row in enumerate(rows):
                 row.observe(site, hidden_there[r])
         for r, row in enumerate(rows):
@@ -245,9 +245,9 @@ class GraphedSteps:
         reading = sum(turn.layer.reads for turn in turns.flat)
         if not reading:
             return hidden, [], [], more, graph.observed
-        told, behind = more[: 1 + reading], more[1 + reading :]
+        told, noted = more[: 1 + reading], more[1 + reading :]
         moved, *read = told if ids.device.type == "cpu" else _on_host(told)
-        return hidden, moved[:, 0].tolist(), [x[0] for x in read], behind, graph.observed
+        return hidden, moved[:, 0].tolist(), [x[0] for x in read], noted, graph.observed
 
 
 def _lists(told: Sequence[Tensor]) -> Iterator[list[int]]:

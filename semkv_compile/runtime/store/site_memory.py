@@ -40,7 +40,8 @@ class SiteMemory:
 
     slots: what the last step unfolded, None before the first; factors: of that, spans that are read as factors.
     reserved: tokens that may follow before anything is folded, dropped or changes its size, see `reserve`.
-    there: what a step's graph reads besides these parts.
+    there: what a step's graph reads besides these parts. _quiet: up to how many recent tokens, and from which allowance on, nothing has to
+    leave; None where that is not known. _brought: what a step's graph reads of these parts, and the dicts that it was made of.
     reads_codes: whether the last step attended to what is folded by the router's index, see `semkv.runtime.components.Coarse`.
     """
 
@@ -69,7 +70,7 @@ class SiteMemory:
         self.reserved = 0
         self._reserved_slots: tuple[int, float] | None = None
         self._quiet: tuple[int, float] | None = None
-        self._parts: tuple[tuple[object, ...], dict[str, Tensor]] | None = None
+        self._brought: tuple[tuple[object, ...], dict[str, Tensor]] | None = None
         self.there = StepSide(device)
 
     # -- sizes -------------------------------------------------------------------------------------------------------
@@ -216,7 +217,7 @@ class SiteMemory:
         while self.recent.length >= chunk:
             after = self.recent.length + tokens
             if after <= most and self.kept.nbytes + -(-after // page) * self.page_nbytes <= allowance:
-                self._quiet = (min(most, -(-after // page) * page), allowance)  # up to so many nothing has to leave
+                self._quiet = (min(most, -(-after // page) * page), allowance)
                 break
             self._fold_oldest(chunk, text, allowance)
         self._shrink(allowance - (-(-(self.recent.length + tokens) // page) * self.page_nbytes), span_limit)
@@ -311,9 +312,8 @@ class SiteMemory:
         if self.components.cutting is not None:
             self._cut_oldest(self.components.cutting, ids, surprisal, allowance)
             return
-        k, v, positions = (
-            x.cpu() for x in self.recent.pop_front(count)
-        )  # they leave the device: units are made on the host
+        # They leave the device: units are made on the host.
+        k, v, positions = (x.cpu() for x in self.recent.pop_front(count))
         continuing, longest = self.components.continuing, 0
         if continuing is not None:
             parts, goes_on, self.unit_state = continuing.segment_on(self.unit_state, ids)
@@ -412,10 +412,10 @@ class SiteMemory:
             if self.slots is not None and self.reads_units:
                 slots = self.slots.tensors
         made_of = (self.recent.tensors, kept, units, slots)  # dicts that are replaced when a tensor is
-        if self._parts is None or any(map(is_not, self._parts[0], made_of)):
+        if self._brought is None or any(map(is_not, self._brought[0], made_of)):
             made = {**named("recent", made_of[0]), **named("kept", kept), **units, **named("slots", slots)}
-            self._parts = (made_of, made)
-        return self._parts[1]
+            self._brought = (made_of, made)
+        return self._brought[1]
 
     def took(self, moved: int, held: int, read: list[int]) -> None:
         """A turn has copied so many tokens to the slots, over all heads, and found so many there; each KV head, or query head, has read
@@ -574,7 +574,7 @@ class SiteMemory:
         copy.kept, copy.recent = self.kept.clone(), self.recent.clone()
         copy.spans = self.spans.clone() if self.spans is not None else None
         copy.slots = None if self.slots is None else self.slots.clone()
-        copy.there, copy._parts = StepSide(self.device), None
+        copy.there, copy._brought = StepSide(self.device), None
         return copy
 
 
