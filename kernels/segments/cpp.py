@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from semkv.kernels.segments.blocks import Blocks
 from semkv.kernels.segments.parts import cut, roles_of
 from semkv.kernels.segments.reading import Reading
 from semkv.kernels.segments.tape import NOTHING, Behind, Seen, Tape, layout_of, segments_library
@@ -34,6 +35,7 @@ class _Known:
     """What segments of one graph share. tapes: by layouts of inputs; cuts: the graph in parts, by the nodes that lie between."""
 
     reading: Reading | None = None
+    blocks: Blocks | None = None
     tapes: dict[tuple[Any, ...], Tape | Refusal] = field(default_factory=dict)
     cuts: dict[frozenset[Node], GraphModule] = field(default_factory=dict)
 
@@ -88,14 +90,17 @@ class Segment:
     def _found(self, inputs: tuple[Any, ...]) -> Tape | Refusal:
         known = self._known
         weights = [] if known.reading is None else known.reading.weights
-        key = tuple([(x.device.type, layout_of(x)) if isinstance(x, Tensor) else x for x in (*inputs, *weights)])
+        given = (*inputs, *weights)
+        kinds = [layout_of(x) if isinstance(x, Tensor) else x for x in given]
+        key = (*kinds, frozenset([x.device for x in given if isinstance(x, Tensor)]))
         found = known.tapes.pop(key, None)
         if found is None:
             try:
                 if known.reading is None:
                     known.reading = Reading(self.module)
+                    known.blocks = Blocks(known.reading)
                     return self._found(inputs)
-                found = Tape(known.reading, inputs)
+                found = Tape(known.reading, known.blocks, inputs, kinds)
             except UnsupportedNode as reason:
                 found = Refusal(str(reason), self._in_parts(inputs))
         while len(known.tapes) >= MOST_TAPES:

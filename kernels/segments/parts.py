@@ -14,10 +14,11 @@ from typing import Any
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from semkv.kernels.segments.blocks import moved
 from semkv.kernels.segments.operation import bare
 from semkv.kernels.segments.operators import STAND_FOR
 from semkv.kernels.segments.reading import Reading, Recipe, filled, flat_values, made_by
-from semkv.kernels.segments.tape import layout_of, moved
+from semkv.kernels.segments.tape import layout_of
 from semkv.kernels.segments.values import LAYOUTS, UnsupportedNode, Value
 
 Made = Callable[[GraphModule], Callable[..., tuple[Any, ...]]]

@@ -89,12 +89,12 @@ def made_by(recipe: Recipe, given: Sequence[Any]) -> tuple[Any, Emitted | None]:
         return given[0].shape[recipe.args[1]], None
     if target in OF_NUMBERS:
         return target(*filled(recipe.args, given)), None
-    key = (recipe.pattern, *[x.layout if type(x) is Value else _key(x) for x in given])
+    key = (recipe.pattern, *[x.layout if type(x) is Value else key_of(x) for x in given])
     found = _emitted.get(key)
     if found is None:
-        renamed = _renamed(given, iter(range(len(flat_values(given)))))
+        own = renamed(given, iter(range(len(flat_values(given)))))
         try:
-            found = emit(target, filled(recipe.args, renamed), filled(recipe.kwargs, renamed))
+            found = emit(target, filled(recipe.args, own), filled(recipe.kwargs, own))
         except UnsupportedNode as reason:
             raise UnsupportedNode(f"{recipe.node.name} ({target}): {reason}") from None
         if len(_emitted) >= MOST_EMITTED:
@@ -123,6 +123,14 @@ def filled(x: Any, given: Sequence[Any]) -> Any:
     return [filled(part, given) for part in x] if isinstance(x, list) else x
 
 
+def places_in(x: Any) -> list[int]:
+    """The numbers of all places in what was read."""
+    if isinstance(x, Place):
+        return [x.number]
+    parts = x.values() if isinstance(x, dict) else x if isinstance(x, list) else ()
+    return [number for part in parts for number in places_in(part)]
+
+
 def _placed(x: Any, places: dict[Node, int]) -> Any:
     if isinstance(x, Node):
         return Place(places[x])
@@ -137,15 +145,16 @@ def _hashable(x: Any) -> Any:
     return tuple(map(_hashable, x)) if isinstance(x, list) else (type(x), x)
 
 
-def _key(x: Any) -> Any:
-    """Of what is given but for values: lists of them, and numbers."""
-    return tuple([y.layout if type(y) is Value else _key(y) for y in x]) if isinstance(x, list) else (type(x), x)
+def key_of(x: Any) -> Any:
+    """What stands in a key for a list of values, or a number."""
+    return tuple([y.layout if type(y) is Value else key_of(y) for y in x]) if isinstance(x, list) else (type(x), x)
 
 
-def _renamed(x: Any, bases: Iterator[int]) -> Any:
+def renamed(x: Any, bases: Iterator[int]) -> Any:
+    """x, with the next of `bases` for each value."""
     if type(x) is Value:
         return Value(next(bases), 0, x.layout)
-    return [_renamed(part, bases) for part in x] if isinstance(x, (list, tuple)) else x
+    return [renamed(part, bases) for part in x] if isinstance(x, (list, tuple)) else x
 
 
-__all__ = ["Place", "Reading", "Recipe", "filled", "flat_values", "made_by"]
+__all__ = ["Place", "Reading", "Recipe", "filled", "flat_values", "key_of", "made_by", "places_in", "renamed"]

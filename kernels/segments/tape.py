@@ -12,14 +12,17 @@ from pathlib import Path
 from typing import Any
 from weakref import ref
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from semkv.kernels.cpp import Library, library, team
+from semkv.kernels.segments.blocks import At, Blocks, Piece, Writing, moved
 from semkv.kernels.segments.emitting import CODES, Emitting
 from semkv.kernels.segments.reading import Reading, filled, flat_values, made_by
 from semkv.kernels.segments.scratch import scratch_offsets
-from semkv.kernels.segments.values import LAYOUTS, Instruction, Layout, Value, expect
+from semkv.kernels.segments.values import LAYOUTS, Layout, Value, expect
 from semkv.kernels.state.numbers import NUMBERS
 
 TEMPLATE, BLOCKS = (Path(__file__).parent / name for name in ("template.cpp", "blocks.h"))
@@ -48,79 +51,70 @@ class Tape:
     Bases of values are numbers of inputs, weights behind them and outputs behind these, or ~n for the n-th buffer of scratch.
     """
 
-    def __init__(self, reading: Reading, inputs: Sequence[Any]) -> None:
-        """Raises `UnsupportedNode`."""
+    def __init__(self, reading: Reading, blocks: Blocks, inputs: Sequence[Any], kinds: Sequence[Any]) -> None:
+        """blocks: those of the reading. kinds: the layouts of inputs that are tensors, in their places. Raises `UnsupportedNode`."""
         tensors = [x for x in inputs if isinstance(x, Tensor)]
         expect(len(inputs) == reading.inputs, f"{len(inputs)} inputs, of {reading.inputs}")
         expect(all(x.is_cpu for x in (*tensors, *reading.weights)), "tensors that are not on a CPU")
         self._places = [place for place, x in enumerate(inputs) if isinstance(x, Tensor)]
         self._given = None if len(tensors) == len(inputs) else inputs
-        self._layouts = [layout_of(x) for x in tensors]
+        self._layouts: list[Layout] = [kinds[place] for place in self._places]
         self._weights, self._kinds = reading.weights, [LAYOUTS.of(x) for x in reading.weights]
         self._outputs: list[Layout] = []
         self._scratch: list[Tensor] = []
         self._buffers: list[int] = []
-        self._steps: list[tuple[Instruction, list[tuple[int, int, int]]]] = []
-        self._words = self._placed(self._read(reading, inputs))
-        begin = self._words.buffer_info()[0]
+        self._pieces: list[tuple[Piece, list[At]]] = []
+        self._words = self._placed(self._read(reading, blocks, inputs))
+        begin = self._words.ctypes.data
         self._run = segments_library().function("run_tape")
-        self._call = (begin, begin + 8 * len(self._words))
+        self._call = (begin, begin + self._words.nbytes)
 
     # -- making --------------------------------------------------------------------------------------------------------
 
-    def _read(self, reading: Reading, inputs: Sequence[Any]) -> Any:
-        """Collect the steps of all nodes; what the graph returns."""
+    def _read(self, reading: Reading, blocks: Blocks, inputs: Sequence[Any]) -> Any:
+        """Collect the pieces of all blocks, and where their values lie; what the graph returns."""
         base = iter(range(len(self._layouts)))
         layouts = iter(self._layouts)
         values: list[Any] = [Value(next(base), 0, next(layouts)) if isinstance(x, Tensor) else x for x in inputs]
         values += [Value(len(self._layouts) + place, 0, x) for place, x in enumerate(self._kinds)]
-        for recipe in reading.recipes:
-            given = [values[number] for number in recipe.asked]
-            made, emitted = made_by(recipe, given)
-            if emitted is not None:
-                own = given if all(type(x) is Value for x in given) else flat_values(given)
-                made = self._take(emitted.made, emitted.fresh, emitted.steps, own)
-            values.append(made)
+        values += [None] * len(reading.recipes)
+        for number, recipe in blocks.parts.items():
+            given = [values[asked] for asked in recipe.asked]
+            _, emitted = made_by(recipe, given)
+            assert emitted is not None
+            values[number] = moved(emitted.made, flat_values(given), 0)
+        for block in blocks.blocks:
+            given = [values[number] for number in block.outside]
+            piece, own, first = block.piece(given), flat_values(given), len(self._buffers)
+            self._buffers += piece.fresh
+            fresh = [(~buffer, 0) for buffer in range(first, len(self._buffers))]
+            self._pieces.append((piece, [(x.base, x.offset) for x in own] + fresh))
+            for number, made in zip(block.kept, piece.made):
+                values[number] = moved(made, own, first)
         return filled(reading.returned, values)
 
-    def _take(self, made: Any, fresh: Sequence[int], steps: Sequence[Instruction], own: Sequence[Value]) -> Any:
-        """Append steps of one node, whose bases are numbers of `own`; what it makes."""
-        first = len(self._buffers)
-        self._buffers += fresh
-        for step in steps:
-            placed = []
-            for at, base, offset in step.patches:
-                if base < 0:
-                    placed.append((at, base - first, offset))
-                else:
-                    x = own[base]
-                    placed.append((at, x.base, x.offset + offset))
-            self._steps.append((step, placed))
-        return moved(made, own, first)
-
-    def _placed(self, returned: Any) -> array[int]:
-        """All words, with outputs and scratch in their places."""
+    def _placed(self, returned: Any) -> NDArray[np.int64]:
+        """All words, with outputs and scratch in their places: first what each piece has to itself, then what outlives it."""
         elsewhere: dict[int, int] = {}
         self._returned = self._output(returned, elsewhere)
-        uses = [[~base for _, base, _ in placed if base < 0] for _, placed in self._steps]
-        offsets, self._size = scratch_offsets(self._buffers, uses, elsewhere)
+        uses = [[~base for base, _ in table if base < 0] for _, table in self._pieces]
+        offsets, behind = scratch_offsets(self._buffers, uses, elsewhere)
+        own = max((piece.own for piece, _ in self._pieces), default=0)
+        self._size = own + behind
         outputs = len(self._layouts) + len(self._weights)
         scratch = outputs + len(self._outputs)
-        words, begin = array("q"), 0
-        for step, placed in self._steps:
-            words.extend(step.words)
-            for at, base, offset in placed:
-                if base < 0:
-                    buffer = ~base
-                    if buffer in elsewhere:
-                        base = outputs + elsewhere[buffer]
-                    else:
-                        base, offset = scratch, offset + offsets[buffer]
-                words[begin + at] = base
-                words[begin + at + 1] = offset
-            begin = len(words)
-        self._steps, self._buffers = [], []
-        return words
+        words = [np.zeros(0, dtype=np.int64)]
+        for piece, table in self._pieces:
+            places = list[At]()
+            for base, offset in table:
+                if ~base in elsewhere:
+                    base = outputs + elsewhere[~base]
+                elif base < 0:
+                    base, offset = scratch, offset + own + offsets[~base]
+                places.append((base, offset))
+            words.append(piece.placed([*places, (scratch, 0)]))
+        self._pieces, self._buffers = [], []
+        return np.concatenate(words)
 
     def _output(self, x: Any, elsewhere: dict[int, int]) -> Any:
         """A returned value as the number of its output: its buffer where it has one to itself, else a copy."""
@@ -136,10 +130,8 @@ class Tape:
         if whole and buffer not in elsewhere:
             elsewhere[buffer] = number
         else:
-            copying = Emitting()
-            copying.copy(Value(0, 0, x.layout), Value(1, 0, layout))
-            out = Value(len(self._layouts) + len(self._weights) + number, 0, layout)
-            self._take(None, (), copying.steps, [x, out])
+            out = len(self._layouts) + len(self._weights) + number
+            self._pieces.append((_copying(x.layout, layout), [(x.base, x.offset), (out, 0)]))
         return number
 
     # -- running -------------------------------------------------------------------------------------------------------
@@ -266,15 +258,14 @@ def _filled(x: Any, outputs: Sequence[Tensor]) -> Any:
     return x.value if isinstance(x, _Constant) else outputs[x]
 
 
-def moved(x: Any, own: Sequence[Value], first: int) -> Any:
-    """What a node has made, with the bases of a tape."""
-    if type(x) is Value:
-        base, offset, layout = x
-        if base < 0:
-            return Value(base - first, offset, layout)
-        of = own[base]
-        return Value(of.base, of.offset + offset, layout)
-    return [moved(part, own, first) for part in x] if isinstance(x, (list, tuple)) else x
+@cache
+def _copying(x: Layout, out: Layout) -> Piece:
+    """The first value copied to the second."""
+    copying, writing = Emitting(), Writing()
+    values = [Value(0, 0, x), Value(1, 0, out)]
+    copying.copy(*values)
+    writing.take(None, copying.fresh, copying.steps, values)
+    return writing.piece((), len(values))
 
 
-__all__ = ["NOTHING", "Behind", "Seen", "Tape", "layout_of", "moved", "segments_library"]
+__all__ = ["NOTHING", "Behind", "Seen", "Tape", "layout_of", "segments_library"]
