@@ -6,6 +6,7 @@ namespace {
 constexpr int64_t STREAMS = 4, PART = 64;  // rows of weights at once; rows of a stream that a task computes
 constexpr int64_t MOST = REGISTERS / PIECES < 16 ? 3 : 4;  // vectors at once, at most
 constexpr int64_t KEPT = 1 << 15;                          // weights that a cache keeps until all vectors have met them
+constexpr bool ASKED = MOST > 3;                           // whether to ask for the next ones meanwhile gains more than it costs
 
 struct Product {
   const float* x;       // [tokens, inner]
@@ -50,7 +51,7 @@ inline void add_up(const float* const* asked, const float* const* weights, int64
   }
   for (int64_t row = 0; row < Rows; ++row)
     for (int64_t token = 0; token < Tokens; ++token)
-      std::memcpy(&sums[token][from + row], own[row][token], sizeof(Floats));
+      for (int64_t piece = 0; piece < PIECES; ++piece) store((float*)&sums[token][from + row] + piece * PIECE, own[row][token][piece]);
 }
 
 // STREAMS rows of weights times `Tokens` vectors from `first` on.
@@ -93,7 +94,7 @@ void compute(const Product& call, int64_t task) {
     end = end < last ? end : last;
     meet<most, false>(call, row, end, 0);
     int64_t first = most;
-    if (first + most <= call.tokens) meet<most, true>(call, row, end, first), first += most;
+    if (first + most <= call.tokens) meet<most, ASKED>(call, row, end, first), first += most;
     for (; first + most <= call.tokens; first += most) meet<most, false>(call, row, end, first);
     for (; first + 1 < call.tokens; first += 2) meet<2, false>(call, row, end, first);
     if (first < call.tokens) meet<1, false>(call, row, end, first);

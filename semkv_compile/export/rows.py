@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +32,19 @@ class Rows:
     def inputs(self) -> dict[str, Tensor]:
         """All of them by name, in the order of the step's inputs."""
         return {"ids": self.ids, "positions": self.positions, "numbers": self.numbers, **self.state}
+
+
+class Heads(NamedTuple):
+    """KV heads [first, last) of the `all` that a row's part has."""
+
+    first: int
+    last: int
+    all: int
+
+    def of(self, x: Tensor) -> Tensor:
+        """Their rows of x, which has one for each head, for each of their query heads, or one that is all heads'."""
+        each = x.shape[0] // self.all
+        return x if x.shape[0] == 1 else x[self.first * each : self.last * each]
 
 
 def rows_of(layout: Layout, state: State) -> Rows:
@@ -70,7 +84,7 @@ def _row(layout: Layout, state: State, index: int) -> tuple[dict[str, Tensor], T
             raise StateError(
                 f"row {index} divides the heads of {part.prefix[:-1]} in another way than the exported step"
             )
-        heads = slice(part.first - first, part.last - first)
+        heads = Heads(part.first - first, part.last - first, whole[number].last - first)
         brought, told = _fitted(layout, part, turn, row, heads, index)
         tensors |= brought
         numbers[part.number] = told
@@ -80,7 +94,7 @@ def _row(layout: Layout, state: State, index: int) -> tuple[dict[str, Tensor], T
 
 
 def _fitted(
-    layout: Layout, part: StepPart, turn: Turn, row: RowMemory, heads: slice, index: int
+    layout: Layout, part: StepPart, turn: Turn, row: RowMemory, heads: Heads, index: int
 ) -> tuple[dict[str, Tensor], Tensor]:
     """A part's tensors as the step has them, and its numbers."""
     numbers = torch.tensor(turn.numbers, dtype=torch.int64, device="cpu")
@@ -112,7 +126,7 @@ def _fitted(
                     "or compile with floor=0"
                 )
             x = torch.full(sizes, field.fill, dtype=field.dtype, device="cpu")
-        x = x if x.shape[0] in (1, heads.stop - heads.start) else x[heads]
+        x = heads.of(x)
         x = x.expand(int(field.shape[1]), *x.shape[1:]) if x.shape[0] == 1 else x
         if x.dtype != field.dtype or x.shape[0] != field.shape[1] or x.shape[2:] != field.shape[3:]:
             raise StateError(

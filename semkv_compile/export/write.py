@@ -156,7 +156,8 @@ def _write_package(step: torch.export.ExportedProgram, file: Path) -> None:
 
 
 def example_state(placement: Placement, prefill: Prefill) -> State:
-    """A state of a prompt of random tokens, long enough for the method to have something to do.
+    """A state of a prompt of random tokens, long enough for the method to have something to do in every layer, or, where a layer's share
+    of the budget holds all tokens whatever their number, in all others.
 
     Raises
     ------
@@ -168,6 +169,8 @@ def example_state(placement: Placement, prefill: Prefill) -> State:
     if isinstance(budget.value, int):
         tokens = max(tokens, 2 * budget.value + 64)
     failure: Exception | None = None
+    state: State | None = None
+    idle, before = list[int](), list[int]()
     for length in dict.fromkeys(min(tokens << doubled, most - 1) for doubled in range(4)):
         generator = torch.Generator(device="cpu").manual_seed(0)
         size = (1, length)
@@ -177,8 +180,12 @@ def example_state(placement: Placement, prefill: Prefill) -> State:
         except (BudgetError, InputError) as error:
             failure = error
             continue
-        if all(not memory.unfolds or memory.reads_units for row in state.rows for memory in row.budgeted()):
+        folding = [memory for row in state.rows for memory in row.budgeted() if memory.unfolds]
+        idle, before = [number for number, memory in enumerate(folding) if not memory.reads_units], idle
+        if not idle:
             return state
+    if state is not None and idle == before and len(idle) < len(folding):  # as many tokens again made no difference
+        return state
     raise ConfigError(
         f"no prompt of random tokens, from {min(tokens, most - 1)} on, has folded tokens in every layer with {placement.method!r} "
         f"and budget {budget.value}: give example=state, a state whose form the step is for"
