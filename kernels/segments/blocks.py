@@ -21,8 +21,8 @@ from semkv.kernels.segments.values import Instruction, Value
 
 RECIPES = 64
 """About so many are a block: fewer are made anew sooner, and put together longer."""
-MOST_PIECES = 32
-"""Of layouts that a block keeps, the most recent ones."""
+MOST_PIECES = 256
+"""Of layouts, that blocks of one form keep, the most recent ones."""
 
 At = tuple[int, int]
 """A place: the base of a value, and bytes behind it."""
