@@ -81,7 +81,8 @@ def ours(cells: Sequence[CellResult], length: int, budget: float | None) -> list
 
 
 def theirs(rows: Sequence[Mapping[str, Any]], samples: Sequence[Mapping[str, Any]], length: int) -> list[Line]:
-    """kvpress at one length: needles found in what it wrote, and gain between its own full cache and its own StreamingLLM."""
+    """kvpress at one length: needles found in what it wrote, and gain between its own full cache and its own StreamingLLM; without presses
+    that were not asked in all tasks."""
     asked = {(s["family"], s["context"]): s["questions"][0] for s in samples}
     at: dict[tuple[str, float | None], dict[str, dict[int, Any]]] = {}
     for row in rows:
@@ -91,8 +92,10 @@ def theirs(rows: Sequence[Mapping[str, Any]], samples: Sequence[Mapping[str, Any
         if int(tokens) == length:
             own = at.setdefault((row["press"], row["budget"]), {})
             own.setdefault(family, {})[row["context"]] = row
-    lines = []
+    lines, whole = [], at.get(("full", None), {}).keys()
     for (press, budget), own in at.items():
+        if not whole <= own.keys():
+            continue
         needles = {}
         for name in NEEDLES:
             found = own.get(name, {})
@@ -156,6 +159,8 @@ def read_peers(model: str) -> Peers | None:
 def page(model: str, report: Report, peers: Peers | None) -> Path:
     """Write the page."""
     presses = [] if peers is None else peers.lines
+    runs = {length: {x.label for x in presses if x.length == length} for length in {x.length for x in presses}}
+    tried = max(map(len, runs.values()), default=0)
     parts = []
     for length in sorted({c.cell.length for c in report.cells}):
         cells = [c for c in report.cells if c.cell.length == length]
@@ -166,6 +171,11 @@ def page(model: str, report: Report, peers: Peers | None) -> Path:
             + ", ".join(f"{percent(full.needles[name])} % of `{name}`" for name in NEEDLES if name in full.needles)
             + f". Lines are ordered by the mean of {', '.join(f'`{name}`' for name in names) or 'no needle task'} and of the gain of all "
             "and of far tokens, each at most 100 %."
+            + (
+                f" Of kvpress's presses {len(runs[length])} of {tried} were run."
+                if 0 < len(runs.get(length, ())) < tried
+                else ""
+            )
         )
         for budget in BUDGETS:
             lines = [*ours(cells, length, budget), *(x for x in presses if (x.length, x.budget) == (length, budget))]

@@ -175,14 +175,18 @@ def swap(own: Made, theirs: Made, row: int) -> tuple[int, int, str]:
 
 def differences(compiled: CompiledModel, folder: Path, form: str, lengths: tuple[tuple[int, ...], ...]) -> list[str]:
     """Export, and compare `TOKENS` tokens of states of prompts of the lengths, of several batches, by one file: what is not ours, and
-    operators that are not the standard's. Tokens have to be equal, and logits as long as slots hold the same tokens. These may be others
-    in one head at a time."""
+    operators that are not the standard's.
+
+    Tokens have to be equal, and logits as long as slots hold the same tokens: in half of all steps at least, and then in one head at first.
+    A new key between two codes of 8 bits may be rounded to either, which logits show for a step or two.
+    """
     compiled.export(folder, format=form)
     unlike = []
     if form == "onnx":
         found = domains(folder / "step.onnx")
         print("domains", found)
         unlike += [] if found == {""} else [f"operators of {found}"]
+    shared = []
     for several in lengths:
         state = reserved(compiled, several, TOKENS + 1)  # one more, so that the last state can be written too
         compiled.export_state(state, folder / "state.safetensors")
@@ -191,14 +195,20 @@ def differences(compiled: CompiledModel, folder: Path, form: str, lengths: tuple
         assert own.chosen.keys() == theirs.chosen.keys()
         for row, length in enumerate(several):
             same, heads, how = swap(own, theirs, row)
+            shared.append(same / TOKENS)
             equal = int((own.tokens[row] == theirs.tokens[row]).sum())
-            pairs = own.logits[row, :same], theirs.logits[row, :same]
-            apart = float((pairs[0] - pairs[1]).abs().max()) if same else 0.0
-            told = f"{form}, row of {length}: {equal} of {TOKENS} tokens equal, logits within {apart:.1e} {how}"
+            apart = (own.logits[row, :same] - theirs.logits[row, :same]).abs()
+            close = (apart <= 1e-3 + 1e-3 * theirs.logits[row, :same].abs()).all(-1)
+            told = (
+                f"{form}, row of {length}: {equal} of {TOKENS} tokens equal, logits within 1e-3 in {int(close.sum())} of {same} steps, "
+                f"within {float(apart.amax()) if same else 0.0:.1e} in all {how}"
+            )
             print(told)
-            alike = equal == TOKENS and torch.allclose(*pairs, rtol=1e-3, atol=1e-3)
-            unlike += [] if alike and heads <= 1 else [told]
-    return unlike
+            alike = equal == TOKENS and heads <= 1 and int(close.sum()) >= 0.9 * same and bool((apart <= 2e-2).all())
+            unlike += [] if alike else [told]
+    return (
+        unlike if sum(shared) >= len(shared) / 2 else [*unlike, f"slots hold the same tokens in {shared} of the steps"]
+    )
 
 
 __all__ = [
