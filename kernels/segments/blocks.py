@@ -87,9 +87,15 @@ class Writing:
                     offset += offsets[~base]
                 behind.append(offset)
             words.extend(step.words)
-        arrays = (np.array(x, dtype=np.int64) for x in (words, at, rows, behind))
-        sizes = tuple(self._buffers[buffer] for buffer in fresh)
-        return Piece(*arrays, sizes, own, tuple(_numbered(x, fresh) for x in made))
+        return Piece(
+            words=np.array(words, dtype=np.int64),
+            at=np.array(at, dtype=np.int64),
+            rows=np.array(rows, dtype=np.int64),
+            behind=np.array(behind, dtype=np.int64),
+            fresh=tuple(self._buffers[buffer] for buffer in fresh),
+            own=own,
+            made=tuple(_numbered(x, fresh) for x in made),
+        )
 
 
 class Block:

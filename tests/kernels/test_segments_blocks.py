@@ -33,7 +33,11 @@ def layers(x: Tensor, numbers: Tensor, *states: Tensor) -> tuple[Tensor, list[Te
 
 
 def given(sizes: list[int]) -> list[Tensor]:
-    return [drawn(5, WIDTH, seed=1), drawn(LAYERS, 2), *(drawn(size, WIDTH, seed=2 + n) for n, size in enumerate(sizes))]
+    return [
+        drawn(5, WIDTH, seed=1),
+        drawn(LAYERS, 2),
+        *(drawn(size, WIDTH, seed=2 + n) for n, size in enumerate(sizes)),
+    ]
 
 
 @pytest.fixture
