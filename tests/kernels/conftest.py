@@ -16,6 +16,20 @@ from semkv.ir.memory import Entries
 from semkv.runtime.store.quantization import quantize
 
 
+@pytest.fixture
+def nothing_is_written_by_luck(monkeypatch):
+    """What a call allocates is full of what is no number, or of ones, until it is written."""
+
+    def empty(*shape, **keywords):
+        made = real(*shape, **keywords)
+        if made.device.type == "cpu":
+            made.fill_(float("nan") if made.is_floating_point() else 1)
+        return made
+
+    real = torch.empty
+    monkeypatch.setattr(torch, "empty", empty)
+
+
 def make_entries(
     *,
     batch: int = 2,

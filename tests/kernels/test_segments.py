@@ -15,9 +15,12 @@ from semkv.compiler.kernel_builds import as_step, as_turns
 from semkv.ir.graph import copy_graph_module, output_value
 from semkv.kernels.cpp import compiler
 from semkv.kernels.mixed_attention import mixed_attention
-from semkv.kernels.segments import Segment, cpp, fuse, whole
+from semkv.kernels.segments import Segment, fuse, whole
 
-pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+pytestmark = [
+    pytest.mark.skipif(compiler() is None, reason="no C++ compiler"),
+    pytest.mark.usefixtures("nothing_is_written_by_luck"),
+]
 
 
 def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -35,18 +38,6 @@ def segments(module: GraphModule) -> list[Segment]:
 
 def runs_native(segment: Segment) -> bool:
     return segment.reason is None
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_written_by_luck(monkeypatch):
-    """What a call allocates is NaN until it is written."""
-
-    def empty(*shape, **keywords):
-        made = real(*shape, **keywords)
-        return made.fill_(float("nan")) if made.device.type == "cpu" and made.is_floating_point() else made
-
-    real = torch.empty
-    monkeypatch.setattr(cpp.torch, "empty", empty)
 
 
 ROWS = drawn(3, 1, 37)

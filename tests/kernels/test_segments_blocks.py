@@ -10,7 +10,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from semkv.kernels.cpp import compiler
 from semkv.kernels.segments import Segment, blocks, whole
 
-pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+pytestmark = [
+    pytest.mark.skipif(compiler() is None, reason="no C++ compiler"),
+    pytest.mark.usefixtures("nothing_is_written_by_luck"),
+]
 
 LAYERS, WIDTH = 7, 37
 
@@ -48,18 +51,6 @@ def made(monkeypatch) -> list[int]:
     monkeypatch.setattr(blocks.Block, "_made", lambda block, x: found.append(len(block.recipes)) or real(block, x))
     monkeypatch.setattr(blocks, "RECIPES", 12)
     return found
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_written_by_luck(monkeypatch):
-    """What a call allocates is NaN until it is written."""
-
-    def empty(*shape, **keywords):
-        out = real(*shape, **keywords)
-        return out.fill_(float("nan")) if out.device.type == "cpu" and out.is_floating_point() else out
-
-    real = torch.empty
-    monkeypatch.setattr(torch, "empty", empty)
 
 
 def traced(function, *inputs: Tensor) -> Segment:

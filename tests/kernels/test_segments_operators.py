@@ -13,23 +13,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from semkv.kernels.cpp import compiler
 from semkv.kernels.segments import whole
 
-pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+pytestmark = [
+    pytest.mark.skipif(compiler() is None, reason="no C++ compiler"),
+    pytest.mark.usefixtures("nothing_is_written_by_luck"),
+]
 aten = torch.ops.aten
 NONE = float("-inf")
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_written_by_luck(monkeypatch):
-    """What a call allocates is full of what is no number, or of ones, until it is written."""
-
-    def empty(*shape, **keywords):
-        made = real(*shape, **keywords)
-        if made.device.type == "cpu":
-            made.fill_(math.nan if made.is_floating_point() else 1)
-        return made
-
-    real = torch.empty
-    monkeypatch.setattr(torch, "empty", empty)
 
 
 def drawn(*shape: int, seed: int = 0) -> torch.Tensor:

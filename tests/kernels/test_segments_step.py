@@ -18,20 +18,13 @@ from semkv.kernels.cpp import compiler
 from semkv.kernels.segments import whole
 from semkv.runtime.store.quantization import quantize
 
-pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+pytestmark = [
+    pytest.mark.skipif(compiler() is None, reason="no C++ compiler"),
+    pytest.mark.usefixtures("nothing_is_written_by_luck"),
+]
 LAYERS, HIDDEN, HEADS, KV_HEADS, DIM, VOCABULARY = 3, 136, 6, 2, 24, 211
 LENGTH, WINDOW, SLOTS, STAGES = 4, 16, 24, 2
 NONE = float("-inf")
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_written_by_luck(monkeypatch):
-    def empty(*shape, **keywords):
-        made = real(*shape, **keywords)
-        return made.fill_(math.nan) if made.device.type == "cpu" and made.is_floating_point() else made
-
-    real = torch.empty
-    monkeypatch.setattr(torch, "empty", empty)
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
