@@ -78,6 +78,10 @@ def parser(description: str, *, page: bool = False) -> argparse.ArgumentParser:
     options.add_argument("--profile", type=Path, help="folder of a profile instead of the committed one")
     options.add_argument("--tasks", default=NEEDLES, help="of another model: needle tasks (%(default)s); '' for none")
     options.add_argument(
+        "--answer", type=int, help="of another model: tokens that a needle's answer may have (RULER's)"
+    )
+    options.add_argument("--going-on", type=int, help="of another model: tokens read behind each text (the task's own)")
+    options.add_argument(
         "--source", type=Path, help="of another model: text for recovered gain and perplexity, a file or folder"
     )
     options.add_argument("--haystack", type=Path, help="of another model: text that needles are hidden in")
@@ -86,6 +90,9 @@ def parser(description: str, *, page: bool = False) -> argparse.ArgumentParser:
         type=int,
         default=1,
         help="processes; times of steps are then those of a busy machine (%(default)s)",
+    )
+    options.add_argument(
+        "--together", type=int, default=1, help="contexts answered in the same decode steps (%(default)s)"
     )
     options.add_argument(
         "--contexts", type=int, help="contexts of each time and byte count, instead of the published number"
@@ -132,8 +139,14 @@ class Bench:
         names = [name for name in self.arguments.tasks.split(",") if name]
         text, haystack = self.arguments.source, self.arguments.haystack
         chat = bool(getattr(self.tokenizer, "chat_template", None))
-        needles = build_tasks(names, sources={} if haystack is None else {"haystack": str(haystack)}, chat=chat)
-        return needles | ({} if text is None else build_tasks(["perplexity"], sources={"text": str(text)}))
+        answer, going_on = self.arguments.answer, self.arguments.going_on
+        options = {name: {"new_tokens": answer} for name in names} if answer else {}
+        hidden_in = {} if haystack is None else {"haystack": str(haystack)}
+        needles = build_tasks(names, sources=hidden_in, options=options, chat=chat)
+        if text is None:
+            return needles
+        read = {"perplexity": {"tokens": going_on}} if going_on else {}
+        return needles | build_tasks(["perplexity"], sources={"text": str(text)}, options=read)
 
     @property
     def families(self) -> tuple[str, ...]:
@@ -234,6 +247,7 @@ class Bench:
                 progress=progress,
                 tasks=tasks,
                 workers=self.arguments.workers,
+                together=self.arguments.together,
                 refusals=refusals,
             )
         if not report.complete:

@@ -32,6 +32,10 @@ from semkv.evaluation.tables import percent
 NAME = "systems"
 LENGTH, SAMPLES, TEXTS = 2048, 16, 24
 """Tokens of a context, questions of a needle task, and texts; other numbers of both with --samples."""
+ANSWER, GOING_ON = 32, 64
+"""Tokens that an answer, which begins with the number where it was found, may have, and that are read behind a text."""
+TOGETHER = 16
+"""Contexts whose answers run in the same steps."""
 BUDGETS = (0.05, 0.1, 0.2, 0.5)
 SWITCHED = 0.1
 """Where a paper's parts are switched."""
@@ -490,7 +494,9 @@ def main() -> None:
     """Measure, write the results, write the page."""
     options = parser((__doc__ or "").splitlines()[0], page=True)
     options.add_argument("--texts", type=int, help="texts, instead of the published number")
-    options.set_defaults(length=LENGTH, tasks="niah_single_1,niah_single_2")
+    options.set_defaults(
+        length=LENGTH, tasks="niah_single_1,niah_single_2", answer=ANSWER, going_on=GOING_ON, together=TOGETHER
+    )
     asked = options.parse_args()
     bench = Bench(NAME, asked)
     if bench.is_bundled:

@@ -26,6 +26,8 @@ TEXT_BUDGETS = (0.03, 0.05, 0.1)
 """Where methods are furthest apart."""
 TEXT_LENGTH = 2048
 """Tokens of a context at most that methods are compared on where the model is not the bundled one."""
+TOGETHER = 6
+"""Contexts whose answers run in the same steps: those of the first questions."""
 ANSWER_TOKENS = 32
 """Of a needle's answer, which begins with the number where it was found."""
 COMPRESSING, ANSWER_STEPS, STEP, PROCESS = 0.15, 55, 2.3, 0.5
@@ -102,6 +104,7 @@ def run_choice(
             progress=progress,
             tasks=tasks,
             workers=workers,
+            together=TOGETHER,
             ranks=ranks,
         )
     if not made.choices:

@@ -86,12 +86,13 @@ def choose(
     progress: Progress | None = None,
     tasks: Mapping[str, Task] | None = None,
     workers: int = 1,
+    together: int = 1,
     ranks: Ranks = ALONE,
 ) -> Outcome:
     """Measure every method at every budget on a few questions, and the best third on twice as many, until `samples`.
 
     compiled: a `CompiledModel` that holds what the methods need (profile, weights); its own method does not matter.
-    identity, rows, workers: as in `evaluate`; a run that stopped goes on. A method that a budget is too small for in one of the
+    identity, rows, workers, together: as in `evaluate`; a run that stopped goes on. A method that a budget is too small for in one of the
     contexts, or that lacks something in the profile, is left out there. Ties are broken by the bytes that a step moves.
     ranks: share the contexts; all return the same, and the first keeps `rows`.
     """
@@ -103,7 +104,7 @@ def choose(
     asked = contest.first
     while entrants:
         grid, refusals = contest.grid(entrants, asked), list[Refusal]()
-        run_grid(subject, tokenizer, grid, store, progress, tasks, workers, refusals, ranks=ranks)
+        run_grid(subject, tokenizer, grid, store, progress, tasks, workers, refusals, together, ranks)
         gone = [refusal for refusal in refusals if refusal.variant.method in entrants.get(refusal.variant.budget, ())]
         left_out += [_left_out(refusal.variant, refusal.why) for refusal in gone]
         for name, budget in [(refusal.variant.method, refusal.variant.budget) for refusal in gone]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
@@ -227,7 +228,7 @@ def run_grid(
                 gone.add(result.variant.model_dump_json())
             yield result
 
-    turns = list(enumerate(_side_by_side(work, together)))
+    turns = list(enumerate(_side_by_side(work, together, max(workers, ranks.count))))
     found = ranks.deal(turns, results_of) if workers == 1 else in_processes(results_of, turns, workers)
     for done, ((place, (item, *_)), result) in enumerate(found, start=1):
         if isinstance(result, Row):
@@ -243,13 +244,15 @@ def run_grid(
         refusals += [refusal for _, refusal in sorted(first.values(), key=itemgetter(0))]
 
 
-def _side_by_side(work: Sequence[Work], together: int) -> list[tuple[Work, ...]]:
-    """Up to `together` contexts each, of one length and question mode, in the order in which the first of them come."""
+def _side_by_side(work: Sequence[Work], together: int, processes: int) -> list[tuple[Work, ...]]:
+    """Up to `together` contexts each, of one length and question mode, in the order in which the first of them come; fewer where there
+    would not be a group for each process."""
+    kinds = Counter((item.length, item.question) for item in work)
     groups: list[list[Work]] = []
     filling: dict[tuple[int, str], list[Work]] = {}
     for item in work:
         kind = item.length, item.question
-        if kind not in filling or len(filling[kind]) == together:
+        if kind not in filling or len(filling[kind]) == min(together, -(-kinds[kind] // processes)):
             filling[kind] = []
             groups.append(filling[kind])
         filling[kind].append(item)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -203,6 +204,24 @@ def test_another_model_has_pages_of_its_own(scripts):
     arguments = grids.parser("what").parse_args(["--model", "/models/SmolLM2-135M-Instruct.Q4_1.gguf"])
     assert grids.named("reports_sekv", arguments) == "reports_sekv_smollm2_135m_instruct"
     assert grids.named("reports_sekv", grids.parser("what").parse_args([])) == "reports_sekv"
+
+
+def test_answers_and_texts_are_as_long_as_asked(scripts, tmp_path):
+    import grids
+
+    text = tmp_path / "text.txt"
+    text.write_text("Some words of a text. " * 40, encoding="utf-8")
+
+    def lengths(*asked):
+        arguments = grids.parser("what").parse_args(
+            ["--model", "x", "--source", str(text), "--haystack", str(text), *asked]
+        )
+        bench = SimpleNamespace(is_bundled=False, arguments=arguments, tokenizer=None)
+        tasks = grids.Bench.tasks.func(bench)
+        return {tasks[name].new_tokens for name in grids.NEEDLES.split(",")}, tasks["perplexity"].tokens
+
+    assert lengths() == ({128}, 256)
+    assert lengths("--answer", "32", "--going-on", "64") == ({32}, 64)
 
 
 def test_parts_of_mixed_are_options_that_there_are(scripts):

@@ -34,6 +34,13 @@ def test_every_method_is_measured_and_the_better_ones_longer(lookup, tokenizer, 
     assert lookup.log["prefill"] == done, "nothing is measured twice"
 
 
+def test_contexts_that_are_answered_together_choose_the_same(lookup, tokenizer):
+    contest = Contest(("head", "tail"), (0.3, 0.95), ("single",), length=256, first=4, samples=16)
+    made = [choose(lookup, tokenizer, contest, identity="a", together=together) for together in (1, 3)]
+    assert made[0] == made[1]
+    assert max(lookup.log["rows"]) == 3
+
+
 def test_what_cannot_run_is_left_out_with_its_reason(lookup, tokenizer):
     made = choose(
         lookup, tokenizer, Contest(("head", "absent"), (0.01, 0.5), ("single",), length=256, samples=4), identity="a"

@@ -8,7 +8,7 @@ import pytest
 from semkv import bundled
 from semkv.errors import BudgetError, ConfigError
 from semkv.evaluation import Grid, Report, Variant, evaluate
-from semkv.evaluation.runner import cell_of, missing_work, run_grid
+from semkv.evaluation.runner import Work, _side_by_side, cell_of, missing_work, run_grid
 from semkv.evaluation.settings import build_variants, settle_auto
 from semkv.evaluation.store import RowStore
 from semkv.evaluation.subject import Subject
@@ -91,6 +91,20 @@ def test_contexts_that_run_together_give_the_rows_of_each_alone(lookup, tokenize
     assert max(lookup.log["rows"]) == 3
     with pytest.raises(ConfigError, match="together 0: expected at least 1 context"):
         run_grid(Subject(lookup, "test"), tokenizer, grid, RowStore(None), together=0)
+
+
+@pytest.mark.parametrize(
+    ("together", "processes", "sizes"),
+    [(1, 2, [1] * 8), (3, 1, [3, 3, 2]), (16, 1, [8]), (16, 2, [4, 4]), (16, 3, [3, 3, 2]), (3, 16, [1] * 8)],
+)
+def test_groups_of_contexts_are_as_many_as_processes(together, processes, sizes):
+    """Few contexts are shared by all processes before any of them has many; other lengths and modes stand in groups of their own."""
+    work = [Work("single", 128, "unseen", place, 1, ()) for place in range(8)]
+    other = [Work("single", length, question, 0, 1, ()) for length, question in ((256, "unseen"), (128, "seen"))]
+    groups = _side_by_side([*work[:5], *other, *work[5:]], together, processes)
+    assert [len(group) for group in groups if group[0] in work] == sizes
+    assert [item for group in groups for item in group if item in work] == work
+    assert [group for group in groups if group[0] in other] == [(other[0],), (other[1],)]
 
 
 def test_bytes_ratio_and_steps_are_measured(lookup, tokenizer, grid):
