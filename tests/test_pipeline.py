@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import ClassVar
 
@@ -13,7 +14,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from semkv.compiler import pipeline
 from semkv.compiler.pipeline import LOWER, UNDERSTAND, captured_program, check_order, lower, run_passes
 from semkv.errors import CaptureError, SpecError
+from semkv.ir.graph import copy_graph_module
 from semkv.ir.plain_memory import PlainMemory
+from semkv.ir.rewritten import Rewritten
 from semkv.passes.base import Pass, PassOptions
 from semkv.passes.surprisal_head import SurprisalHead
 
@@ -56,8 +59,8 @@ def llama() -> LlamaForCausalLM:
         hidden_size=32,
         intermediate_size=48,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        num_attention_heads=8,
+        num_key_value_heads=4,
         max_position_embeddings=128,
     )
     return LlamaForCausalLM(config).double().eval()
@@ -151,7 +154,7 @@ def test_captured_program_of_llama(program, llama):
     assert program.stage == "found"
     assert program.batched
     assert [site.name for site in program.sites] == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
-    assert [(site.q_heads, site.kv_heads) for site in program.sites] == [(4, 2), (4, 2)]
+    assert [(site.q_heads, site.kv_heads) for site in program.sites] == [(8, 4), (8, 4)]
     assert [note.split(":")[0] for note in program.notes] == ["capture", *(step.name for step in UNDERSTAND)]
     own = {tensor.data_ptr() for tensor in llama.state_dict().values()}
     assert {parameter.data_ptr() for parameter in program.body.parameters()} <= own
@@ -164,7 +167,27 @@ def test_one_capture_serves_several_methods(program):
     assert program.stage == "found"
 
 
-@pytest.mark.parametrize("roles", [None, (("b", "a"), ("a", "b"))])
+def test_methods_that_leave_the_body_alone_share_its_lowered_graphs(program):
+    """Weights are permuted for roles, so those graphs are others; so are those of another body. Notes are as if all had been made anew."""
+    fresh, mixed = replace(program, rewritten=Rewritten()), (("b", "a", "b", "a"),) * 2
+    first, second = (lower(fresh, PassOptions(method=name)) for name in ("full", "sekv"))
+    roles = lower(fresh, PassOptions(method="sekv", head_roles=mixed))
+    assert roles.sites[0].head_order != (0, 1, 2, 3)
+    again = lower(fresh, PassOptions(method="snapkv"))
+    assert again.decode is first.decode, "those of roles were not kept"
+    for name in ("prefill", "extend", "decode", "head"):
+        assert getattr(second, name) is getattr(first, name)
+        assert getattr(roles, name) is not getattr(first, name)
+    anew = lower(replace(program, rewritten=Rewritten()), PassOptions(method="sekv"))
+    assert second.notes == anew.notes
+    assert second.stage == anew.stage
+    assert str(second.decode.graph) == str(anew.decode.graph)
+    assert copy.deepcopy(fresh).rewritten.of(fresh.body, fresh.head) is None
+    other = replace(fresh, body=copy_graph_module(fresh.body))
+    assert lower(other, PassOptions()).decode is not again.decode
+
+
+@pytest.mark.parametrize("roles", [None, (("b", "a", "b", "a"), ("a", "b", "b", "a"))])
 def test_lowered_llama_equals_the_model(program, llama, roles):
     lowered = lower(replace(program), PassOptions(method="sekv", head_roles=roles))
     ids = torch.randint(0, 61, (2, 30), generator=torch.Generator().manual_seed(0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from semkv.errors import ConfigError, SpecError
 from semkv.ir import spec
 from semkv.ir.program import Program
 from semkv.ir.ranks import Ranks
+from semkv.ir.rewritten import Lowered
 from semkv.model.wrappers import unwrapped
 from semkv.passes.absorb_latents import AbsorbLatents
 from semkv.passes.assign_budgets import AssignBudgets
@@ -61,17 +63,23 @@ AMONG_RANKS: tuple[Pass, ...] = (
 )
 """What is done besides where processes share a model."""
 
-LOWER: tuple[Pass, ...] = (
+DECIDE: tuple[Pass, ...] = (
     AssignBudgets(),  # found -> annotated: treatment, reason and budget share of every site
     GroupHeads(),  # annotated: KV heads of one role made contiguous
     BalanceKeys(),  # annotated: keys and queries mapped so that few bits hold keys
+)
+"""What depends on the method and the profile as well: many methods leave the body as it is."""
+
+REWRITE: tuple[Pass, ...] = (
     RewriteAttention(),  # annotated -> lowered: prefill, extend and decode on a memory
     InsertRetrievalHead(),  # lowered: the speculative selector in front of the graph, where the method has one
     OpenSeams(),  # lowered: the memory says what a prompt brings besides ids
     LowerKernels(),  # lowered: constants folded, decode fixed at one token
     StreamWeights(),  # lowered: projections of a step read their weights fast
 )
-"""What depends on the method and the profile as well."""
+"""What follows from the body and a retrieval head alone; without one its graphs serve all methods that leave the body as it is."""
+
+LOWER: tuple[Pass, ...] = (*DECIDE, *REWRITE)
 
 PLACE: tuple[Pass, ...] = (
     PlaceMemory(),  # lowered: from which length on each site's folded tokens wait on the host
@@ -143,8 +151,29 @@ def lowered_among_ranks(program: Program, ranks: Ranks, options: PassOptions, de
 
 @undisturbed
 def lower(program: Program, options: PassOptions, *, dump: Path | None = None) -> Program:
-    """The lowered program of a `captured_program` for one method and profile."""
-    return run_passes(program, LOWER, options, ran=[p.name for p in UNDERSTAND], dump=dump)
+    """The lowered program of a `captured_program` for one method and profile. Methods that leave the body as it is share graphs
+    (`Program.rewritten`)."""
+    ran = [p.name for p in UNDERSTAND]
+    decided = run_passes(program, DECIDE, options, ran=ran, dump=dump)
+    body, head = decided.body, decided.head
+    shared = body is program.body and options.retrieval_head is None and dump is None
+    known = decided.rewritten.of(body, head) if shared else None
+    if known is None:
+        ran += [p.name for p in DECIDE]
+        made = run_passes(decided, REWRITE, options, ran=ran, dump=dump, first=len(DECIDE))
+        if shared:
+            notes = made.notes[len(decided.notes) :]
+            decided.rewritten.keep(body, head, Lowered(made.prefill, made.extend, made.decode, made.head, notes))
+        return made
+    return replace(
+        decided,
+        stage="lowered",
+        prefill=known.prefill,
+        extend=known.extend,
+        decode=known.decode,
+        head=known.head,
+        notes=(*decided.notes, *known.notes),
+    )
 
 
 @undisturbed
@@ -160,15 +189,16 @@ def run_passes(
     *,
     ran: Iterable[str] = (),
     dump: Path | None = None,
+    first: int = 0,
 ) -> Program:
-    """Run `passes` in order, checking the order before the first and the stage's spec after each.
+    """Run `passes` in order, checking the order before the first and the stage's spec after each. first: its number in `dump`.
 
     Raises
     ------
     SpecError: the order breaks a pass's constraints (all are listed), or a pass left an illegal graph.
     """
     check_order(passes, stage=program.stage, ran=ran)
-    for number, step in enumerate(passes):
+    for number, step in enumerate(passes, start=first):
         if step.applies(program, options):
             _dump(program, dump, f"{number:02d}-{step.name}-before")
             program = _run_one(step, program, options)

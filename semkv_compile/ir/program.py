@@ -10,6 +10,7 @@ from torch.fx import GraphModule
 
 from semkv.ir.ranks import Ranks
 from semkv.ir.recurrence import RecurrentSite
+from semkv.ir.rewritten import Rewritten
 from semkv.ir.seams import Seams
 from semkv.ir.site import AttentionSite
 
@@ -47,6 +48,7 @@ class Program:
     seams: where what a prompt brings besides its ids enters.
     ranks: the processes that share the model, of whose heads this is a program; None: of all heads.
     notes: per pass, what it did, in order; shown by `semkv.explain(verbose=True)` and kept in artifacts.
+    rewritten: the lowered graphs of a body that a method leaves as it is, for the next such method.
     """
 
     stage: Stage
@@ -66,6 +68,7 @@ class Program:
     seams: Seams = field(default_factory=Seams)
     ranks: Ranks | None = None
     notes: tuple[str, ...] = field(default=())
+    rewritten: Rewritten = field(default_factory=Rewritten, repr=False, compare=False)
 
     def evolve(self, note: str | None = None, **changes) -> Program:
         """A copy with `changes`, and `note` appended to the notes."""

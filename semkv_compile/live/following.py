@@ -13,6 +13,7 @@ from torch import Tensor
 from semkv.config import CompileConfig
 from semkv.errors import StaleModelError
 from semkv.ir.program import Program
+from semkv.ir.rewritten import Rewritten
 from semkv.live.model import LiveModel, LiveWeights, outdated
 from semkv.live.shared_weights import SharedWeights
 from semkv.methods import Method
@@ -49,7 +50,10 @@ class Following(SharedWeights, ABC):
                 return
             assert isinstance(made, LiveWeights)
             source, fingerprint = live.followed(self._source, made, self.settings)
-            if source is not self._source or live.copied(self.program, source, made):
+            copied = live.copied(self.program, source, made)
+            if copied:  # what was lowered holds numbers of before
+                source = source.evolve(rewritten=Rewritten())
+            if source is not self._source or copied:
                 self._assemble(source, self.profile, fingerprint)
             else:
                 self.placement, self.fingerprint = replace(self.placement, weights=live.weights), fingerprint

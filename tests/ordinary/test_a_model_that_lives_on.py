@@ -352,6 +352,21 @@ def test_nothing_is_copied_that_is_not_derived(scaled, both):
     assert full.program is was, "nothing in it was made of weights: it is not lowered again"
 
 
+@pytest.mark.parametrize("change", ["in place", "a buffer in place", "a buffer replaced", "a parameter replaced"])
+def test_graphs_that_are_shared_are_of_the_new_weights_too(scaled, change):
+    """Methods that share lowered graphs follow one after the other, and one that is made then has nothing of the old numbers."""
+    full = semkv.compile(scaled, method="full")
+    same = full.with_method("snapkv", 200)
+    assert same.program.decode is full.program.decode
+    for compiled in (full, same):
+        assert_agrees(compiled, scaled)
+    CHANGES[change](scaled)
+    assert_agrees(full, scaled)
+    assert_agrees(full.with_method("h2o", 200), scaled)
+    assert_agrees(same, scaled)
+    assert_agrees(same.with_method("h2o", 200), scaled)
+
+
 def test_a_new_compiled_form_is_of_the_new_weights(scaled, both):
     multiply(scaled.model.layers[0].mlp.up_proj.weight)
     assert_agrees(both[0].with_method("snapkv", 200), scaled)
