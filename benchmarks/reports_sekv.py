@@ -26,7 +26,7 @@ from semkv.evaluation.plots import zoom_heatmap
 from semkv.evaluation.subject import add_zooms, as_ids
 from semkv.evaluation.tables import size
 from semkv.runtime.store.site_memory import SiteMemory
-from semkv.runtime.store.spans import FACTORS
+from semkv.runtime.store.tables import FACTORS
 
 NAME = "reports_sekv"
 BUDGET = 0.1
@@ -114,10 +114,10 @@ def zooms_table(report: Report) -> str:
 def segment_nbytes(memory: SiteMemory) -> torch.Tensor:
     """float64 [Hkv, S]: bytes of each folded segment where it waits, tables apart."""
     spans = memory.spans
-    cost = (spans.segment_length * spans.host_tokens.token_nbytes).double().repeat(memory.site.kv_heads, 1)
-    factored = spans.segment_kind == FACTORS
+    cost = (spans.tables.segment_length * spans.host_tokens.token_nbytes).double().repeat(memory.site.kv_heads, 1)
+    factored = spans.tables.segment_kind == FACTORS
     if bool(factored.any()):
-        cost[:, factored] = spans.host_factors.span_nbytes()[:, spans.segment_start[factored]].double()
+        cost[:, factored] = spans.host_factors.span_nbytes()[:, spans.tables.segment_start[factored]].double()
     return cost
 
 

@@ -12,7 +12,7 @@ from semkv.errors import ConfigError
 from semkv.ir.program import Program
 from semkv.runtime.prompt.record import chunked_surprisal
 from semkv.runtime.store.quantization import dequantize, quantize
-from semkv.runtime.store.segments import Folding, Segmentation
+from semkv.runtime.store.segments import Cut, Segmentation
 
 from .interpreter import SiteCall, full_attention, run_body, scores
 from .segmentation import Divider
@@ -141,10 +141,10 @@ def record_of(
     share, far, whole = share[:, chosen], far[chosen], whole[:, chosen]
 
     known = surprisal[segmentation.folded.to(surprisal.device)].to(device)
-    folding = Folding(call.k[:, folded], call.v[:, folded], everywhere[folded], known, lengths)
-    weights = folding.surprisal_weights()
+    cut = Cut(everywhere[folded], known, lengths)
     mean_k, mean_v = (
-        dequantize(quantize(folding.mean(x, weights), settings.summary_bits)) for x in (folding.k, folding.v)
+        dequantize(quantize(cut.mean(x[:, folded], cut.surprisal_weights), settings.summary_bits))
+        for x in (call.k, call.v)
     )
     middle = (starts + ends) // 2
     coarse = (scores(call, mean_k, middle) + lengths.float().log() - whole).exp().masked_fill(~far, 0.0)

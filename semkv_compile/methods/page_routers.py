@@ -74,7 +74,7 @@ class MinMaxRouter(PageRouter):
 
     def build(self, site: AttentionSite, folding: Folding, mean_k: Tensor | None) -> dict[str, Tensor]:
         k = folding.k.float()
-        return {"low": folding.smallest(k), "high": folding.largest(k)}
+        return {"low": folding.cut.smallest(k), "high": folding.cut.largest(k)}
 
     def logits(self, site: AttentionSite, q: Tensor, spans: UnitsView | Units) -> Tensor:
         return spans.products(q.clamp(min=0), "high") + spans.products(q.clamp(max=0), "low")
@@ -94,7 +94,7 @@ class MeanKeyRouter(PageRouter):
         return {"mean": IndexPart(site.kv_heads, site.key_dim, bits=None if self.bits == 16 else self.bits)}
 
     def build(self, site: AttentionSite, folding: Folding, mean_k: Tensor | None) -> dict[str, Tensor]:
-        mean = folding.mean(folding.k)
+        mean = folding.cut.mean(folding.k)
         return {"mean": torch.nn.functional.normalize(mean, dim=-1) if self.direction else mean}
 
     def logits(self, site: AttentionSite, q: Tensor, spans: UnitsView | Units) -> Tensor:
@@ -124,10 +124,10 @@ class RepresentativeRouter(PageRouter):
     def build(self, site: AttentionSite, folding: Folding, mean_k: Tensor | None) -> dict[str, Tensor]:
         k = folding.k.float()
         if folding.record is not None:
-            scores = self._prompt_scores(site, folding.record)[:, folding.positions]
+            scores = self._prompt_scores(site, folding.record)[:, folding.cut.positions]
         else:
             scores = (k * k.mean(1, keepdim=True)).sum(-1)
-        lengths = folding.lengths
+        lengths = folding.cut.lengths
         place = torch.arange(int(lengths.max()), dtype=torch.int64, device="cpu")
         at = (lengths.cumsum(0) - lengths)[:, None] + place
         inside = place < lengths[:, None]

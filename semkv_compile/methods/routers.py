@@ -16,7 +16,7 @@ from semkv.runtime.step import Step
 from semkv.runtime.store.device_index import log_sizes
 from semkv.runtime.store.quantization import Quantized, norms, products
 from semkv.runtime.store.segments import Folding
-from semkv.runtime.store.spans import FACTORS
+from semkv.runtime.store.tables import FACTORS
 from semkv.runtime.views import UnitsView
 
 
@@ -67,7 +67,7 @@ class GateRouter:
     def build(self, site: AttentionSite, folding: Folding, mean_k: Tensor | None) -> dict[str, Tensor]:
         if mean_k is None:
             raise ValueError("the trained gate routes by the units' summaries")
-        pooled = self._project(site, folding.mean(folding.k))
+        pooled = self._project(site, folding.cut.mean(folding.k))
         return {
             "norms": self._norms(self._project(site, mean_k)),
             "vectors": pooled,  # normalised where they are read: so they merge to the mean of all of their tokens
@@ -200,9 +200,9 @@ class OracleRouter(MeansSuffice):
     """
 
     def score(self, site: AttentionSite, q: Tensor, spans: UnitsView, step: Step) -> Tensor:
-        if bool((spans.segment_kind == FACTORS).any()):
+        if bool((spans.tables.segment_kind == FACTORS).any()):
             raise ValueError("oracle selection reads raw tokens: use it with forms='raw' or 'int8'")
-        unit = spans.segment_unit.repeat_interleave(spans.segment_length, dim=1)  # [Hkv|1, n]
+        unit = spans.tables.segment_unit.repeat_interleave(spans.tables.segment_length, dim=1)  # [Hkv|1, n]
         places = torch.arange(spans.host_tokens.length, dtype=torch.int64, device="cpu")[
             -unit.shape[1] :
         ]  # without those of retired segments

@@ -27,17 +27,15 @@ from semkv.runtime.prompt.past import Past
 from semkv.runtime.prompt.record import RowRecord, copied
 from semkv.runtime.step import CHOSEN, Step
 from semkv.runtime.store.roomy import SHARE
-from semkv.runtime.store.segments import Boundary, Folding, Segmentation
+from semkv.runtime.store.segments import Boundary, Cut, Folding, Segmentation
 from semkv.runtime.store.site_memory import SiteMemory
 from semkv.runtime.store.spans import FoldedSpans
+from semkv.runtime.store.tables import Tables
 from semkv.runtime.store.token_store import TokenStore
-from semkv.runtime.text import Text
+from semkv.runtime.text import Once, Text
 
 FOLD_BLOCK, FOLD_BLOCKS = 1024, 16
 """A prompt is folded in at most `FOLD_BLOCKS` blocks of at least `FOLD_BLOCK` tokens: what is computed of one is freed before the next."""
-
-Division = tuple[int, int, int, float, float]
-"""What decides how a prompt is divided: segmenter, store and first head (-1 where they do not matter), room, cost of a unit."""
 
 
 class RowMemory:
@@ -84,12 +82,12 @@ class RowMemory:
         self.part_shares = part_shares(placement, self.shares, self.tokens, self.cap_bytes(self.tokens))
         self._check_budget()
         self.shares = shares_in_pages(placement, self.shares, self.cap_bytes(self.tokens))
-        divided: dict[Division, Segmentation] = {}
+        shared = Once()
         self.stores: dict[int, tuple[SiteMemory, ...]] = dict(stores)
         for number, store in placement.stores.items():
             if number in stores:
                 continue
-            self.stores[number] = tuple(self._build(store, part, record, divided) for part in placement.parts(store))
+            self.stores[number] = tuple(self._build(store, part, record, shared) for part in placement.parts(store))
             if release and not placement.plan.reads_others:
                 record.release(number)
         if not self.is_short:  # the floor is such that they reach
@@ -313,9 +311,7 @@ class RowMemory:
 
     # -- building ----------------------------------------------------------------------------------------------------
 
-    def _build(
-        self, store: AttentionSite, part: Part, record: RowRecord, divided: dict[Division, Segmentation]
-    ) -> SiteMemory:
+    def _build(self, store: AttentionSite, part: Part, record: RowRecord, shared: Once) -> SiteMemory:
         placement, n, components = self.placement, record.tokens, part.components
         page, dtype = placement.page_size, placement.budget.dtype
         site = part.site(store, part.share)
@@ -330,7 +326,11 @@ class RowMemory:
             sinks, cutting = min(getattr(components.segmenter, "sinks", 0), n), components.cutting
             boundary = None if cutting is None else cutting.natural(made.surprisal)
             return self._site(
-                made, made.everything[:sinks], made.everything[sinks:], self._spans(made), boundary=boundary
+                made,
+                made.everything[:sinks],
+                made.everything[sinks:],
+                self._spans(made, shared.of(Tables, Tables.empty)),
+                boundary=boundary,
             )
         token_bytes = exact_token_nbytes(site, components, placement.budget.dtype)
         room = allowance / site.kv_heads / token_bytes
@@ -345,18 +345,16 @@ class RowMemory:
         if components.segmenter is None:
             raise BudgetError(f"method {placement.method!r} has no rule for what to fold")
         cost = unit_cost_bytes(site, components, placement.budget.dtype) / token_bytes
-        place = (store.store, part.first) if components.segmenter.per_store else (-1, -1)
-        key = (id(components.segmenter), *place, round(room, 3), round(cost, 6))
-        if key not in divided:
-            divided[key] = components.segmenter.segment(record, site, room, cost, placement.page_size)
-        parts = divided[key]
-        spans = self._spans(made)
+        segmenter = components.segmenter
+        own = (id(segmenter), store.store, part.first) if segmenter.per_store else (segmenter,)
+        divided_by = (*own, round(room, 3), round(cost, 6))
+        parts = shared.of(divided_by, lambda: segmenter.segment(record, site, room, cost, placement.page_size))
+        spans = self._spans(made, shared.of(Tables, Tables.empty))
         memory = self._site(made, parts.kept, made.everything[parts.recent :], spans, boundary=parts.boundary)
         spans.host_tokens.expect(int(parts.lengths.sum()))
-        for block in parts.blocks(max(FOLD_BLOCK, -(-n // FOLD_BLOCKS))):
-            at = block.folded
-            tokens = made.k[:, at], made.v[:, at], at, made.surprisal[at]
-            spans.fold(Folding(*tokens, block.lengths, block.units, record.ids[at], record))
+        for cut in shared.of(parts, lambda: cuts_of(parts, made.surprisal, record.ids)):
+            at = cut.positions
+            spans.fold(Folding(made.k[:, at], made.v[:, at], cut, record), shared)
         return memory
 
     def _scored(self, made: PromptPart, evictor: Evictor, room: int) -> SiteMemory:
@@ -367,10 +365,11 @@ class RowMemory:
         kept = scores[:, :recent].topk(min(places, recent)).indices.sort().values
         return self._site(made, kept, made.everything[recent:], scores=scores)
 
-    def _spans(self, made: PromptPart) -> FoldedSpans:
+    def _spans(self, made: PromptPart, tables: Tables) -> FoldedSpans:
         placement = self.placement
         device = placement.where(made.site, made.record.tokens)
-        return FoldedSpans(made.site, made.components, placement.budget.dtype, tier=placement.tier, device=device)
+        dtype, tier = placement.budget.dtype, placement.tier
+        return FoldedSpans(made.site, made.components, dtype, tier=tier, device=device, tables=tables)
 
     def _site(
         self,
@@ -573,6 +572,15 @@ class RowMemory:
         copy.recurrent = copied(self.recurrent)
         copy.stores = {store: tuple(memory.clone() for memory in parts) for store, parts in self.stores.items()}
         return copy
+
+
+def cuts_of(parts: Segmentation, surprisal: Tensor, ids: Tensor) -> list[Cut]:
+    """The blocks in which a prompt, of which surprisal [n] and ids [n] are, is folded."""
+    found = []
+    for block in parts.blocks(max(FOLD_BLOCK, -(-len(ids) // FOLD_BLOCKS))):
+        at = block.folded
+        found.append(Cut(at, surprisal[at], block.lengths, block.units, ids[at]))
+    return found
 
 
 def _beyond(held: int, cap: float) -> int:

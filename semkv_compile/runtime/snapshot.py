@@ -20,14 +20,15 @@ from semkv.runtime.store.quantization import CODE_BITS, Quantized, code_width
 from semkv.runtime.store.segments import Boundary
 from semkv.runtime.store.site_memory import SiteMemory
 from semkv.runtime.store.slots import Slots
-from semkv.runtime.store.spans import FACTORS, FoldedSpans
+from semkv.runtime.store.spans import FoldedSpans
+from semkv.runtime.store.tables import FACTORS, Tables
 from semkv.runtime.store.token_store import TokenStore
 from semkv.runtime.text import Text
 
 LARGEST_TURN = 1 << 31
 """How far rotary positions may lie above places: users may give any."""
 
-TABLES = ("segment_unit", "segment_kind", "segment_length", "segment_position", "segment_start")
+SEGMENTS = ("segment_unit", "segment_kind", "segment_length", "segment_position", "segment_start")
 
 
 def row_to_tensors(row: RowMemory) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -66,9 +67,10 @@ def row_to_tensors(row: RowMemory) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _span_tensors(spans: FoldedSpans) -> dict[str, Tensor]:
-    out = {name: getattr(spans, name) for name in (*TABLES, "lengths", "positions")}
+    tables = spans.tables
+    out = {name: getattr(tables, name) for name in (*SEGMENTS, "lengths", "positions")}
     out |= {"retired": spans.retired.data[0]} if spans.retired.length else {}
-    out |= {"mass": spans.mass} if spans.mass.numel() else {}
+    out |= {"mass": tables.mass} if tables.mass.numel() else {}
     held = {"mean_k": spans.mean_k, "mean_v": spans.mean_v, **{f"index.{name}": x for name, x in spans.index.items()}}
     for name, part in held.items():
         if isinstance(part, Quantized):
@@ -285,9 +287,11 @@ def _fill_spans(spans: FoldedSpans, own: dict[str, Tensor], tokens: int) -> None
         raise ValueError(f"units of {rows} heads, expected 1 or {heads}")
     _expect(own["lengths"], "lengths", (rows, m), torch.int32)
     _expect(own["positions"], "positions", (rows, m), torch.int32)
-    for name in TABLES:
+    tables: dict[str, Any] = {name: own[name].clone() for name in ("lengths", "positions")}
+    tables["mass"] = torch.zeros(1, 0, dtype=torch.float32, device="cpu")
+    for name in SEGMENTS:
         shape = (own[name].shape[0], segments) if name == "segment_unit" else (segments,)
-        setattr(spans, name, _expect(own[name], name, shape, torch.int64).clone())
+        tables[name] = _expect(own[name], name, shape, torch.int64).clone()
     factored = own["factors.lengths"] if "factors.lengths" in own else torch.zeros(0, dtype=torch.int64, device="cpu")
     starts = own["segment_start"]
     is_factor = own["segment_kind"] == FACTORS
@@ -304,7 +308,13 @@ def _fill_spans(spans: FoldedSpans, own: dict[str, Tensor], tokens: int) -> None
     )
     if not sound:
         raise ValueError("its span tables point outside of what is stored")
-    spans.lengths, spans.positions = own["lengths"].clone(), own["positions"].clone()
+    summary = spans.components.summary
+    if m and summary is not None and summary.weights == "surprisal":
+        mass = _expect(own["mass"], "mass", (rows, m), torch.float32)
+        if not bool(torch.isfinite(mass).all()) or bool((mass < 0).any()):
+            raise ValueError("mass is no sum of surprisals: some are negative or not finite")
+        tables["mass"] = mass.clone()
+    spans.tables = Tables(**tables)
     if m:
         _fill_index(spans, own, m)
     if "retired" in own:
@@ -331,11 +341,6 @@ def _fill_index(spans: FoldedSpans, own: dict[str, Tensor], units: int) -> None:
         spans.mean_k = _mean(spans, own, "mean_k", units, site.key_dim)
         if summary.attend:
             spans.mean_v = _mean(spans, own, "mean_v", units, site.value_dim)
-        if summary.weights == "surprisal":
-            mass = _expect(own["mass"], "mass", tuple(spans.lengths.shape), torch.float32)
-            if not bool(torch.isfinite(mass).all()) or bool((mass < 0).any()):
-                raise ValueError("mass is no sum of surprisals: some are negative or not finite")
-            spans.mass = mass.clone()
     for name, part in spans.index_parts.items():
         if part.bits is not None:
             spans.index[name] = _quantized(own, f"index.{name}", part.rows, units, part.dim, part.bits)

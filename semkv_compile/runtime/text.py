@@ -3,16 +3,40 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+Made = TypeVar("Made")
+
+
+class Once:
+    """What several layers ask for, made for the first of them."""
+
+    def __init__(self) -> None:
+        self._made: dict[Hashable, Any] = {}
+
+    def of(self, what: Hashable, make: Callable[[], Made]) -> Made:
+        """What `make` makes, or made before of `what`."""
+        if what not in self._made:
+            self._made[what] = make()
+        return self._made[what]
+
+
+def once(shared: Once | None, what: Hashable, make: Callable[[], Made]) -> Made:
+    """`shared.of(what, make)`; where nothing is shared, what `make` makes."""
+    return make() if shared is None else shared.of(what, make)
+
 
 class Text:
-    """ids int64 [n] of any tokens and their surprisal float32 [n] in nats, 0 where no method reads it."""
+    """ids int64 [n] of any tokens and their surprisal float32 [n] in nats, 0 where no method reads it. found: what layers have found out
+    about its end, until tokens are added."""
 
     def __init__(self, ids: Tensor, surprisal: Tensor | None = None) -> None:
         self._ids, self._surprisal = array("i", ids.tolist()), array("f", bytes(4 * len(ids)))
+        self.found = Once()
         if surprisal is not None:
             self._surprisal = array("f", surprisal.tolist())
 
@@ -31,6 +55,7 @@ class Text:
 
     def add(self, ids: Tensor, surprisal: Tensor) -> None:
         """The next tokens are ids [t] of surprisal [t]."""
+        self.found = Once()
         self._ids.extend(ids.tolist())
         self._surprisal.extend(surprisal.tolist())
 
@@ -42,8 +67,9 @@ class Text:
 
     def clone(self) -> Text:
         copy = object.__new__(Text)
+        copy.found = Once()
         copy._ids, copy._surprisal = self._ids[:], self._surprisal[:]
         return copy
 
 
-__all__ = ["Text"]
+__all__ = ["Once", "Text", "once"]

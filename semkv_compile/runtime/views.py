@@ -13,22 +13,21 @@ from semkv.runtime.store.device_index import DeviceIndex, IndexedUnits
 from semkv.runtime.store.places import Places
 from semkv.runtime.store.quantization import Quantized
 from semkv.runtime.store.roomy import Roomy
+from semkv.runtime.store.tables import Tables
 
 
 class UnitsView(IndexedUnits, Protocol):
     """M folded units of H KV heads, see `semkv.runtime.store.spans.FoldedSpans`.
 
     device: where their tokens wait, None for the host. known: what a component keeps until the units change; it holds what tells that.
-    segment_kind, segment_unit, segment_length: of the stored runs of tokens that units are made of, int64 [S] or [Hkv|1, S].
+    tables: which units there are, and of which stored runs of tokens.
     """
 
     device: torch.device | None
     known: Any
     room: Roomy
     host_tokens: HostTokens
-    segment_kind: Tensor
-    segment_unit: Tensor
-    segment_length: Tensor
+    tables: Tables
 
     @property
     def count(self) -> int:

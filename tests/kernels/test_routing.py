@@ -12,8 +12,9 @@ from semkv.methods.routers import GateRouter
 from semkv.methods.sketch_router import SketchRouter
 from semkv.profiles.schema.codes import Codebooks
 from semkv.runtime.components import Components, Router, Summary
+from semkv.runtime.decode.choosing import choose_units
 from semkv.runtime.step import Step
-from semkv.runtime.store.segments import Folding
+from semkv.runtime.store.segments import Cut, Folding
 from semkv.runtime.store.site_memory import SiteMemory
 from semkv.runtime.store.spans import FoldedSpans
 from semkv.runtime.store.token_store import TokenStore
@@ -46,7 +47,7 @@ def memory(router: Router, lengths: list[int], *, fill: bool = True, summary: Su
     k, v, cut = numbers(2, TOKENS, 16, seed=4), numbers(2, TOKENS, 12), sum(lengths[:3])
     where = torch.arange(TOKENS)
     for part, own in ((slice(0, cut), lengths[:3]), (slice(cut, TOKENS), lengths[3:])):
-        spans.fold(Folding(k[:, part], v[:, part], where[part], torch.ones(len(where[part])), torch.tensor(own)))
+        spans.fold(Folding(k[:, part], v[:, part], Cut(where[part], torch.ones(len(where[part])), torch.tensor(own))))
     spans.host_tokens = spans.host_factors = spans.retired = (
         None  # routing reads none of them, and their tier's lock cannot go to another process
     )
@@ -81,7 +82,7 @@ def test_units_are_those_of_pytorch(on_device, fill, room):
     """Units of unequal costs, of scores that some heads do not reach their thresholds with."""
     store = memory(gate(), LENGTHS, fill=fill, summary=Summary())
     score, allowance = numbers(4, 1, len(LENGTHS), seed=9), 2 * room * store.spans.token_nbytes()
-    wanted = store._select(SITE, score, allowance)
+    wanted = choose_units(store.components, store.spans, SITE, score, allowance)
     got = on_device(SiteMemory._select, store, SITE, score, allowance, kernels=True)
     assert torch.equal(got.chosen, wanted.chosen)
     assert torch.equal(got.heads, wanted.heads)

@@ -7,7 +7,7 @@ import torch
 
 from semkv.errors import InputError
 from semkv.kernels.span_summaries import span_summaries_reference
-from semkv.runtime.store.segments import Folding
+from semkv.runtime.store.segments import Cut
 
 LENGTHS = torch.tensor([1, 31, 7, 16, 8])
 STARTS = LENGTHS.cumsum(0) - LENGTHS
@@ -23,11 +23,11 @@ def made(dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("weighted", [False, True])
 def test_the_reference_is_what_the_runtime_folds(weighted):
     x, surprisal = made(15, torch.float32)
-    folding = Folding(x, x, torch.arange(63), surprisal, LENGTHS)
+    cut = Cut(torch.arange(63), surprisal, LENGTHS)
     mean, low, high = span_summaries_reference(x, STARTS, LENGTHS, surprisal if weighted else None)
-    torch.testing.assert_close(mean, folding.mean(x, folding.surprisal_weights() if weighted else None))
-    assert torch.equal(low, folding.smallest(x))
-    assert torch.equal(high, folding.largest(x))
+    torch.testing.assert_close(mean, cut.mean(x, cut.surprisal_weights if weighted else None))
+    assert torch.equal(low, cut.smallest(x))
+    assert torch.equal(high, cut.largest(x))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from semkv.methods.sketch_router import SketchRouter
 from semkv.profiles.schema.codes import Codebooks
 from semkv.runtime.components import Components
 from semkv.runtime.step import Step
-from semkv.runtime.store.segments import Folding
+from semkv.runtime.store.segments import Cut, Folding
 from semkv.runtime.store.site_memory import SiteMemory
 from semkv.runtime.store.spans import FoldedSpans
 from semkv.runtime.store.token_store import TokenStore
@@ -37,7 +37,7 @@ def memory(own: SketchRouter) -> tuple[SiteMemory, dict[str, torch.Tensor]]:
     spans = FoldedSpans(SITE, components, torch.float32)
     k, v = numbers(2, FOLDED, 16, seed=4), numbers(2, FOLDED, 12)
     one = torch.ones(FOLDED, dtype=torch.int64)
-    spans.fold(Folding(k, v, torch.arange(FOLDED), torch.ones(FOLDED), one))
+    spans.fold(Folding(k, v, Cut(torch.arange(FOLDED), torch.ones(FOLDED), one)))
     recent_k, recent_v = numbers(2, EXACT, 16, seed=8), numbers(2, EXACT, 12, seed=9)
     where = FOLDED + torch.arange(EXACT)[None]
     stores = (

@@ -18,7 +18,7 @@ from semkv.runtime.budgets.costs import unit_cost_bytes
 from semkv.runtime.components import Components
 from semkv.runtime.prompt.record import RowRecord
 from semkv.runtime.step import Step
-from semkv.runtime.store.segments import Folding
+from semkv.runtime.store.segments import Cut, Folding
 from semkv.runtime.store.spans import FoldedSpans
 
 SITE = AttentionSite(index=0, name="layer", store=0, q_heads=6, kv_heads=3, key_dim=8, value_dim=5, scale=0.35)
@@ -121,7 +121,9 @@ def folded(router, seed: int = 0) -> tuple[FoldedSpans, RowRecord]:
     spans = FoldedSpans(SITE, components, torch.float32)
     everything = torch.arange(N)
     spans.fold(
-        Folding(made.keys[0], made.values[0], everything, torch.ones(N), torch.tensor(LENGTHS), None, made.ids, made)
+        Folding(
+            made.keys[0], made.values[0], Cut(everything, torch.ones(N), torch.tensor(LENGTHS), None, made.ids), made
+        )
     )
     held = sum(x.nbytes for x in spans.device_tensors())
     assert held == pytest.approx(len(LENGTHS) * SITE.kv_heads * unit_cost_bytes(SITE, components, torch.float32))
@@ -208,7 +210,9 @@ def test_sketch_scores_are_those_of_the_decoded_codes():
     router = SketchRouter({(0, 0): books})
     made = prompt(N)
     spans = FoldedSpans(SITE, Components(router=router, host_form="raw", outside="folded"), torch.float32)
-    spans.fold(Folding(made.keys[0], made.values[0], torch.arange(N), torch.ones(N), torch.ones(N, dtype=torch.int64)))
+    spans.fold(
+        Folding(made.keys[0], made.values[0], Cut(torch.arange(N), torch.ones(N), torch.ones(N, dtype=torch.int64)))
+    )
     assert sum(x.nbytes for x in spans.device_tensors()) == N * 3 * 2  # a byte per stage, and nothing else
     q, scores = scores_of(router, spans)
     keys = books.decode(books.encode(made.keys[0]))

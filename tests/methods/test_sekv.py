@@ -22,10 +22,11 @@ from semkv.methods.routers import CoarseRouter, GateRouter, OracleRouter
 from semkv.profiles.calibration.parameters import RouterParameters
 from semkv.profiles.calibration.settings import CalibrationSettings
 from semkv.runtime.components import Components, Summary
+from semkv.runtime.decode.choosing import choose_units
 from semkv.runtime.decode.join import stack_rows
 from semkv.runtime.step import Step
 from semkv.runtime.store.quantization import dequantize
-from semkv.runtime.store.segments import Folding
+from semkv.runtime.store.segments import Cut, Folding
 from semkv.runtime.store.site_memory import SiteMemory
 from semkv.runtime.store.spans import FoldedSpans
 from semkv.runtime.store.token_store import TokenStore
@@ -70,7 +71,7 @@ def memory(router=None, **changes) -> tuple[SiteMemory, dict[str, torch.Tensor]]
     inside = slice(KEPT, KEPT + FOLDED)
     lengths = torch.tensor(LENGTHS)
     spans.fold(
-        Folding(made["k"][:, inside], made["v"][:, inside], where[0, inside], made["surprisal"][inside], lengths)
+        Folding(made["k"][:, inside], made["v"][:, inside], Cut(where[0, inside], made["surprisal"][inside], lengths))
     )
     return SiteMemory(SITE, components, *stores, spans, device=torch.device("cpu")), made
 
@@ -119,7 +120,7 @@ def test_spans_above_the_threshold_are_unfolded():
         router.weights[1], router.offsets[1], router.thresholds[1] = router.weights[0], torch.ones(4), torch.zeros(4)
         store, made = memory(router, fill=False)
         scores = router.score(SITE, made["q"], store.spans, Step.alone(SITE, made["q"]))
-        zoom = store._select(SITE, scores, ALL).heads
+        zoom = choose_units(store.components, store.spans, SITE, scores, ALL).heads
         means = coarse_means(made, "k")
         both = [
             float(router.offsets[site][head] + router.thresholds[site][head]) for site in (0, 1) for head in range(4)
@@ -144,7 +145,7 @@ def test_over_the_cap_spans_are_kept_in_order_of_their_gate(fill):
     scores = router.score(SITE, made["q"], store.spans, Step.alone(SITE, made["q"]))
     each = store.spans.token_nbytes()
     for tokens in (0, 4, 12, 17, 24):
-        zoom = store._select(SITE, scores, 2 * tokens * each).heads
+        zoom = choose_units(store.components, store.spans, SITE, scores, 2 * tokens * each).heads
         for kv in range(2):
             group = slice(2 * kv, 2 * kv + 2)
             best = {unit: float(scores[group, 0, unit].max()) for unit in range(4)}
@@ -480,12 +481,12 @@ def test_generated_tokens_are_cut_where_they_surprise(whole, haystack, options, 
             memory = state.rows[0].stores[1][0]
             assert memory.boundary.nats == level
     spans = memory.spans
-    runs = [(int(p), int(p + n)) for p, n in zip(spans.segment_position, spans.segment_length)]
+    runs = [(int(p), int(p + n)) for p, n in zip(spans.tables.segment_position, spans.tables.segment_length)]
     folded = [place for start, end in runs for place in range(start, end)]
     exact = memory.kept.positions[0].tolist()
     assert sorted([*folded, *exact, *memory.recent.positions[0].tolist()]) == list(range(820))
     units = {}
-    for unit, (start, end) in zip(spans.segment_unit[0].tolist(), runs):
+    for unit, (start, end) in zip(spans.tables.segment_unit[0].tolist(), runs):
         low, high = units.get(unit, (start, end))
         units[unit] = (min(low, start), max(high, end))
     begins = [low for low, _ in units.values() if low > int(before) and low in surprisal]

@@ -19,7 +19,7 @@ from semkv.methods.semantic_clusters import SemanticClusters, cluster, sentence_
 from semkv.methods.sentences import sentence_ends, token_class
 from semkv.runtime.prompt.record import RowRecord
 from semkv.runtime.store.quantization import dequantize
-from semkv.runtime.store.segments import Folding
+from semkv.runtime.store.segments import Cut, Folding
 from semkv.runtime.store.spans import FoldedSpans
 
 SITE = AttentionSite(index=0, name="layer", store=0, q_heads=4, kv_heads=2, key_dim=6, value_dim=4, scale=0.4)
@@ -118,7 +118,7 @@ def test_merging_neighbours_is_the_mean_by_size_in_every_head():
     k, v = keys(12), torch.randn(2, 12, 4, generator=torch.Generator().manual_seed(9))
     units = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2, 2, 3, 3, 3], [0, 1, 1, 1, 1, 2, 3, 3, 3, 3, 3, 3]])
     ones = torch.ones(12, dtype=torch.int64)
-    spans.fold(Folding(k, v, torch.arange(12), torch.zeros(12), ones, units))
+    spans.fold(Folding(k, v, Cut(torch.arange(12), torch.zeros(12), ones, units)))
     assert spans.host_nbytes == 0
     assert spans.merge(1, 100) == 1
     assert spans.count == 3

@@ -151,7 +151,7 @@ def test_the_nearest_sentences_are_recalled(whole, text):
         compiled.extend(state, text(300, 2)[:, 1:2])
     tokens = memory.spans.host_tokens
     k = torch.stack([tokens.keys(head, torch.arange(tokens.length)) for head in range(memory.site.kv_heads)])
-    unit = memory.spans.segment_unit[0].repeat_interleave(memory.spans.segment_length)
+    unit = memory.spans.tables.segment_unit[0].repeat_interleave(memory.spans.tables.segment_length)
     site = memory.site
     for head in range(site.kv_heads):
         best = []
@@ -182,7 +182,11 @@ def test_sentences_that_leave_the_window_are_whole_units(whole, text, tmp_path):
     sentence = (torch.cumsum(sentence_ends(ids[0], classes), 0) - sentence_ends(ids[0], classes).long()).tolist()
     for memory in state.rows[0].budgeted():
         spans = memory.spans
-        segments = zip(spans.segment_unit[0].tolist(), spans.segment_position.tolist(), spans.segment_length.tolist())
+        segments = zip(
+            spans.tables.segment_unit[0].tolist(),
+            spans.tables.segment_position.tolist(),
+            spans.tables.segment_length.tolist(),
+        )
         units: dict[int, list[int]] = {}
         for unit, position, length in segments:
             units.setdefault(unit, []).extend(range(position, position + length))

@@ -18,7 +18,9 @@ from semkv.methods.speculation import KEYS, NEWEST, RANKING, SCALE, UNREAD, Rank
 from semkv.passes.retrieval_graph import head_graph
 from semkv.profiles.calibration.steps import with_section
 from semkv.profiles.schema.retrieval_head import PREFIX, RetrievalHead, RetrievalHeadSection, Yarn
+from semkv.runtime.components import Components
 from semkv.runtime.prompt.record import RowRecord
+from semkv.runtime.store.segments import Cut, Folding
 from semkv.runtime.store.spans import FoldedSpans
 
 SIZES = {
@@ -171,13 +173,13 @@ def test_strict_keys_take_few_bits_and_the_newest_have_them():
         assert sum(x.nbytes for name, x in notes.items() if name.startswith((KEYS, SCALE))) <= cap / 2
 
 
-class Spans:
-    """Units of one token each, of which `FoldedSpans` tells where they are."""
-
-    run_from = FoldedSpans.run_from
-
-    def __init__(self, positions):
-        self.positions, self.count, self._run = torch.tensor([positions], dtype=torch.int32), len(positions), None
+def spans_at(positions: list[int]) -> FoldedSpans:
+    """Units of one token each, at these positions."""
+    spans = FoldedSpans(AttentionSite(0, "a", 0, 2, 2, 8, 8, 1.0), Components(host_form="none"), torch.float32)
+    ones = torch.ones(len(positions), dtype=torch.int64)
+    x = torch.zeros(2, len(positions), 8)
+    spans.fold(Folding(x, x, Cut(torch.tensor(positions), ones.float(), ones)))
+    return spans
 
 
 def test_every_layer_gets_the_same_ranking_for_its_own_heads():
@@ -188,8 +190,8 @@ def test_every_layer_gets_the_same_ranking_for_its_own_heads():
         site = AttentionSite(0, "a", 0, heads * groups, heads, 8, 8, 1.0)
         step = Step.alone(site, torch.zeros(heads * groups, 3, 8))
         step.passing[RANKING] = Ranking(weights.log(), 5)
-        made = SpeculativeRouter().score(site, step.q, Spans([3, 5, 9, 14]), step)
-        runs = SpeculativeRouter().score(site, step.q, Spans([7, 8, 9, 10]), step)
+        made = SpeculativeRouter().score(site, step.q, spans_at([3, 5, 9, 14]), step)
+        runs = SpeculativeRouter().score(site, step.q, spans_at([7, 8, 9, 10]), step)
         assert made.shape == runs.shape == (heads * groups, 3, 4)
         assert (made[..., 0] == float("-inf")).all()  # its key is gone
         for head in range(heads * groups):
@@ -271,7 +273,7 @@ def test_what_layers_unfold_is_one_selection(whole):
         assert all(heads == held[0] for heads in held)
         assert len(held[0][0]) > 20
         assert (held[0][0] == held[0][1]) == (selection == "batch")
-        places = state.rows[0].stores[0][0].spans.segment_position
+        places = state.rows[0].stores[0][0].spans.tables.segment_position
         assert max(int(places[token]) for head in held[0] for token in head) >= 200
 
 

@@ -91,7 +91,7 @@ def folded_nbytes(row: RowMemory) -> int:
         spans = memory.spans
         if spans is None:
             continue
-        tables = [x for name, x in vars(spans).items() if name.startswith("segment_")]
+        tables = [x for name, x in vars(spans.tables).items() if name.startswith("segment_")]
         tables += [] if memory.components.summary is not None else [spans.lengths, spans.positions]
         factors = spans.host_factors
         tables += [
@@ -100,7 +100,7 @@ def folded_nbytes(row: RowMemory) -> int:
             factors.value_rank,
             factors.lengths,
             spans.retired.data,
-            spans.mass,
+            spans.tables.mass,
         ]
         total += sum(x.nbytes for x in tables)
         total += sum(part.data.nbytes for part in (*spans.host_tokens.parts.values(), *factors.packed.values()))

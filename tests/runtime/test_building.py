@@ -47,7 +47,7 @@ def test_one_block_of_a_prompt_is_in_work_at_a_time(compile_as, wide_program, pr
     monkeypatch.setattr(
         row_memory.FoldedSpans,
         "fold",
-        lambda spans, folding: (seen.append(folding.k.shape[1]), fold(spans, folding))[1],
+        lambda spans, folding, shared: (seen.append(folding.k.shape[1]), fold(spans, folding, shared))[1],
     )
     state = compile_as(wide_program, "sekv", 0.25).prefill(prompt(700))
     folded = sum(memory.spans.host_tokens.length for memory in state.rows[0].budgeted())

@@ -10,7 +10,7 @@ import torch
 from semkv.ir.site import AttentionSite
 from semkv.methods.routers import GateRouter
 from semkv.runtime.components import Components, Summary
-from semkv.runtime.store.segments import Folding
+from semkv.runtime.store.segments import Cut, Folding
 from semkv.runtime.store.spans import FoldedSpans
 
 SITE = AttentionSite(index=0, name="layer", store=0, q_heads=4, kv_heads=2, key_dim=16, value_dim=12, scale=0.25)
@@ -21,7 +21,7 @@ HERE, META = torch.device("cpu"), torch.device("meta")
 def fold(spans: FoldedSpans, count: int) -> None:
     k, v = torch.randn(2, 3 * count, 16), torch.randn(2, 3 * count, 12)
     lengths = torch.full((count,), 3)
-    spans.fold(Folding(k, v, torch.arange(3 * count), torch.ones(3 * count), lengths))
+    spans.fold(Folding(k, v, Cut(torch.arange(3 * count), torch.ones(3 * count), lengths)))
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ def test_old_segments_leave_the_tables(wide_program, compile_as, prompt, tmp_pat
         spans = memory.spans
         assert spans.retired.length > 0
         assert spans.count
-        assert int(spans.segment_unit[:, 0].max()) >= 0
+        assert int(spans.tables.segment_unit[:, 0].max()) >= 0
         assert sorted(spans.waiting_places()[0].tolist()) == list(range(spans.host_tokens.length))
         everything = sorted(
             [

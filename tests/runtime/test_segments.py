@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from semkv.methods.paper_spans import PaperSpans
 from semkv.methods.segmenters import SurprisalSpans
-from semkv.runtime.store.segments import Boundary, Folding, Segmentation
+from semkv.runtime.store.segments import Boundary, Cut, Segmentation
 
 
 def parts_of(division, n: int) -> list[int]:
@@ -178,17 +178,16 @@ def test_boundaries_lie_where_the_text_surprises():
     assert {41, 91, 131} <= set(division.starts.tolist())
 
 
-def folding(lengths: list[int], units: torch.Tensor | None = None, heads: int = 2) -> Folding:
+def cut_of(lengths: list[int], units: torch.Tensor | None = None) -> Cut:
     n = sum(lengths)
-    generator = torch.Generator().manual_seed(n)
-    k, v, surprisal = (torch.randn(heads, n, 3, generator=generator) for _ in range(3))
-    return Folding(k, v, torch.arange(n), surprisal[0, :, 0].abs(), torch.tensor(lengths), units)
+    surprisal = torch.randn(n, generator=torch.Generator().manual_seed(n)).abs()
+    return Cut(torch.arange(n), surprisal, torch.tensor(lengths), units)
 
 
 def test_weights_of_a_span_are_its_share_of_surprisal():
     """Eq. 2, with loops; a span without surprisal is weighted uniformly."""
-    made = replace(folding([2, 2, 1]), surprisal=torch.tensor([1.0, 3.0, 0.0, 0.0, 2.0]))
-    weights = made.surprisal_weights()
+    made = replace(cut_of([2, 2, 1]), surprisal=torch.tensor([1.0, 3.0, 0.0, 0.0, 2.0]))
+    weights = made.surprisal_weights
     assert weights.tolist() == [[0.25, 0.75, 0.5, 0.5, 1.0]]
     assert made.token_unit.tolist() == [[0, 0, 1, 1, 2]]
     assert made.sizes.tolist() == [[2, 2, 1]]
@@ -205,7 +204,7 @@ def test_units_of_scattered_segments_are_reduced_as_loops_do(seed, per_head):
     lengths = torch.randint(1, 4, (7,), generator=generator).tolist()
     rows = 2 if per_head else 1
     units = torch.stack([torch.randperm(7, generator=generator) % 3 for _ in range(rows)])
-    made = folding(lengths, units)
+    made = cut_of(lengths, units)
     x = torch.randn(4, sum(lengths), 3, generator=generator)  # of query heads, two per KV head
     owner = [place for place, length in enumerate(lengths) for _ in range(length)]
     found = {"mean": made.mean(x), "smallest": made.smallest(x), "largest": made.largest(x)}

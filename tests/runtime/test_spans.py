@@ -16,7 +16,7 @@ from semkv.runtime.components import Components, IndexPart, Summary
 from semkv.runtime.store.factors import UnfoldedFactors
 from semkv.runtime.store.places import ranges
 from semkv.runtime.store.quantization import dequantize
-from semkv.runtime.store.segments import Folding
+from semkv.runtime.store.segments import Cut, Folding
 from semkv.runtime.store.slots import Slots
 from semkv.runtime.store.spans import FoldedSpans
 
@@ -44,7 +44,7 @@ def folded(parts: Components, seed: int = 0) -> tuple[FoldedSpans, torch.Tensor,
     cut = sum(LENGTHS[:2])
     positions = torch.arange(10, 10 + N)
     for rows, lengths in ((slice(0, cut), LENGTHS[:2]), (slice(cut, N), LENGTHS[2:])):
-        spans.fold(Folding(k[:, rows], v[:, rows], positions[rows], surprisal[rows], torch.tensor(lengths)))
+        spans.fold(Folding(k[:, rows], v[:, rows], Cut(positions[rows], surprisal[rows], torch.tensor(lengths))))
     return spans, k, v, surprisal
 
 
@@ -104,7 +104,7 @@ def unfolded(spans: FoldedSpans, union: list[list[int]], resident: UnfoldedFacto
     chosen = torch.zeros(2, spans.count, dtype=torch.bool)
     for head, units in enumerate(union):
         chosen[head, units] = True
-    return spans.unfold_factors(spans.segments_of(chosen), resident, torch.device("cpu"))
+    return spans.unfold_factors(spans.factored_of(chosen), resident, torch.device("cpu"))
 
 
 def check_tokens(spans: FoldedSpans, got: Slots, k, v, groups: list[list[int]], union: list[list[int]]) -> None:
@@ -206,9 +206,9 @@ def test_merged_spans_are_what_they_would_have_been_as_one(bits):
         assert spans.merge(2, longest=20) == 2  # [3 8 1+5 6+4]
         assert spans.merge(1, longest=20) == 1  # [3+8 1+5 6+4]
         whole = FoldedSpans(SITE, parts, torch.float32)
-        whole.fold(Folding(k, v, torch.arange(10, 10 + N), surprisal, torch.tensor([11, 6, 10])))
+        whole.fold(Folding(k, v, Cut(torch.arange(10, 10 + N), surprisal, torch.tensor([11, 6, 10]))))
         assert spans.lengths.tolist() == whole.lengths.tolist()
-        torch.testing.assert_close(spans.mass, whole.mass)
+        torch.testing.assert_close(spans.tables.mass, whole.tables.mass)
         close = {"rtol": 0, "atol": 0.04 if bits == 8 else 1e-5}
         torch.testing.assert_close(dequantize(spans.mean_k), dequantize(whole.mean_k), **close)
         torch.testing.assert_close(dequantize(spans.mean_v), dequantize(whole.mean_v), **close)
@@ -222,7 +222,7 @@ def test_units_without_surprisal_merge_by_size():
     spans = FoldedSpans(SITE, components(summary=Summary(bits=16)), torch.float32)
     torch.manual_seed(1)
     k, v = torch.randn(2, 6, 16), torch.randn(2, 6, 12)
-    spans.fold(Folding(k, v, torch.arange(6), torch.zeros(6), torch.tensor([2, 4])))
+    spans.fold(Folding(k, v, Cut(torch.arange(6), torch.zeros(6), torch.tensor([2, 4]))))
     assert spans.merge(1, 9) == 1
     torch.testing.assert_close(spans.mean_k[:, 0], k.mean(1))
 
@@ -240,18 +240,18 @@ def test_archived_spans_stay_on_the_host_only():
     spans.merge(1, 20)
     assert spans.archive(2) == 2
     assert spans.lengths[0].tolist() == [6, 6, 4]
-    assert spans.segment_unit.tolist() == [[0, 0, 1, 2]]
+    assert spans.tables.segment_unit.tolist() == [[0, 0, 1, 2]]
     assert spans.waiting_nbytes == waiting
     assert [x.tolist() for x in spans.waiting_places()] == everything == [list(range(N)), list(range(10, 10 + N))]
     tokens = [[place for member in members for place in range(*edges()[member])] for members in ([2, 3], [4], [5])]
     check_tokens(spans, read(spans, [[0, 2], [1]])[0], k, v, tokens, [[0, 2], [1]])
     spans.archive(9)
     assert spans.count == 0
-    assert spans.segment_unit.shape == (1, 0)
+    assert spans.tables.segment_unit.shape == (1, 0)
     assert sum(x.nbytes for x in spans.device_tensors()) == 0
     torch.manual_seed(8)
     new_k, new_v = torch.randn(2, 4, 16), torch.randn(2, 4, 12)
-    spans.fold(Folding(new_k, new_v, torch.arange(90, 94), torch.ones(4), torch.tensor([4])))
+    spans.fold(Folding(new_k, new_v, Cut(torch.arange(90, 94), torch.ones(4), torch.tensor([4]))))
     got, _ = read(spans, [[0], []])
     assert torch.equal(got.k[0, :4], new_k[0])
     assert got.positions[0].tolist() == [90, 91, 92, 93]
@@ -272,7 +272,7 @@ def test_unfolding_factored_spans(resident):
     spans = FoldedSpans(SITE, components(forms=forms), torch.float32)
     torch.manual_seed(0)
     k, v = low_rank(torch.randn(2, N, 16), 2), low_rank(torch.randn(2, N, 12), 3)
-    spans.fold(Folding(k, v, torch.arange(10, 10 + N), torch.rand(N), torch.tensor(LENGTHS)))
+    spans.fold(Folding(k, v, Cut(torch.arange(10, 10 + N), torch.rand(N), torch.tensor(LENGTHS))))
     assert spans.host_tokens.length == 0
     union = [[1, 3], [4]]
     before = unfolded(spans, [[3, 5], [0, 4]]) if resident else None
@@ -306,8 +306,8 @@ def test_a_span_waits_in_the_smallest_faithful_form():
         forms=LowRankForms(max_rank=8, only_if_smaller=True),
     )
     spans = FoldedSpans(site, parts, torch.float16)
-    spans.fold(Folding(k.half(), k.half(), torch.arange(96), torch.rand(96), torch.tensor([48, 48])))
-    assert spans.segment_kind.tolist() == [1, 0]
+    spans.fold(Folding(k.half(), k.half(), Cut(torch.arange(96), torch.rand(96), torch.tensor([48, 48]))))
+    assert spans.tables.segment_kind.tolist() == [1, 0]
     assert spans.host_tokens.length == 48
     raw_int8 = 48 * 2 * 2 * (64 + 2)
     assert int(spans.host_factors.span_nbytes().sum()) < raw_int8
@@ -323,7 +323,7 @@ def test_a_clone_is_independent():
     copy = spans.clone()
     copy.merge(2, 30)
     copy.archive(1)
-    copy.fold(Folding(k[:, :2], v[:, :2], torch.tensor([90, 91]), torch.ones(2), torch.tensor([2])))
+    copy.fold(Folding(k[:, :2], v[:, :2], Cut(torch.tensor([90, 91]), torch.ones(2), torch.tensor([2]))))
     assert spans.lengths[0].tolist() == LENGTHS
     assert spans.host_tokens.length == N
     check_tokens(spans, read(spans, [[0, 5], [2]])[0], k, v, [list(range(*edge)) for edge in edges()], [[0, 5], [2]])
@@ -336,7 +336,7 @@ class Bounds:
         return {"low": IndexPart(2, 16, merge="min"), "high": IndexPart(2, 16, merge="max")}
 
     def build(self, site, folding, mean_k):
-        return {"low": folding.smallest(folding.k), "high": folding.largest(folding.k)}
+        return {"low": folding.cut.smallest(folding.k), "high": folding.cut.largest(folding.k)}
 
     def rebuild(self, site, name, mean_k):
         raise AssertionError("bounds merge by themselves")
@@ -368,7 +368,9 @@ def test_heads_may_have_units_of_their_own():
     for part in (slice(0, 12), slice(12, N)):
         spans.fold(
             Folding(
-                k[:, part], v[:, part], torch.arange(10, 10 + N)[part], torch.ones(N)[part], ones[part], units[:, part]
+                k[:, part],
+                v[:, part],
+                Cut(torch.arange(10, 10 + N)[part], torch.ones(N)[part], ones[part], units[:, part]),
             )
         )
     assert spans.count == 8

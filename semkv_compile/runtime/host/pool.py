@@ -307,6 +307,15 @@ class HostFactors:
         self.value_rank = torch.cat([self.value_rank, ranks[1]], dim=1)
         self.lengths = torch.cat([self.lengths, lengths])
 
+    def padded(self, spans: Tensor) -> tuple[int, int]:
+        """The largest rank and length among `spans` int64 [Hkv, F] (-1 pads), at least 1."""
+        if not spans.numel():
+            return 1, 1
+        safe, present = spans.clamp(min=0), spans >= 0
+        largest = torch.maximum(self.key_rank, self.value_rank).gather(1, safe)
+        rank, longest = (int(torch.where(present, x, 0).max()) for x in (largest, self.lengths[safe]))
+        return max(1, rank), max(1, longest)
+
     def gather(self, spans: Tensor, skip: Tensor | None = None) -> dict[str, Tensor]:
         """Factors of `spans` int64 [Hkv, F] (-1 pads), padded with zeros to the largest length and ranks among them.
 
@@ -314,35 +323,26 @@ class HostFactors:
         in `semkv.ir.memory.Entries` without the batch dimension; keys and
         values share one rank dimension R.
         """
-        safe = spans.clamp(min=0)
-        head = torch.arange(self.heads, dtype=torch.int64, device="cpu")[:, None]
-        present = spans >= 0
-        length = torch.where(present, self.lengths[safe], 0)
-        ranks = {
-            "key": torch.where(present, self.key_rank[head, safe], 0),
-            "value": torch.where(present, self.value_rank[head, safe], 0),
-        }
-        rank = max(1, int(max(ranks["key"].max(), ranks["value"].max()))) if spans.numel() else 1
-        longest = max(1, int(length.max())) if spans.numel() else 1
+        present, (rank, longest) = spans >= 0, self.padded(spans)
+        ranks = {"key": self.key_rank, "value": self.value_rank}
+        read = torch.nonzero(present if skip is None else present & ~skip, as_tuple=True)
+        head, span = read[0], spans[read]
+        length = self.lengths[span][:, None, None]
         column = torch.arange(rank, dtype=torch.int64, device="cpu")
         out = {}
         for kind in self.KINDS:
-            side = kind.split("_")[0]
-            own = ranks[side]
-            start = self.offsets[kind][head, safe]
-            flat = self.packed[kind].data[0]
-            if kind.endswith("_s"):
-                index = start[..., None] + column
-                valid = column < own[..., None]
-            else:
-                rows = longest if kind.endswith("_u") else (self.key_dim if side == "key" else self.value_dim)
-                row = torch.arange(rows, dtype=torch.int64, device="cpu")[:, None]
-                index = start[..., None, None] + row * own[..., None, None] + column
-                inside = length if kind.endswith("_u") else torch.where(present, rows, 0)
-                valid = (column < own[..., None, None]) & (row < inside[..., None, None])
-            if skip is not None:
-                valid = valid & ~skip.view(*skip.shape, *([1] * (valid.dim() - 2)))
-            out[kind] = torch.where(valid.to(flat.device), flat[torch.where(valid, index, 0)], flat.new_zeros(()))
+            side, flat = kind.split("_")[0], self.packed[kind].data[0]
+            own, start = ranks[side][head, span][:, None, None], self.offsets[kind][head, span][:, None, None]
+            rows = {"u": longest, "s": 1, "v": self.key_dim if side == "key" else self.value_dim}[kind[-1]]
+            row = torch.arange(rows, dtype=torch.int64, device="cpu")[:, None]
+            valid = column < own
+            valid = valid & (row < length) if kind.endswith("_u") else valid.expand(-1, rows, -1)
+            index = torch.where(valid, start + row * own + column, 0)
+            made = torch.where(valid.to(flat.device), flat[index], flat.new_zeros(()))
+            out[kind] = flat.new_zeros((*spans.shape, rows, rank)).index_put_(
+                tuple(x.to(flat.device) for x in read), made
+            )
+            out[kind] = out[kind].squeeze(2) if kind.endswith("_s") else out[kind]
         return out
 
     def clone(self) -> HostFactors:

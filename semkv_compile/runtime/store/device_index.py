@@ -16,11 +16,15 @@ class IndexedUnits(Protocol):
     """What is kept on the device of M folded units: lengths and mean positions int32 [Hkv|1, M], means [Hkv, M, D], and a router's index by
     name; replaced, never written, when the units change."""
 
-    lengths: Tensor
-    positions: Tensor
     mean_k: Quantized | Tensor | None
     mean_v: Quantized | Tensor | None
     index: dict[str, Quantized | Tensor]
+
+    @property
+    def lengths(self) -> Tensor: ...
+
+    @property
+    def positions(self) -> Tensor: ...
 
     def unit_nbytes(self) -> Tensor:
         """int64 [Hkv, M]: device bytes of each unit when it is unfolded, per KV head."""

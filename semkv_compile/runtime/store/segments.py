@@ -12,6 +12,7 @@ from torch import Tensor
 
 from semkv.runtime.prompt.record import RowRecord
 from semkv.runtime.store.places import ranges
+from semkv.runtime.text import Text
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Boundary:
         return cls(nats, (nats - float(surprisal.mean())) / spread if spread > 0 else math.inf)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Segmentation:
     """A division of tokens 0..n-1 of one row: what stays exact, what is folded, and in which units.
 
@@ -85,23 +86,31 @@ class Segmentation:
             yield replace(self, starts=self.starts[first:last], lengths=self.lengths[first:last], units=units)
 
 
-@dataclass(frozen=True)
-class Folding:
-    """Tokens as they are folded, for what is kept of them.
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """Tokens that are folded, without their keys and values: what layers that fold the same tokens to the same units share.
 
-    k [Hkv, n, D], v [Hkv, n, Dv]; positions int64 [n]; surprisal float32 [n] in nats; lengths int64 [s] of their segments,
-    in order; units int64 [Hkv|1, s], None where each segment is a unit; ids int64 [n] where they are known. record: of the
-    prompt that they are part of, None for tokens that left the window in generation. All on one device.
+    positions int64 [n]; surprisal float32 [n] in nats; lengths int64 [s] of their segments, in order; units int64 [Hkv|1, s], None where
+    each segment is a unit; ids int64 [n] where they are known. All on one device; two cuts are the same if they are one object.
     """
 
-    k: Tensor
-    v: Tensor
     positions: Tensor
     surprisal: Tensor
     lengths: Tensor
     units: Tensor | None = None
     ids: Tensor | None = None
-    record: RowRecord | None = None
+
+    @classmethod
+    def of(cls, parts: Segmentation, positions: Tensor, newest: int, text: Text) -> Cut:
+        """What `parts` fold of the first of the newest `newest` tokens of `text`, which are at `positions` [1, n]: the same for all layers
+        that have the same parts."""
+
+        def made() -> Cut:
+            ids, surprisal = text.newest(newest, positions.shape[1])
+            at = parts.folded
+            return cls(positions[0, at].long(), surprisal[at], parts.lengths, parts.units, ids[at])
+
+        return text.found.of(parts, made)
 
     @cached_property
     def count(self) -> int:
@@ -109,11 +118,21 @@ class Folding:
         return len(self.lengths) if self.units is None else int(self.units.max()) + 1
 
     @cached_property
+    def starts(self) -> Tensor:
+        """int64 [s]: the first token of each segment."""
+        return self.lengths.cumsum(0) - self.lengths
+
+    @cached_property
+    def numbers(self) -> Tensor:
+        """int64 [Hkv|1, s]: the unit of each segment."""
+        if self.units is None:
+            return torch.arange(len(self.lengths), dtype=torch.int64, device=self.lengths.device)[None]
+        return self.units
+
+    @cached_property
     def token_unit(self) -> Tensor:
         """int64 [Hkv|1, n]: the unit of each token."""
-        if self.units is None:
-            return span_of_token(self.lengths)[None]
-        return self.units.repeat_interleave(self.lengths, dim=1)
+        return self.numbers.repeat_interleave(self.lengths, dim=1)
 
     @cached_property
     def sizes(self) -> Tensor:
@@ -121,11 +140,17 @@ class Folding:
         unit = self.token_unit
         return unit.new_zeros(unit.shape[0], self.count).scatter_add_(1, unit, torch.ones_like(unit))
 
+    @cached_property
+    def mean_positions(self) -> Tensor:
+        """int32 [Hkv|1, m]: where each unit is."""
+        where = self.positions.float()[None, :, None].expand(len(self.token_unit), -1, -1)
+        return self.mean(where)[..., 0].to(torch.int32)
+
     def mean(self, x: Tensor, weights: Tensor | None = None) -> Tensor:
         """Means over units: x [H, n, d] of the tokens, weights [H|1, n] that sum to 1 in each unit (uniform without)
         -> float32 [H, m, d]; H a multiple of Hkv."""
         if weights is None:
-            weights = self._uniform()
+            weights = self._uniform
         return self._reduce(x.float() * self._rows(weights, x.shape[0])[..., None], "sum")
 
     def smallest(self, x: Tensor) -> Tensor:
@@ -136,6 +161,7 @@ class Folding:
         """Maximum over units, [H, n, d] -> [H, m, d]."""
         return self._reduce(x, "amax")
 
+    @cached_property
     def surprisal_mass(self) -> Tensor:
         """float32 [Hkv|1, m]: the surprisal of each unit's tokens together."""
         unit = self.token_unit
@@ -143,13 +169,15 @@ class Folding:
             1, unit, self.surprisal.expand(unit.shape[0], -1)
         )
 
+    @cached_property
     def surprisal_weights(self) -> Tensor:
         """SeKV Eq. 2: each token's share of its unit's surprisal, uniform where a unit's surprisal is zero, [Hkv|1, n]."""
         unit = self.token_unit
         surprisal = self.surprisal.expand(unit.shape[0], -1)
-        total = self.surprisal_mass().gather(1, unit)
-        return torch.where(total > 0, surprisal / total.clamp(min=1e-20), self._uniform())
+        total = self.surprisal_mass.gather(1, unit)
+        return torch.where(total > 0, surprisal / total.clamp(min=1e-20), self._uniform)
 
+    @cached_property
     def _uniform(self) -> Tensor:
         return 1.0 / self.sizes.gather(1, self.token_unit).float()
 
@@ -166,6 +194,12 @@ class Folding:
         return x.repeat_interleave(heads // x.shape[0], 0)
 
 
-def span_of_token(lengths: Tensor) -> Tensor:
-    """int64 [sum of lengths]: for each folded token the span that holds it."""
-    return torch.arange(len(lengths), dtype=torch.int64, device=lengths.device).repeat_interleave(lengths)
+@dataclass(frozen=True)
+class Folding:
+    """Tokens of a layer as they are folded, for what is kept of them: k [Hkv, n, D], v [Hkv, n, Dv]. record: of the prompt that they are
+    part of, None for tokens that left the window in generation."""
+
+    k: Tensor
+    v: Tensor
+    cut: Cut
+    record: RowRecord | None = None

@@ -21,11 +21,11 @@ from semkv.runtime.store.factors import UnfoldedFactors
 from semkv.runtime.store.mirror import StepSide
 from semkv.runtime.store.quantization import quantize, tensors_of
 from semkv.runtime.store.roomy import room_for, within
-from semkv.runtime.store.segments import Boundary, Folding
+from semkv.runtime.store.segments import Boundary, Cut, Folding
 from semkv.runtime.store.slots import Slots
 from semkv.runtime.store.spans import FoldedSpans
 from semkv.runtime.store.token_store import TokenStore, plain
-from semkv.runtime.text import Text
+from semkv.runtime.text import Once, Text
 
 NOTHING: Mapping[str, Tensor] = {}
 
@@ -220,7 +220,7 @@ class SiteMemory:
                 self._quiet = (min(most, -(-after // page) * page), allowance)
                 break
             self._fold_oldest(chunk, text, allowance)
-        self._shrink(allowance - (-(-(self.recent.length + tokens) // page) * self.page_nbytes), span_limit)
+        self._shrink(allowance - (-(-(self.recent.length + tokens) // page) * self.page_nbytes), span_limit, text.found)
 
     def reserve(self, tokens: int, text: Text, allowance: float, span_limit: float, cap: float) -> None:
         """Make room for `tokens` more tokens, so that while they follow nothing is folded or dropped and no size changes: what has to leave
@@ -308,45 +308,55 @@ class SiteMemory:
 
     def _fold_oldest(self, count: int, text: Text, allowance: float) -> None:
         """Fold the oldest `count` tokens of the window."""
-        ids, surprisal = text.newest(self.recent.length, count)
         if self.components.cutting is not None:
-            self._cut_oldest(self.components.cutting, ids, surprisal, allowance)
+            self._cut_oldest(self.components.cutting, count, text, allowance)
             return
         # They leave the device: units are made on the host.
         k, v, positions = (x.cpu() for x in self.recent.pop_front(count))
-        continuing, longest = self.components.continuing, 0
-        if continuing is not None:
-            parts, goes_on, self.unit_state = continuing.segment_on(self.unit_state, ids)
+        newest, segmenter, continuing, longest = self.recent.length + count, self.components.segmenter, None, 0
+        if self.components.continuing is not None:
+            continuing, state = self.components.continuing, self.unit_state
+            parts, goes_on, self.unit_state = text.found.of(
+                (continuing, newest, count, state),
+                lambda: continuing.segment_on(state, text.newest(newest, count)[0]),
+            )
             longest = continuing.longest if goes_on else 0
+        elif segmenter.per_store:
+            parts = segmenter.segment_more(*text.newest(newest, count), k)
         else:
-            parts = self.components.segmenter.segment_more(ids, surprisal, k)
+            parts = text.found.of(
+                (segmenter, newest, count), lambda: segmenter.segment_more(*text.newest(newest, count), k)
+            )
         at = self.spans.count
-        self.spans.fold(Folding(k, v, positions[0].long(), surprisal, parts.lengths, parts.units, ids))
+        self.spans.fold(Folding(k, v, Cut.of(parts, positions, newest, text)), text.found)
         if longest:
-            self.spans.go_on(at, longest)
+            self.spans.go_on(at, longest, text.found)
 
-    def _cut_oldest(self, segmenter: Cutting, ids: Tensor, surprisal: Tensor, allowance: float) -> None:
-        """Of the oldest tokens of the window, ids [n] of surprisal [n], keep exact and fold those that their surprisal says, the first unit
-        perhaps going on with the last one."""
-        spans, boundary = self.spans, self.boundary
+    def _cut_oldest(self, segmenter: Cutting, count: int, text: Text, allowance: float) -> None:
+        """Of the oldest `count` tokens of the window keep exact and fold those that their surprisal says, the first unit perhaps going on
+        with the last one."""
+        spans, boundary, newest = self.spans, self.boundary, self.recent.length
         assert boundary is not None, "set when the prompt was read"
         token = self.site.kv_heads * exact_nbytes(self.site, self.components, spans.dtype) + 4 * self.site.once
         room, summaries = (x / token for x in (allowance, spans.device_nbytes))
         places = segmenter.places(room, self.kept.length, summaries, self.kept.page_size)
         before = spans.open_tokens(int(self.recent.positions[0, 0]))
-        parts, goes_on = segmenter.cut(surprisal, boundary, before, places)
+        parts, goes_on = text.found.of(
+            (segmenter, newest, count, boundary, before, places),
+            lambda: segmenter.cut(text.newest(newest, count)[1], boundary, before, places),
+        )
         k, v, positions = self.recent.pop_front(parts.recent)
         if len(parts.kept):
             at = parts.kept.to(k.device)
             self.kept.append(k[:, at], v[:, at], positions[:, at])
-        at, first = parts.folded, spans.count
         k, v, positions = (x.cpu() for x in (k, v, positions))  # they leave the device: units are made on the host
-        where = positions[0, at].long()
-        spans.fold(Folding(k[:, at], v[:, at], where, surprisal[at], parts.lengths, None, ids[at]))
+        first, cut = spans.count, Cut.of(parts, positions, newest, text)
+        at = parts.folded
+        spans.fold(Folding(k[:, at], v[:, at], cut), text.found)
         if goes_on:
-            spans.go_on(first, segmenter.max_span)
+            spans.go_on(first, segmenter.max_span, text.found)
 
-    def _shrink(self, room: float, span_limit: float) -> None:
+    def _shrink(self, room: float, span_limit: float, shared: Once | None = None) -> None:
         """Merge spans, then archive the oldest, until kept tokens and spans take at most `room` bytes."""
         spans = self.spans
         longest = max(1, int(span_limit // spans.token_nbytes()))
@@ -355,8 +365,8 @@ class SiteMemory:
             per_span = max(1.0, held / spans.count)
             excess = self.kept.nbytes + held - room
             pairs = max(1, int(excess / per_span) + 1)
-            if not spans.merge(pairs, longest):
-                spans.archive(pairs)
+            if not spans.merge(pairs, longest, shared):
+                spans.archive(pairs, shared)
         if not spans.count:  # no step will unfold anything
             self.slots = self.factors = None
 
@@ -513,30 +523,25 @@ class SiteMemory:
         self.kept.scores.add_(added[:, : self.kept.length])
         self.recent.scores.add_(added[:, self.kept.length :])
 
-    def _select(self, site: AttentionSite, score: Tensor, allowance: float, *, kernels: bool = False) -> Zoom:
-        """The units that `site` unfolds by score [Hq, T, M], on the host; see `semkv.runtime.decode.choosing`."""
-        choose = choose_there if kernels else choose_units
-        return choose(self.components, self.spans, site, score, allowance)
-
     def _unfold(
         self, site: AttentionSite, q: Tensor, allowance: float, step: Step
     ) -> tuple[Zoom, UnfoldedFactors | None, Tensor]:
-        """The zooms of `_select`, whose tokens the slots hold then, in at most `allowance` bytes, factored spans, and the scores."""
+        """What is chosen (`semkv.runtime.decode.choosing`), of which the slots hold the tokens then, in at most `allowance` bytes; factored
+        spans; and the scores."""
         spans = self.spans
         slots, allowance = self._slots(site, allowance)
         score = self.components.router.score(site, q, spans, step).float()
         there = step.kernels and score.device == q.device
         score = score if there else score.cpu()
-        factors, room = None, allowance
+        choose, room = choose_there if there else choose_units, allowance
         while True:
-            zoom = self._select(site, score, room, kernels=there)
-            if not spans.has_factors:
-                break
-            factors = spans.unfold_factors(spans.segments_of(zoom.chosen), self.factors, self.device)
-            needed = spans.unfolded_nbytes(zoom.chosen) + (0 if factors is None else factors.nbytes)
-            if factors is None or needed <= allowance:
+            zoom = choose(self.components, spans, site, score, room)
+            factored = spans.factored_of(zoom.chosen)
+            needed = 0 if factored is None else spans.unfolded_nbytes(zoom.chosen) + spans.factored_nbytes(factored)
+            if needed <= allowance:
                 break
             room *= 0.9 * allowance / needed  # factors of different ranks are padded to the largest
+        factors = None if factored is None else spans.unfold_factors(factored, self.factors, self.device)
         held = self._with_slots(site, int(spans.places.tokens(zoom.chosen).max()) if slots is None else slots)
         moved, stayed = held.hold(zoom.chosen, spans)
         size = spans.host_tokens.token_nbytes
