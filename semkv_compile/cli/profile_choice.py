@@ -31,8 +31,8 @@ TOGETHER = 6
 ANSWER_TOKENS = 32
 """Of a needle's answer, which begins with the number where it was found."""
 COMPRESSING, ANSWER_STEPS, STEP, PROCESS = 0.15, 55, 0.7, 0.5
-"""Usual values: what a method takes to compress a context, over a pass; steps of a question, whose tokens run one by one, and its answer; what
-a context takes of a step of `TOGETHER`, over a step of the full cache; and what of the time every further process leaves."""
+"""Usual values: what a method takes to compress a context, over a pass; steps of a question, whose tokens run one by one, and its answer;
+what a context takes of a step of `TOGETHER`, over a step of the full cache; and what of the time every further process leaves."""
 SHOWN = 6
 """Methods that the picture draws in colour beside those that `method="auto"` takes; the others are grey."""
 COLOURS = tuple(

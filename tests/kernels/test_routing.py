@@ -12,7 +12,7 @@ from semkv.methods.routers import GateRouter
 from semkv.methods.sketch_router import SketchRouter
 from semkv.profiles.schema.codes import Codebooks
 from semkv.runtime.components import Components, Router, Summary
-from semkv.runtime.decode.choosing import choose_units
+from semkv.runtime.decode.choosing import choose_there, choose_units
 from semkv.runtime.step import Step
 from semkv.runtime.store.segments import Cut, Folding
 from semkv.runtime.store.site_memory import SiteMemory
@@ -83,7 +83,7 @@ def test_units_are_those_of_pytorch(on_device, fill, room):
     store = memory(gate(), LENGTHS, fill=fill, summary=Summary())
     score, allowance = numbers(4, 1, len(LENGTHS), seed=9), 2 * room * store.spans.token_nbytes()
     wanted = choose_units(store.components, store.spans, SITE, score, allowance)
-    got = on_device(SiteMemory._select, store, SITE, score, allowance, kernels=True)
+    got = on_device(choose_there, store.components, store.spans, SITE, score, allowance)
     assert torch.equal(got.chosen, wanted.chosen)
     assert torch.equal(got.heads, wanted.heads)
     assert (got.own is None) == (wanted.own is None)

@@ -194,7 +194,7 @@ class FoldedSpans:
     def unit_nbytes(self) -> Tensor:
         """int64 [Hkv, M]: device bytes of each unit when it is unfolded, per KV head."""
         heads = self.site.kv_heads
-        if not self.has_factors:
+        if not self.tables.holds_factors:
             return self.tables.unit_nbytes(self.token_nbytes()).expand(heads, -1)
         if self._costs is None or self._costs[0] is not self.tables:  # replaced whenever units change
             self._costs = (self.tables, self._factored_nbytes().expand(heads, -1))
@@ -203,7 +203,7 @@ class FoldedSpans:
     @property
     def unit_nbytes_range(self) -> tuple[int, int]:
         """The smallest and the largest of `unit_nbytes`, 0 without units."""
-        if not self.has_factors:
+        if not self.tables.holds_factors:
             return self.tables.unit_nbytes_range(self.token_nbytes())
         return range_of(self.unit_nbytes())
 

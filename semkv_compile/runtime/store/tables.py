@@ -170,6 +170,11 @@ class Tables:
         return first if self.count and torch.equal(self.positions, run.expand_as(self.positions)) else None
 
     @cached_property
+    def holds_factors(self) -> bool:
+        """Whether some segments wait as factors."""
+        return bool((self.segment_kind == FACTORS).any())
+
+    @cached_property
     def alone(self) -> bool:
         """Whether each segment is a unit, in order."""
         own = torch.arange(self.count, dtype=torch.int64, device="cpu")[None]
@@ -242,8 +247,8 @@ class Tables:
 
     def _places(self, waiting: int, retired: Tensor) -> Places:
         segments, unit = Segments(self.segment_length, self.segment_position, self.segment_start), self.segment_unit
-        factored = self.segment_kind == FACTORS
-        if bool(factored.any()):
+        if self.holds_factors:
+            factored = self.segment_kind == FACTORS
             segments = Segments(*(x[~factored] for x in (segments.length, segments.position, segments.start)))
             unit = unit[:, ~factored]
         return places_of(segments, unit, self.count, waiting, retired)
