@@ -104,7 +104,10 @@ def unfolded(spans: FoldedSpans, union: list[list[int]], resident: UnfoldedFacto
     chosen = torch.zeros(2, spans.count, dtype=torch.bool)
     for head, units in enumerate(union):
         chosen[head, units] = True
-    return spans.unfold_factors(spans.factored_of(chosen), resident, torch.device("cpu"))
+    segments = spans.factored_of(chosen)
+    made = spans.unfold_factors(segments, resident, torch.device("cpu"))
+    assert spans.factored_nbytes(segments) == made.nbytes, "what is said before is what it takes"
+    return made
 
 
 def check_tokens(spans: FoldedSpans, got: Slots, k, v, groups: list[list[int]], union: list[list[int]]) -> None:

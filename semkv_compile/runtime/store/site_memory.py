@@ -313,9 +313,9 @@ class SiteMemory:
             return
         # They leave the device: units are made on the host.
         k, v, positions = (x.cpu() for x in self.recent.pop_front(count))
-        newest, segmenter, continuing, longest = self.recent.length + count, self.components.segmenter, None, 0
-        if self.components.continuing is not None:
-            continuing, state = self.components.continuing, self.unit_state
+        newest, segmenter, longest = self.recent.length + count, self.components.segmenter, 0
+        continuing, state = self.components.continuing, self.unit_state
+        if continuing is not None:
             parts, goes_on, self.unit_state = text.found.of(
                 (continuing, newest, count, state),
                 lambda: continuing.segment_on(state, text.newest(newest, count)[0]),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -43,7 +42,7 @@ class Tables:
     segment_start: Tensor
     retired: Tensor | None = None
     shares: tuple[Tensor, Tensor] | None = None
-    _known: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
+    _found: Once = field(default_factory=Once, init=False, repr=False)
 
     @classmethod
     def empty(cls) -> Tables:
@@ -151,12 +150,6 @@ class Tables:
 
     # -- what follows from them ----------------------------------------------------------------------------------------
 
-    def _found(self, what: Hashable, make: Callable[[], Any]) -> Any:
-        """What `make` makes, once."""
-        if what not in self._known:
-            self._known[what] = make()
-        return self._known[what]
-
     @property
     def count(self) -> int:
         """M."""
@@ -187,7 +180,7 @@ class Tables:
 
     def unit_nbytes(self, token_nbytes: int) -> Tensor:
         """int64 [Hkv|1, M]: device bytes of each unit, a token of which takes so many, where all wait as tokens."""
-        return self._found(("nbytes", token_nbytes), lambda: self.sums(self.segment_length[None] * token_nbytes))
+        return self._found.of(("nbytes", token_nbytes), lambda: self.sums(self.segment_length[None] * token_nbytes))
 
     def sums(self, of_segments: Tensor) -> Tensor:
         """int64 [Hkv|1, M]: sums over the segments of each unit, of_segments int64 [Hkv|1, S]."""
@@ -200,11 +193,11 @@ class Tables:
 
     def unit_nbytes_range(self, token_nbytes: int) -> tuple[int, int]:
         """The smallest and the largest of `unit_nbytes`, 0 without units."""
-        return self._found(("range", token_nbytes), lambda: range_of(self.unit_nbytes(token_nbytes)))
+        return self._found.of(("range", token_nbytes), lambda: range_of(self.unit_nbytes(token_nbytes)))
 
     def open_tokens(self, position: int) -> int:
         """Tokens of the last unit, where the token at `position` is the one behind its last; else 0."""
-        return self._found(("open", position), lambda: self._open_tokens(position))
+        return self._found.of(("open", position), lambda: self._open_tokens(position))
 
     def _open_tokens(self, position: int) -> int:
         if not self.count or self.segment_unit.shape[0] > 1 or int(self.segment_unit[0, -1]) != self.count - 1:
@@ -214,7 +207,7 @@ class Tables:
 
     def goes_on(self, unit: int, longest: int) -> bool:
         """Whether the first token of `unit` follows on the last of the unit before it, and both have at most `longest` tokens and wait."""
-        return self._found(("goes on", unit, longest), lambda: self._goes_on(unit, longest))
+        return self._found.of(("goes on", unit, longest), lambda: self._goes_on(unit, longest))
 
     def _goes_on(self, unit: int, longest: int) -> bool:
         together = self.lengths[:, unit - 1 : unit + 1].sum(1)
@@ -226,7 +219,7 @@ class Tables:
 
     def shortest_pairs(self, pairs: int, longest: int) -> tuple[int, ...]:
         """The first units of up to `pairs` pairs of neighbours, the shortest together first, none above `longest` tokens; ascending."""
-        return self._found(("pairs", pairs, longest), lambda: self._shortest_pairs(pairs, longest))
+        return self._found.of(("pairs", pairs, longest), lambda: self._shortest_pairs(pairs, longest))
 
     def _shortest_pairs(self, pairs: int, longest: int) -> tuple[int, ...]:
         together = (self.lengths[:, :-1] + self.lengths[:, 1:]).amax(0)
@@ -243,7 +236,7 @@ class Tables:
 
     def places(self, waiting: int, retired: Tensor) -> Places:
         """Where the tokens of each unit wait, of `waiting` tokens in all; retired: int64 [R, 3] of all segments that were taken out."""
-        return self._found(("places", waiting), lambda: self._places(waiting, retired))
+        return self._found.of(("places", waiting), lambda: self._places(waiting, retired))
 
     def _places(self, waiting: int, retired: Tensor) -> Places:
         segments, unit = Segments(self.segment_length, self.segment_position, self.segment_start), self.segment_unit
@@ -256,11 +249,11 @@ class Tables:
     def roomy(self, name: str) -> Tensor:
         """`lengths` or `positions` with room behind them, as a step's graph reads them."""
         behind = room_for(self.count) - self.count
-        return self._found(("roomy", name), lambda: pad(getattr(self, name), (0, behind)))
+        return self._found.of(("roomy", name), lambda: pad(getattr(self, name), (0, behind)))
 
     def roomy_places(self, places: Places, capacity: int) -> dict[str, Tensor]:
         """The tensors of `places`, by name, with room behind them: as many places as tokens may wait, `capacity`."""
-        return self._found(("roomy places", capacity), lambda: self._roomy_places(places, capacity))
+        return self._found.of(("roomy places", capacity), lambda: self._roomy_places(places, capacity))
 
     def _roomy_places(self, places: Places, capacity: int) -> dict[str, Tensor]:
         out = {}
