@@ -11,6 +11,7 @@ the ids to the logits, with what happens between steps (folding, making room) in
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -39,11 +40,14 @@ BURST, WARM = 4, 3
 
 
 def in_turns(steps: Mapping[str, Callable[[], None]], count: int) -> dict[str, list[float]]:
-    """Milliseconds of `count` steps of each, in turns of `BURST`, after one each that brings its own data to the caches."""
+    """Milliseconds of `count` steps of each, in turns of `BURST`, after one each that brings its own data to the caches. Python's collector
+    does not look through what was there before: it grows with the number of methods that are compared."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     for step in steps.values():
         for _ in range(WARM):
             step()
+    gc.collect()
+    gc.freeze()
     while len(next(iter(times.values()))) < count:
         for name, step in steps.items():
             step()
@@ -51,6 +55,7 @@ def in_turns(steps: Mapping[str, Callable[[], None]], count: int) -> dict[str, l
                 started = time.perf_counter()
                 step()
                 times[name].append(1000 * (time.perf_counter() - started))
+    gc.unfreeze()
     return times
 
 
@@ -133,7 +138,8 @@ def page(report: dict) -> Path:
         "real_steps",
         "# A decode step of a real model",
         f"Made by `benchmarks/real_steps.py`: {report['model']} in float32 on {report['threads']} thread(s) of a shared CPU, where ratios "
-        "say more than milliseconds. Whole steps, from the ids to the logits, with the folding between them.",
+        "say more than milliseconds. Whole steps, from the ids to the logits, with the folding between them. The models of all methods "
+        "are in one process; Python's garbage collector does not look through them while steps are timed.",
         f"## One conversation of {report['tokens']:,} tokens, {100 * report['budget']:g} % of the KV",
         "A step reads all weights whatever the method: what a method saves is of the rest. Methods that fold do so in all layers at once, "
         "every few tokens: what that costs is in the means and in the 95th percentile, not in the median.",

@@ -2,6 +2,7 @@
 
     python benchmarks/real_table.py smollm2 --profile profiles/smollm2_135m                # both lengths; hours, stated before they start
     python benchmarks/real_table.py gemma3 --profile P --lengths 2K,4K,8K --texts FOLDER   # goes on where it stopped
+    python benchmarks/real_table.py gemma3 --texts FOLDER --publish                        # the methods that read no profile
     python benchmarks/real_table.py smollm2 --profile P --publish --leaders 1              # adds to benchmarks/results/real_smollm2.json
 
 All methods answer the first questions; at each length and budget the best of them, and those that are named to the end, answer all. What
@@ -209,7 +210,7 @@ class Table:
         now = {self._identity(reads) for reads in ("plain", "profile", "codes")}
         for cell in self.cells.values():  # what gain is measured between was measured with the profile and without
             of, variant = cell.cell, cell.cell.variant
-            if of.subject not in now:  # of a profile before
+            if self.asked.profile is not None and of.subject not in now:  # of a profile before
                 continue
             own = (variant.method, variant.budget) if variant.method in BOTH else (of.key, variant.label)
             key = (*own, of.family, of.length)
@@ -330,7 +331,7 @@ def main() -> None:
     """Both rounds, then the results."""
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("model", choices=MODELS)
-    options.add_argument("--profile", type=Path, required=True, help="a profile of the model")
+    options.add_argument("--profile", type=Path, help="a profile of the model; without one: the methods that read none")
     options.add_argument("--texts", type=Path, help="folder of texts, a kind in each file")
     options.add_argument("--haystack", type=Path, help="text that needles are hidden in (the first of the folder)")
     options.add_argument("--methods", help="these alone, separated by commas; default: all")
@@ -351,11 +352,16 @@ def main() -> None:
     )
     options.add_argument("--publish", action="store_true", help="write benchmarks/results/real_MODEL.json")
     asked = options.parse_args()
+    if asked.profile is None and asked.methods:
+        reading = sorted(set(words(asked.methods, "--methods")) - set(PLAIN))
+        if reading:
+            options.error(f"--methods {', '.join(reading)}: expected --profile, or some of {', '.join(PLAIN)}")
     table = Table(asked)
+    usual = PLAIN if asked.profile is None else (AUTO, *METHODS)
     methods = (
         words(asked.methods, "--methods")
         if asked.methods
-        else [AUTO, *(name for name, method in METHODS.items() if method.compresses and not method.needs_indexer)]
+        else [n for n in usual if n == AUTO or (METHODS[n].compresses and not METHODS[n].needs_indexer)]
     )
     variants = [
         made(table.loaded.profile.best_method(budget) if name == AUTO else name, budget, name)
