@@ -1,11 +1,12 @@
 """The five systems on a real model, as their papers have them and within our budget, beside the methods that they compare with.
 
-    python benchmarks/systems.py --model MODEL --profile FOLDER --source TEXTS      # an interrupted run goes on
-    python benchmarks/systems.py --model MODEL --profile FOLDER --page              # the page alone, from the results
+    python benchmarks/systems.py --model MODEL --profile FOLDER --source TEXTS                 # an interrupted run goes on
+    python benchmarks/systems.py --model MODEL --profile FOLDER --source TEXTS --budgets 0.1   # the others stay as they are
+    python benchmarks/systems.py --model MODEL --profile FOLDER --page                         # the page alone, from the results
 
 Every system at 5, 10, 20 and 50 %: needles, asked after compression and before it, and the recovered gain of ordinary text. Then
 what each paper says of its parts, one switch at a time, paired on the same questions and texts. Writes
-benchmarks/results/systems_MODEL.json and docs/results/systems_MODEL.md.
+benchmarks/results/systems_MODEL.json, budget by budget, and docs/results/systems_MODEL.md.
 """
 
 from __future__ import annotations
@@ -16,21 +17,22 @@ from pathlib import Path
 from typing import Any
 
 from ablations import GRIDS, SWITCHES
-from grids import Bench, parser, provenance_of, read_parts, table, write_document
+from grids import RESULTS, Bench, parser, provenance_of, read_parts, table, write_document
 from quality import points
 from real import GAIN, gained
 from reports import WAYS, Way, verdict, write_parts
 
+from semkv.cli.common import budgets as shares
 from semkv.evaluation import Grid, Report, Variant
 from semkv.evaluation.gain import WINDOW, gain_change
-from semkv.evaluation.runner import cell_of, plan_of
+from semkv.evaluation.runner import Refusal, cell_of, plan_of
 from semkv.evaluation.schema import Interval, Row
 from semkv.evaluation.settings import QuestionMode
 from semkv.evaluation.store import RowStore
 from semkv.evaluation.tables import percent
 
 NAME = "systems"
-LENGTH, SAMPLES, TEXTS = 2048, 16, 24
+LENGTH, SAMPLES, TEXTS = 2048, 8, 16
 """Tokens of a context, questions of a needle task, and texts; other numbers of both with --samples."""
 ANSWER, GOING_ON = 32, 64
 """Tokens that an answer, which begins with the number where it was found, may have, and that are read behind a text."""
@@ -288,8 +290,11 @@ SAID: dict[str, tuple[Said, ...]] = {
 }
 
 
-def variants(question: QuestionMode | None = None, chunk: int = CHUNK) -> tuple[Variant, ...]:
-    """All that is measured, `full` first; of one question mode the switches that something is said of in it. chunk: see `CHUNK`."""
+def variants(
+    question: QuestionMode | None = None, chunk: int = CHUNK, asked: Sequence[float] = BUDGETS
+) -> tuple[Variant, ...]:
+    """All that is measured at the budgets `asked`, `full` first; of one question mode the switches that something is said of in it.
+    chunk: see `CHUNK`."""
     lines: list[tuple[str, tuple[str, Mapping[str, Any]], tuple[float, ...]]]
     lines = [(label, line, BUDGETS) for label, line in MODES.items()]
     lines += [(label, line, (SWITCHED,)) for own in SWITCHED_LINES.values() for label, line in own.items()]
@@ -308,15 +313,21 @@ def variants(question: QuestionMode | None = None, chunk: int = CHUNK) -> tuple[
             for label, (method, options), budgets in lines
             if label in MODES or label in named
             for budget in budgets
+            if budget in asked
         ),
     )
 
 
-class Systems:
-    """The three grids, and what follows from their rows."""
+def at(grid: Grid, budget: float) -> Grid:
+    """A grid's variants of one budget, with `full`."""
+    return grid.model_copy(update={"variants": tuple(v for v in grid.variants if v.budget in (None, budget))})
 
-    def __init__(self, bench: Bench, questions: int, texts: int):
-        self.bench, length = bench, bench.arguments.length
+
+class Systems:
+    """The three grids of some budgets, and what follows from their rows: of each budget a report of each, and the changes."""
+
+    def __init__(self, bench: Bench, questions: int, texts: int, budgets: Sequence[float]):
+        self.bench, self.budgets, length = bench, budgets, bench.arguments.length
         needles = {name: task for name, task in bench.tasks.items() if task.has_question}
         if TEXT not in bench.tasks or not needles:
             raise SystemExit("--source with texts and --tasks with a needle task are needed")
@@ -325,7 +336,7 @@ class Systems:
         served = {
             question: tuple(
                 v
-                for v in variants(question, chunk)
+                for v in variants(question, chunk, budgets)
                 if v.budget is None or bench.serves(v.method, v.budget, v.options, v.label)
             )
             for question in ("unseen", "seen")
@@ -352,14 +363,19 @@ class Systems:
         """Run what the rows lack."""
         for name, grid in self.grids.items():
             tasks = {family: self.bench.tasks[family] for family in grid.families}
-            self.reports[name] = self.bench.run(grid, f"Five systems, {name}", tasks=tasks, refusals=[])
+            title, refusals = f"Five systems, {name}", list[Refusal]()
+            self.bench.run(grid, title, tasks=tasks, refusals=refusals)
+            gone = [refusal.variant for refusal in refusals]
+            left = grid.model_copy(update={"variants": tuple(v for v in grid.variants if v not in gone)})
+            for budget in self.budgets:
+                self.reports[part(budget, name)] = self.bench.report(at(left, budget), title, tasks)
 
     def changes(self) -> list[dict[str, Any]]:
         """Every sentence at every budget: the change in answers and in gain, on what both sides were asked."""
         store, found = RowStore(self.bench.rows), []
         for system, said in SAID.items():
             for one in said:
-                for budget in one.budgets:
+                for budget in (budget for budget in one.budgets if budget in self.budgets):
                     answers = self._answers(one, budget)
                     gain = self._gain(store, one, budget) if one.question == "unseen" else None
                     found.append(
@@ -378,7 +394,7 @@ class Systems:
         return found
 
     def _answers(self, one: Said, budget: float) -> Interval | None:
-        for summary in self.reports[one.question].summaries:
+        for summary in self.reports[part(budget, one.question)].summaries:
             if summary.variant.label == one.label and summary.variant.budget == budget:
                 return summary.ahead.get(one.base)
         return None
@@ -386,10 +402,10 @@ class Systems:
     def _gain(self, store: RowStore, one: Said, budget: float) -> Interval | None:
         """Of the texts: the gain of `label` less the gain of `base`."""
         grid, task = self.grids["text"], self.bench.tasks[TEXT]
-        at = {(v.label, v.budget): v for v in grid.variants}
+        known = {(v.label, v.budget): v for v in grid.variants}
 
         def rows(label: str, budget: float | None) -> list[Row]:
-            variant = at.get((label, budget))
+            variant = known.get((label, budget))
             if variant is None:
                 return []
             cell = cell_of(grid, self.bench.identity, variant, TEXT, grid.lengths[0], "unseen", task)
@@ -397,6 +413,28 @@ class Systems:
 
         sides = (rows(one.label, budget), rows(one.base, budget), rows("full", None), rows(WINDOW, budget))
         return gain_change(*sides)
+
+
+def part(budget: float, name: str) -> str:
+    """The name of one budget's report on `text`, or on questions that are `unseen` or `seen`."""
+    return f"{name} {budget:g}"
+
+
+def merged(before: Mapping[str, Any], systems: Systems) -> dict[str, Any]:
+    """The results with what was measured now in the place of what there was of its budgets."""
+    order = [(system, one.label, one.base) for system, said in SAID.items() for one in said]
+    stays = [one for one in before.get("changes", ()) if one["budget"] not in systems.budgets]
+    changes = sorted(
+        [*stays, *systems.changes()],
+        key=lambda one: (order.index((one["system"], one["label"], one["base"])), one["budget"]),
+    )
+    ends = tuple(f" at {Variant(method='full', budget=budget).budget_text}" for budget in systems.budgets)
+    refused = {name: why for name, why in before.get("refused", {}).items() if not name.endswith(ends)}
+    return {
+        "reports": {**before.get("reports", {}), **systems.reports},
+        "changes": changes,
+        "refused": refused | systems.bench.refused,
+    }
 
 
 def shown(found: Mapping[str, Any], name: str) -> str:
@@ -429,9 +467,10 @@ def said_table(found: Sequence[Mapping[str, Any]]) -> str:
 def systems_table(reports: Mapping[str, Report], budget: float) -> str:
     """Every mode at one budget, by the mean of answers and gain."""
     lines: list[tuple[float, list[str]]] = []
-    texts = {(c.cell.variant.label, c.cell.variant.budget): c for c in reports["text"].cells}
+    texts = {(c.cell.variant.label, c.cell.variant.budget): c for c in reports[part(budget, "text")].cells}
     means = {
-        name: {(s.variant.label, s.variant.budget): s for s in reports[name].summaries} for name in ("unseen", "seen")
+        name: {(s.variant.label, s.variant.budget): s for s in reports[part(budget, name)].summaries}
+        for name in ("unseen", "seen")
     }
     for label in MODES:
         own = [means[name].get((label, budget)) for name in ("unseen", "seen")]
@@ -455,20 +494,26 @@ def systems_table(reports: Mapping[str, Report], budget: float) -> str:
     return table(columns, [cells for _, cells in lines])
 
 
-def write_page(name: str, title: str, left_out: Sequence[str]) -> Path:
+def write_page(name: str, title: str) -> Path:
     """The page, from the results."""
     content = read_parts(name)
     reports: dict[str, Report] = content["reports"]
-    text, unseen = reports["text"], reports["unseen"]
+    budgets = [budget for budget in BUDGETS if part(budget, "text") in reports]
+    unseen = reports[part(budgets[0], "unseen")]
     length = unseen.summaries[0].length
-    full = {part: next(s for s in reports[part].summaries if s.variant.method == "full") for part in ("unseen", "seen")}
+    full = {
+        mode: next(s for s in reports[part(budgets[0], mode)].summaries if s.variant.method == "full")
+        for mode in ("unseen", "seen")
+    }
     names = sorted({c.cell.family for c in unseen.cells})
     paragraphs = []
-    for budget in BUDGETS:
+    for budget in budgets:
         paragraphs += [f"### {100 * budget:g} %", systems_table(reports, budget)]
     for system in SAID:
         found = [one for one in content["changes"] if one["system"] == system]
         paragraphs += [f"## {system}: what the paper says", said_table(found)]
+    listed = "; ".join(f"{name} ({why})" for name, why in content["refused"].items())
+    left = ", ".join(f"{100 * budget:g} %" for budget in BUDGETS if budget not in budgets)
     return write_document(
         name,
         f"# The five systems on {title}",
@@ -480,13 +525,14 @@ def write_page(name: str, title: str, left_out: Sequence[str]) -> Path:
         + GAIN
         + " In brackets 95 % intervals, clustered by context. `paper` of methods that "
         'compress a prompt once is `generated="kept"`: what is generated stays beside the budget, as the last column says.',
-        *left_out,
+        *([f"Left out: {listed}."] if listed else []),
+        *([f"Not measured yet: {left}."] if left else []),
         "## Answers and gain",
         *paragraphs,
         "*seen*: the interval lies on the side that the paper names (for *equal*: within 5 points); *not seen*: it lies beyond; *open*: "
         "it holds both. Switches act on one profile, where papers train each variant anew.",
         "## Provenance",
-        provenance_of(text, *reports.values()),
+        provenance_of(reports[part(budgets[-1], "text")], *reports.values()),
     )
 
 
@@ -494,18 +540,24 @@ def main() -> None:
     """Measure, write the results, write the page."""
     options = parser((__doc__ or "").splitlines()[0], page=True)
     options.add_argument("--texts", type=int, help="texts, instead of the published number")
+    options.add_argument("--budgets", default=",".join(map(str, BUDGETS)), help="of these alone (%(default)s)")
     options.set_defaults(
         length=LENGTH, tasks="niah_single_1,niah_single_2", answer=ANSWER, going_on=GOING_ON, together=TOGETHER
     )
     asked = options.parse_args()
+    budgets = shares(asked.budgets, "--budgets")
+    if not set(budgets) <= set(BUDGETS):
+        options.error(f"--budgets {asked.budgets}: expected some of {', '.join(map(str, BUDGETS))}")
     bench = Bench(NAME, asked)
     if bench.is_bundled:
         options.error("--model is needed: the bundled model's figures are on the pages of the single papers")
     if not asked.page:
-        systems = Systems(bench, asked.samples or SAMPLES, asked.texts or TEXTS)
+        systems = Systems(bench, asked.samples or SAMPLES, asked.texts or TEXTS, budgets)
         systems.measure()
-        write_parts(bench.name, systems.reports, {"changes": systems.changes(), "left_out": list(bench.left_out())})
-    print(f"wrote {write_page(bench.name, bench.title, read_parts(bench.name)['left_out'])}")
+        before = read_parts(bench.name) if (RESULTS / f"{bench.name}.json").is_file() else {}
+        content = merged(before, systems)
+        write_parts(bench.name, content.pop("reports"), content)
+    print(f"wrote {write_page(bench.name, bench.title)}")
 
 
 if __name__ == "__main__":
