@@ -6,7 +6,6 @@
     python benchmarks/grid.py --page              # the page alone, from the results and the rows that are there
 
 Two processes on two cores take about half as long; run it once more alone when both are done, for the report.
-A new checkout goes on from the rows that are kept, compressed, in benchmarks/results/rows/.
 
 Three parts, each a JSON in benchmarks/results/: `grid` (4K tokens, question unseen, 3, 5, 10 and 20 %, 50 questions a cell),
 `grid_leaders` (the same at 3, 5 and 10 % with 200 questions for `auto`, `mixed`, `sketch`, the five systems, the best
@@ -30,7 +29,6 @@ from grids import (
     ROOT,
     Bench,
     at_a_glance,
-    pack,
     parser,
     provenance_of,
     read_results,
@@ -385,12 +383,14 @@ def spread(values: list[float]) -> str:
 
 def effort(rows: Path) -> str:
     """How long the whole takes, beside what the clocks of the rows in this file say."""
+    whole = f"From empty rows the whole takes {HOURS} on the machine of the recorded run."
+    if not rows.is_file():
+        return whole
     found = [Row.model_validate_json(line) for line in rows.read_text(encoding="utf-8").splitlines()]
     seconds = 1e-6 * sum(row.compress_us + sum(row.step_us) for row in found)
     return (
-        f"From empty rows the whole takes {HOURS} on the machine of the recorded run. Of one core's time {seconds / 3600:.1f} h were "
-        f"compression and decode steps, by the clocks of the {len(found):,} rows that are kept, those of "
-        "[the comparison with kvpress](peers.md) among them; the rest is reading contexts and questions."
+        f"{whole} Of one core's time {seconds / 3600:.1f} h were compression and decode steps, by the clocks of the {len(found):,} rows, "
+        "those of [the comparison with kvpress](peers.md) among them; the rest is reading contexts and questions."
     )
 
 
@@ -460,7 +460,7 @@ def main() -> None:
         if all(report.complete for report in reports.values())
         else "Not complete: the tables tell how many questions each line has.",
     )
-    print(f"wrote {path}" if arguments.page else f"wrote {path} and {pack(measuring.bench.rows)}")
+    print(f"wrote {path}")
 
 
 if __name__ == "__main__":

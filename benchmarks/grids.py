@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import lzma
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -119,7 +118,6 @@ class Bench:
         self.arguments, self.plain_name, self.name = arguments, name, named(name, arguments)
         self.is_bundled = arguments.model == BUNDLED
         self.rows = arguments.rows / f"{self.name}.rows.jsonl"
-        unpack(self.rows)
         loaded = load_model(arguments.model, arguments.profile if profile is None else None)
         self.model, self.tokenizer, self.shown = loaded.model, loaded.tokenizer, loaded.name
         self.profile: Any = loaded.profile if profile is None else profile
@@ -279,25 +277,6 @@ def named(name: str, arguments: argparse.Namespace) -> str:
     if arguments.model == BUNDLED:
         return name
     return f"{name}_{re.sub(r'[^a-z0-9]+', '_', Path(arguments.model).name.split('.')[0].lower())}"
-
-
-def packed(rows: Path) -> Path:
-    """Where the rows of this file are kept beside the results, compressed, so that another checkout goes on from them."""
-    return RESULTS / "rows" / f"{rows.name}.xz"
-
-
-def unpack(rows: Path) -> None:
-    """Take the kept rows where there is no file yet."""
-    if not rows.exists() and packed(rows).exists():
-        rows.parent.mkdir(parents=True, exist_ok=True)
-        rows.write_bytes(lzma.decompress(packed(rows).read_bytes()))
-
-
-def pack(rows: Path) -> Path:
-    """Keep the rows beside the results."""
-    packed(rows).parent.mkdir(parents=True, exist_ok=True)
-    packed(rows).write_bytes(lzma.compress(rows.read_bytes(), preset=9))
-    return packed(rows)
 
 
 def write_results(name: str, report: Report) -> None:

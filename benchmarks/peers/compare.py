@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from grids import LENGTH, RESULTS, Bench, pack, parser, table, unpack, write_document
+from grids import LENGTH, RESULTS, Bench, parser, table, write_document
 from peers.setting import (
     BUDGETS,
     FOLDER,
@@ -221,9 +221,10 @@ def main() -> None:
     options = parser(__doc__.splitlines()[0])
     options.add_argument("--folder", type=Path, default=FOLDER, help="where the rows of kvpress are")
     arguments: argparse.Namespace = options.parse_args()
+    if not (arguments.folder / "kvpress.jsonl").is_file():
+        options.error(f"--folder {arguments.folder}: no kvpress.jsonl there; peers/kvpress_run.py writes it")
     cells, started = grid(), now()
     bench = Bench("grid", arguments)  # the cells are the grid's, so what it measured need not be measured again
-    unpack(arguments.folder / "kvpress.jsonl")
     if not arguments.report_only:
         bench.run(cells, "Our side of the comparison with kvpress")
     ours, commits = our_rows(bench.identity, RowStore(bench.rows))
@@ -258,7 +259,7 @@ def main() -> None:
         f"kvpress side: {', '.join(versions)}, float32, CPU. Our side: float32 weights, float16 KV; commits {', '.join(sorted(commits))}. "
         f"Machine: {environment.machine}. Finished {environment.finished}.",
     )
-    print(f"wrote {path}, {pack(bench.rows)} and {pack(arguments.folder / 'kvpress.jsonl')}")
+    print(f"wrote {path}")
 
 
 if __name__ == "__main__":
