@@ -55,7 +55,7 @@ demo: $(STAMP)
 	$(BIN)/semkv demo $(ARGS)
 
 real: $(STAMP)
-	$(BIN)/python benchmarks/real.py $(ARGS)
+	$(BIN)/python -m benchmarks.quality.real $(ARGS)
 
 test: $(STAMP)
 	$(PYTEST) -n $(JOBS) --dist worksteal -m "not slow" --durations=15 $(ARGS)
@@ -76,8 +76,8 @@ test-serving:
 test-weights:
 	$(MAKE) --no-print-directory env VENV=$(WEIGHTS_VENV)
 	BUILD_CUDA_EXT=0 $(WEIGHTS_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-build-isolation \
-		"$(TORCH)" -r benchmarks/weights_requirements.txt
-	$(WEIGHTS_VENV)/bin/python benchmarks/weights_table.py $(ARGS)
+		"$(TORCH)" -r benchmarks/quality/weights_requirements.txt
+	$(WEIGHTS_VENV)/bin/python -m benchmarks.quality.weights_table $(ARGS)
 
 lint: $(DEV_STAMP) types
 	$(BIN)/ruff check .

@@ -74,8 +74,8 @@ if [ "$DRY" = 1 ]; then
     step tests 60 "${TESTS[@]}" -m gpu tests/gpu
     step kernels 90 "${TESTS[@]}" tests/kernels/test_dispatch.py
     export TRITON_INTERPRET=1
-    step mixed_attention 60 "$PYTHON" benchmarks/mixed_attention.py --dry-run --tune --out "$RESULTS/mixed_attention.json"
-    step decode_step 150 "$PYTHON" benchmarks/decode_step.py --dry-run --kernels triton --out "$RESULTS/decode_step.json"
+    step mixed_attention 60 "$PYTHON" -m benchmarks.speed.mixed_attention --dry-run --tune --out "$RESULTS/mixed_attention.json"
+    step decode_step 150 "$PYTHON" -m benchmarks.speed.decode_step --dry-run --kernels triton --out "$RESULTS/decode_step.json"
 else
     # Several processes compile kernels at once where pytest can have them, each with one thread.
     "$PYTHON" -c 'import xdist' 2>/dev/null && TESTS+=(-n $(($(nproc) < 14 ? $(nproc) : 14)))
@@ -84,9 +84,9 @@ else
     step tests 130 env OMP_NUM_THREADS=1 "${TESTS[@]}" --durations=8 -m "not slow" tests/gpu "${ON_DEVICE[@]}"
     TUNE=(--tune) SIZES=(--layers 4 --lengths 32768,131072,262144) UNTIL=${UNTIL:-525}
     [ "$QUICK" = 1 ] && TUNE=(--repeats 5) SIZES=(--layers 2 --lengths 32768 --steps 8) UNTIL=290
-    step mixed_attention 90 "$PYTHON" benchmarks/mixed_attention.py "${TUNE[@]}" --out "$RESULTS/mixed_attention.json"
+    step mixed_attention 90 "$PYTHON" -m benchmarks.speed.mixed_attention "${TUNE[@]}" --out "$RESULTS/mixed_attention.json"
     REST=$(left "$UNTIL")
-    step decode_step "$REST" "$PYTHON" benchmarks/decode_step.py "${SIZES[@]}" --deadline $((REST > 60 ? REST - 30 : 20)) --out "$RESULTS/decode_step.json"
+    step decode_step "$REST" "$PYTHON" -m benchmarks.speed.decode_step "${SIZES[@]}" --deadline $((REST > 60 ? REST - 30 : 20)) --out "$RESULTS/decode_step.json"
 fi
 
-"$PYTHON" benchmarks/gpu_table.py "$LOG" "$RESULTS" "$DRY"
+"$PYTHON" -m benchmarks.speed.gpu_table "$LOG" "$RESULTS" "$DRY"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import semkv.kernels
+from benchmarks.lib.tiny_profiles import MEASURING, TRAINING, words
 from semkv.api import compile as compile_model
 from semkv.compiled import CompiledModel
 from semkv.config import CompileConfig
@@ -30,10 +30,6 @@ from semkv.profiles.calibration.needles import NeedleQuestion, NeedleTest
 from semkv.profiles.calibration.samples import SampleSet
 
 ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT / "benchmarks"))  # as it is for its scripts
-
-from tiny_profiles import MEASURING, TRAINING, words  # noqa: E402
-
 SLOW = ROOT / "tests" / "slow.txt"
 
 

@@ -1,26 +1,18 @@
-"""The sweep over architectures on plain decoders and a few families; see benchmarks/architecture_sweep.py."""
+"""The sweep over architectures on plain decoders and a few families; see benchmarks/quality/architecture_sweep.py."""
 
 from __future__ import annotations
 
 import json
 import re
-import sys
-from pathlib import Path
 
 import pytest
-
-BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 
 
 @pytest.fixture(scope="module")
 def sweep():
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        import architecture_sweep
+    from benchmarks.quality import architecture_sweep
 
-        yield architecture_sweep
-    finally:
-        sys.path.remove(str(BENCHMARKS))
+    return architecture_sweep
 
 
 PLAIN = ("plain: learned absolute positions", "plain: ALiBi", "plain: positions built inside")
@@ -158,14 +150,14 @@ def test_prompts_go_beyond_every_constant_and_rows_cross_them(sweep):
     ],
 )
 def test_constants_that_count_tokens_are_found_and_small(sweep, name, constants):
-    from tiny_models import spans, tiny_config
+    from benchmarks.lib.tiny_models import spans, tiny_config
 
     assert spans(tiny_config(name)) == constants
 
 
 def test_a_method_that_drops_another_token_fails(sweep, monkeypatch):
     """The plain memory has to notice that a sink is gone."""
-    monkeypatch.setattr("naive_memory.SINKS", 3)
+    monkeypatch.setattr("benchmarks.lib.naive_memory.SINKS", 3)
     row = sweep.examine("llama")
     assert row["status"] == "fail"
     assert "logits at half of the KV differ by" in row["reason"]

@@ -1,10 +1,9 @@
 """kvpress and semkv on the same checkpoint, contexts, questions and budgets, side by side.
 
-    bash benchmarks/peers/kvpress_env.sh                        # once: an environment for kvpress
-    cd benchmarks
-    python -m peers.export_samples                              # once: the checkpoint and the samples
-    ../runs/peers/env/bin/python peers/kvpress_run.py ../runs/peers
-    python -m peers.compare                                     # measures our side, an interrupted run goes on
+    bash benchmarks/peers/kvpress_env.sh            # once: an environment for kvpress
+    python -m benchmarks.peers.export_samples       # once: the checkpoint and the samples
+    runs/peers/env/bin/python benchmarks/peers/kvpress_run.py runs/peers
+    python -m benchmarks.peers.compare              # measures our side, an interrupted run goes on
 
 Question unseen. Every share is of exact answers, greedy, with a clustered Wilson interval. The full cache is the control: both sides
 have to answer the same questions with it. Writes benchmarks/results/peers.json and docs/results/peers.md.
@@ -18,8 +17,9 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from grids import LENGTH, RESULTS, Bench, parser, table, write_document
-from peers.setting import (
+from benchmarks.lib.grids import LENGTH, Bench, parser, table, write_document
+from benchmarks.lib.places import RESULTS
+from benchmarks.peers.setting import (
     BUDGETS,
     FOLDER,
     THEIR_PYRAMIDKV,
@@ -30,7 +30,6 @@ from peers.setting import (
     label_on_top,
     share_of,
 )
-
 from semkv.evaluation.environment import describe, now
 from semkv.evaluation.runner import cell_of
 from semkv.evaluation.statistics import Estimate, proportion, ratio_estimate
@@ -222,7 +221,7 @@ def main() -> None:
     options.add_argument("--folder", type=Path, default=FOLDER, help="where the rows of kvpress are")
     arguments: argparse.Namespace = options.parse_args()
     if not (arguments.folder / "kvpress.jsonl").is_file():
-        options.error(f"--folder {arguments.folder}: no kvpress.jsonl there; peers/kvpress_run.py writes it")
+        options.error(f"--folder {arguments.folder}: no kvpress.jsonl there; benchmarks/peers/kvpress_run.py writes it")
     cells, started = grid(), now()
     bench = Bench("grid", arguments)  # the cells are the grid's, so what it measured need not be measured again
     if not arguments.report_only:

@@ -1,6 +1,6 @@
 """A real model and the samples of its long table, as files that any environment can read.
 
-    cd benchmarks && python -m peers.export_real smollm2 --texts FOLDER       # writes runs/peers_smollm2/model and samples.json
+    python -m benchmarks.peers.export_real smollm2 --texts FOLDER  # writes runs/peers_smollm2/model and samples.json
 
 The same contexts and questions as `real_table.py` asks with the same options. Token ids, so that no tokenizer stands between the sides.
 """
@@ -12,10 +12,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from grids import ROOT
-from real_model import MODELS, fetch
-from real_table import BUDGETS, NEEDLES, WHOLE, tasks_of
-
+from benchmarks.lib.places import ROOT
+from benchmarks.lib.real_model import MODELS, fetch
+from benchmarks.quality.real_table import BUDGETS, NEEDLES, WHOLE, tasks_of
 from semkv.cli.common import quiet_libraries, whole_numbers
 from semkv.cli.models import load_weights
 from semkv.evaluation.tasks.base import Task

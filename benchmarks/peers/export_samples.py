@@ -1,6 +1,6 @@
 """The bundled checkpoint and the samples of our grid, as files that any environment can read.
 
-    cd benchmarks && python -m peers.export_samples        # writes runs/peers/model and runs/peers/samples.json
+    python -m benchmarks.peers.export_samples  # writes runs/peers/model and runs/peers/samples.json
 
 Token ids, so that no tokenizer stands between the two sides.
 """
@@ -12,8 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from peers.setting import BUDGETS, FOLDER, grid
-
+from benchmarks.peers.setting import BUDGETS, FOLDER, grid
 from semkv import bundled
 from semkv.cli.common import quiet_libraries
 from semkv.evaluation import Grid

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from grids import FAMILIES, LENGTH, ROOT
-
+from benchmarks.lib.grids import FAMILIES, LENGTH
+from benchmarks.lib.places import ROOT
 from semkv import bundled
 from semkv.evaluation import Grid, Variant
 from semkv.evaluation.settings import settle_auto
@@ -65,7 +65,7 @@ def share_of(budget: int | float | None) -> float | None:
 
 
 def grid() -> Grid:
-    """The full cache, and our methods at each budget: the first contexts of the grid of `benchmarks/quality.py`."""
+    """The full cache, and our methods at each budget: the first contexts of the grid of `benchmarks/quality/quality.py`."""
     variants = [
         Variant(method=method, budget=budget, options=options, label=label(method, options))
         for method, options in OURS

@@ -1,6 +1,6 @@
 """The two products of attention with few queries: memory is read once, and at the speed at which it can be read.
 
-Of the ways that PyTorch has, these were the fastest on a CPU for two queries per KV head (benchmarks/decode_cpu.py times the others):
+Of the ways that PyTorch has, these were the fastest on a CPU for two queries per KV head (benchmarks/speed/decode_cpu.py times the others):
 keys times queries, not queries times keys, whose matrix product has a slow kernel for few rows where the processor is not Intel's (on
 Intel's it is the faster one, and the more exact); and for values a weighted `embedding_bag`, faster than any matrix product.
 Half-precision entries are converted in tiles that stay in the cache, and so are codes.

@@ -1,7 +1,5 @@
 """The tables that the quality and ablation benchmarks write, from reports built by hand."""
 
-from pathlib import Path
-
 import pytest
 
 from semkv.evaluation import Grid, Report, Variant
@@ -11,7 +9,6 @@ from semkv.evaluation.runner import cell_of
 from semkv.evaluation.schema import Answer, Row, Usage
 from semkv.evaluation.store import RowStore
 
-FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 USAGE = Usage(
     device=10, full=100, budget_used=0.9, workspace=0, host=50, disk=0, reserved=0, window=0, moved=5.0, steps=5
 )
@@ -44,11 +41,9 @@ def report_of(grid: Grid, right: dict[str, list[int]]) -> Report:
 
 
 @pytest.fixture
-def scripts(monkeypatch):
+def scripts():
     """The two scripts as modules."""
-    monkeypatch.syspath_prepend(str(FOLDER))
-    import ablations
-    import quality
+    from benchmarks.quality import ablations, quality
 
     return quality, ablations
 

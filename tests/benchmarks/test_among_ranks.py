@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 
-FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
-
-
-def test_the_first_job_without_a_result_has_failed_and_those_behind_it_have_no_row(monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDER))
-    import among_ranks
+def test_the_first_job_without_a_result_has_failed_and_those_behind_it_have_no_row():
+    from benchmarks.quality import among_ranks
 
     rows = among_ranks.run([("llama", "full"), ("llama", "snapkv")], 2, 0.2)
     assert rows == {("llama", "full"): {"status": "failed", "reason": "no result within 0.2 s"}}
 
 
 def test_what_one_process_differs_by_itself_explains_a_row_of_float32(monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(str(FOLDER))
-    import among_ranks
+    from benchmarks.quality import among_ranks
 
     row = {"status": "differs", "ranks_bit_equal": True, "difference": 1e-3}
     monkeypatch.setattr(among_ranks, "rounding", lambda name, method, profile, enough: 9.5e-4)
@@ -31,21 +25,20 @@ def test_what_one_process_differs_by_itself_explains_a_row_of_float32(monkeypatc
 
 def test_float32_inside_of_float64_is_found(monkeypatch):
     """Llama's norms compute in it; GPT-2 does not."""
-    monkeypatch.syspath_prepend(str(FOLDER))
-    import among_ranks
     import torch
+
+    from benchmarks.quality import among_ranks
 
     monkeypatch.setattr(among_ranks, "dtype_of", lambda name: torch.float64)
     assert among_ranks.is_single("llama")
     assert not among_ranks.is_single("gpt2")
 
 
-def test_the_fairest_division_of_heads(monkeypatch):
+def test_the_fairest_division_of_heads():
     """Against all deals; an odd head goes to either, a head alone leaves nothing to divide."""
-    monkeypatch.syspath_prepend(str(FOLDER))
     from itertools import combinations, product
 
-    from among_ranks import fairest
+    from benchmarks.quality.among_ranks import fairest
 
     for heads in ([[10, 1], [3, 4]], [[9, 2, 2], [1, 1]], [[5, 5, 1, 1], [7, 2, 2, 1], [3, 3]], [[12]]):
         sizes = [{len(store) // 2, len(store) - len(store) // 2} for store in heads]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 import semkv
@@ -12,7 +10,6 @@ from semkv.runtime.row_memory import RowMemory
 from semkv.runtime.store.roomy import SHARE
 from tests.conftest import quick_ones
 
-FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 COMPRESSING = [name for name, method in METHODS.items() if method.compresses]
 REFUSED = {("infllm", 0.05), ("clusterkv", 0.05)}
 """Budgets in which the index leaves no room for a unit."""
@@ -23,11 +20,9 @@ QUICK = ("snapkv", "sekv", "sketch", "mixed")
 
 @pytest.fixture(scope="module")
 def held():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(FOLDER))
-        import budget_held
+    from benchmarks.quality import budget_held
 
-        yield budget_held
+    return budget_held
 
 
 @pytest.fixture(scope="module")

@@ -5,19 +5,15 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
 
 @pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
-    """A benchmark by name, as a script beside it imports it."""
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    return importlib.import_module
+def load() -> Callable[[str], ModuleType]:
+    """A benchmark of speed by name."""
+    return lambda name: importlib.import_module(f"benchmarks.speed.{name}")
 
 
 @pytest.fixture

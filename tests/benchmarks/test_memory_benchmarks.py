@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
-FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 MIB = 1 << 20
 ENVIRONMENT = {
     "machine": "a machine",
@@ -23,10 +20,8 @@ ENVIRONMENT = {
 @pytest.fixture
 def scripts(monkeypatch, tmp_path):
     """(resident_memory, long_generation), whose pages go to a temporary folder."""
-    monkeypatch.syspath_prepend(str(FOLDER))
-    import grids
-    import long_generation
-    import resident_memory
+    from benchmarks.lib import grids
+    from benchmarks.speed import long_generation, resident_memory
 
     monkeypatch.setattr(grids, "DOCS", tmp_path)
     return resident_memory, long_generation

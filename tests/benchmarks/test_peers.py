@@ -15,11 +15,10 @@ FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
 @pytest.fixture
-def scripts(monkeypatch):
-    """`peers.setting`, `peers.export_samples`, `peers.compare` and `quality`."""
-    monkeypatch.syspath_prepend(str(FOLDER))
-    import quality
-    from peers import compare, export_samples, setting
+def scripts():
+    """`setting`, `export_samples`, `compare` and `quality`."""
+    from benchmarks.peers import compare, export_samples, setting
+    from benchmarks.quality import quality
 
     return setting, export_samples, compare, quality
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 import pytest
 
@@ -11,15 +10,11 @@ from semkv.evaluation import Report
 from semkv.evaluation.schema import CellResult, Interval, Recovered
 from semkv.evaluation.settings import Cell, Variant
 
-FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
-
 
 @pytest.fixture
-def scripts(monkeypatch):
+def scripts():
     """`real_table` and `real_page`."""
-    monkeypatch.syspath_prepend(str(FOLDER))
-    import real_page
-    import real_table
+    from benchmarks.quality import real_page, real_table
 
     return real_table, real_page
 

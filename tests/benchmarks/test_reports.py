@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,17 +12,14 @@ from semkv import bundled
 from semkv.evaluation.schema import Interval
 from semkv.methods import find_method
 
-FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
-
 
 @pytest.fixture
-def scripts(monkeypatch):
+def scripts():
     """The shared module and the three reports, by name."""
-    monkeypatch.syspath_prepend(str(FOLDER))
-    import reports
-    import reports_compresskv
-    import reports_heterocache
-    import reports_sentencekv
+    from benchmarks.lib import claims as reports
+    from benchmarks.reports import compresskv as reports_compresskv
+    from benchmarks.reports import heterocache as reports_heterocache
+    from benchmarks.reports import sentencekv as reports_sentencekv
 
     return reports, reports_heterocache, reports_sentencekv, reports_compresskv
 
@@ -79,7 +75,7 @@ def test_a_slope_and_its_interval(scripts):
 
 
 def test_costs_are_judged_over_contexts(scripts):
-    import costs
+    from benchmarks.lib import costs
 
     flat = {1024: [5.0, 5.1, 4.9], 2048: [5.05, 4.95, 5.0], 4096: [5.0, 5.1, 4.95]}
     grown = {1024: [5.0, 5.1, 4.9], 2048: [6.0, 6.1, 5.9], 4096: [7.0, 7.2, 6.9]}
@@ -179,7 +175,7 @@ def test_masked_heads_are_compared_on_the_same_questions(scripts):
 
 
 def test_satellites_found_again_are_judged_by_an_interval(scripts):
-    import head_transfer
+    from benchmarks.reports import head_transfer
 
     assert head_transfer.seen_again(3, 3) == "open"
     assert head_transfer.seen_again(99, 100) == "seen"
@@ -199,7 +195,7 @@ def test_triggers_are_live_in_the_sweeps(scripts):
 
 
 def test_another_model_has_pages_of_its_own(scripts):
-    import grids
+    from benchmarks.lib import grids
 
     arguments = grids.parser("what").parse_args(["--model", "/models/SmolLM2-135M-Instruct.Q4_1.gguf"])
     assert grids.named("reports_sekv", arguments) == "reports_sekv_smollm2_135m_instruct"
@@ -207,7 +203,7 @@ def test_another_model_has_pages_of_its_own(scripts):
 
 
 def test_answers_and_texts_are_as_long_as_asked(scripts, tmp_path):
-    import grids
+    from benchmarks.lib import grids
 
     text = tmp_path / "text.txt"
     text.write_text("Some words of a text. " * 40, encoding="utf-8")
@@ -225,7 +221,7 @@ def test_answers_and_texts_are_as_long_as_asked(scripts, tmp_path):
 
 
 def test_parts_of_mixed_are_options_that_there_are(scripts):
-    import ablation_mixed
+    from benchmarks.quality import ablation_mixed
 
     assert ablation_mixed.grid(10, 256, tuple(ablation_mixed.TASKS)).families == ("perplexity",)
     for variant in ablation_mixed.grid(samples=4, length=256).variants:
@@ -233,7 +229,7 @@ def test_parts_of_mixed_are_options_that_there_are(scripts):
 
 
 def test_words_are_left_and_numbers_right(scripts):
-    import grids
+    from benchmarks.lib import grids
 
     lines = [["sekv", "3 %", "+1.5 (-2 to +5)", "yes", "1.5 MiB"], ["full", "-", "", "12 to 14", "0 B"]]
     rule = grids.table(["method", "budget", "change", "seen here", "moved"], lines).splitlines()[1]

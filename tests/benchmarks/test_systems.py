@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,13 +11,10 @@ from semkv.evaluation.schema import CellResult, Interval, Recovered, Summary
 from semkv.evaluation.settings import Cell
 from semkv.methods import find_method
 
-FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
-
 
 @pytest.fixture
-def systems(monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDER))
-    import systems
+def systems():
+    from benchmarks.quality import systems
 
     return systems
 

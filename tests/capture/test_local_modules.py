@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -288,11 +285,8 @@ def test_code_that_has_no_graph_runs_live_and_cannot_be_saved(compiled, tmp_path
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["dbrx", "longcat_flash"])
 def test_models_of_transformers(name):
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-    try:
-        from tiny_models import tiny_model
-    finally:
-        sys.path.pop(0)
+    from benchmarks.lib.tiny_models import tiny_model
+
     model = tiny_model(name, dtype=torch.float32)
     mine = semkv.compile(model, method="full", config=PLAIN)
     alone = Alone(model)

@@ -63,7 +63,7 @@ def check(monkeypatch):
         program = program.removeprefix(".venv/bin/")
         if program in APPS:
             return check_app(program, arguments)
-        if program == "python" and arguments[0] == "-m":
+        if program == "python" and arguments[0] == "-m" and arguments[1] in WORK:
             module = importlib.import_module(arguments[1])
             monkeypatch.setattr(module, WORK[arguments[1]], starts)
             monkeypatch.setattr(sys, "argv", arguments[1:])
@@ -143,6 +143,8 @@ def check_python(arguments):
 
 
 def check_script(program, arguments):
+    if arguments[:1] == ["-m"] and arguments[1].startswith("benchmarks."):
+        arguments = [f"{arguments[1].replace('.', '/')}.py", *arguments[2:]]
     if arguments[0].startswith("-"):
         return
     if not (ROOT / arguments[0]).is_file():
@@ -227,7 +229,7 @@ def check_inline(text):
         for word in arguments:
             if word.startswith("-") and word not in options:
                 raise ValueError(f"{text}: no option {word}")
-    elif program in OTHERS and arguments and arguments[0] != "-m":
+    elif program in OTHERS and arguments and (arguments[0] != "-m" or arguments[1].startswith("benchmarks.")):
         OTHERS[program]([word.strip('"') for word in arguments])
 
 
@@ -248,7 +250,8 @@ def check_inline(text):
         ("make demon", "no such target"),
         ("make test ARG=x", "no such target or variable"),
         ("python benchmarks/grids", "no such file"),
-        ("python benchmarks/grid.py --smple 3", "names no such option"),
+        ("python -m benchmarks.quality.grids", "benchmarks/quality/grids.py: no such file"),
+        ("python -m benchmarks.quality.grid --smple 3", "names no such option"),
         ("python -m semkv.profiles.bundled.train --preset tpu --out x", "refused with exit code 2"),
         ("pip install torch==1.0", "neither this package"),
         ("pip install -e .[tests]", "neither this package"),
@@ -271,6 +274,7 @@ def test_a_wrong_command_is_found(read, check, workplace, line, message):
         ("semkv-profile MODEL --step sketch -o OUT", "no option --step"),
         ("make tests", "no such target"),
         ("python benchmarks/none.py", "no such file"),
+        ("python -m benchmarks.speed.none", "no such file"),
     ],
 )
 def test_a_wrong_command_in_a_sentence_is_found(text, message):

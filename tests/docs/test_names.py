@@ -1,4 +1,4 @@
-"""What pages name in a sentence is there: `semkv.compile` and its like can be imported, and `benchmarks/grid.py` is a file."""
+"""What pages name in a sentence is there: `semkv.compile` and its like can be imported, and `benchmarks/quality/grid.py` is a file."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_what_is_named_is_there(page):
         ("semkv.compiled_model", False),
         ("semkv.profiles.schema.roles.heads", False),
         ("semkv.runtimes", False),
-        ("benchmarks/grid.py", True),
+        ("benchmarks/quality/grid.py", True),
         ("docs/results/", True),
         ("benchmarks/grind.py", False),
         ("kernels/attention/template.py", False),

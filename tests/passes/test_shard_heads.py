@@ -6,7 +6,6 @@ import threading
 
 import pytest
 import torch
-from tiny_models import tiny_model
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Interpreter
 from transformers import (
@@ -27,6 +26,7 @@ from transformers import (
 )
 
 import semkv
+from benchmarks.lib.tiny_models import tiny_model
 from semkv.compiler.pipeline import among_ranks, captured_program
 from semkv.ir.ranks import Ranks, collectives
 from semkv.loading import load_compiled

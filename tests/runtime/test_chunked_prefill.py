@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
@@ -16,8 +14,6 @@ from semkv.runtime.decode.steps import prefill_row
 from semkv.runtime.host.tier import HostTier, on_disk
 from semkv.runtime.prompt.record import OBSERVED_QUERIES, RowRecord
 from semkv.runtime.prompt.recorder import Recorder
-
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
 def read(
@@ -113,10 +109,9 @@ SLOW = ("bloom", "gemma2", "gemma3_text", "gpt_oss", "deepseek_v3", "mixtral", "
 
 
 @pytest.mark.parametrize("name", [*ARCHITECTURES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
-def test_architectures(name, monkeypatch):
+def test_architectures(name):
     """Soft-caps, sinks, additive biases, windows, latent attention: whatever the operator has, over chunks."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import architecture_sweep as sweep
+    from benchmarks.quality import architecture_sweep as sweep
 
     model = sweep.Reference(name).model
     compiled = CompiledModel(captured_program(model), None, find_method("full", {}), None, CompileConfig())

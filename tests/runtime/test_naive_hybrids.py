@@ -1,28 +1,21 @@
-"""Hybrid models under compression, against the model itself with a naive memory; see benchmarks/hybrids.py."""
+"""Hybrid models under compression, against the model itself with a naive memory; see benchmarks/quality/hybrids.py."""
 
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 
 import semkv
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 FAMILIES = ("qwen3_5", "qwen3_next", "nemotron_h", "lfm2", "granitemoehybrid", "falcon_h1", "kimi_linear")
 
 
 @pytest.fixture(scope="module")
 def hybrids():
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        import hybrids
+    from benchmarks.quality import hybrids
 
-        yield hybrids
-    finally:
-        sys.path.remove(str(BENCHMARKS))
+    return hybrids
 
 
 @pytest.fixture(scope="module")

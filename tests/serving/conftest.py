@@ -15,10 +15,9 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))  # as it is for its scripts
+from benchmarks.lib.servers import listening, native_command
 
-from servers import listening, native_command  # noqa: E402
+ROOT = Path(__file__).parents[2]
 
 
 class Server:
@@ -100,7 +99,7 @@ def vllm():
 def weights(vllm) -> Path:
     """The GGUF file of a small real model."""
     found = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "real_model.py")], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "benchmarks.lib.real_model"], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert found.returncode == 0, found.stderr
     return Path(found.stdout.strip())

@@ -16,11 +16,7 @@ import pytest
 import torch
 
 import semkv
-
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))  # as it is for its scripts
-
-from servers import SETTINGS, free_port, listening  # noqa: E402
+from benchmarks.lib.servers import SETTINGS, free_port, listening
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 

@@ -1,0 +1,1 @@
+"""What benchmarks share: models, grids of evaluations, results and pages."""

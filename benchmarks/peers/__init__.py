@@ -1,0 +1,1 @@
+"""kvpress and semkv on the same model, contexts and questions."""

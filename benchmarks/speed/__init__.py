@@ -1,0 +1,1 @@
+"""How long steps, prompts, calibration and compilation take, and what memory they need."""
