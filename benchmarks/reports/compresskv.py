@@ -451,8 +451,8 @@ def write_page(content: Mapping[str, Any], bench: Bench) -> Path:
         f"# CompressKV on {bench.title}",
         f"{length} tokens, question at the prompt's end, mean over {', '.join(report.summaries[0].families)}. Made by "
         "`benchmarks/reports/compresskv.py`; do not edit. Changes are paired on the same questions. `open` means that their "
-        "95 % interval, clustered by context, does not tell. Variants named `paper` hold what is generated beside the budget, as the papers "
-        "do (`generated='kept'`, of `compresskv` with `recent=0`); all others hold it within the budget.",
+        "95 % interval, clustered by context, does not tell. Variants named `paper` hold what is generated beside the budget, as the "
+        "papers do (`generated='kept'`, of `compresskv` with `recent=0`); all others hold it within the budget.",
         "## Masked heads (Fig. 7, 23)",
         "The outputs of the best heads by each score are set to zero, in prefill and generation, with the full cache. The paper masks 10, "
         f"20 and 30 of 1024 heads; here there are {heads}. Where both scores choose the same heads, the figures are the same.",
