@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,6 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import semkv.kernels
-from benchmarks.lib.tiny_profiles import MEASURING, TRAINING, words
 from semkv.api import compile as compile_model
 from semkv.compiled import CompiledModel
 from semkv.config import CompileConfig
@@ -30,6 +31,22 @@ from semkv.profiles.calibration.needles import NeedleQuestion, NeedleTest
 from semkv.profiles.calibration.samples import SampleSet
 
 ROOT = Path(__file__).parents[1]
+
+
+def make_importable(name: str) -> None:
+    """A package of the tree, and it alone: the tree itself on the path would bring the package's folders with it."""
+    folder = ROOT / name
+    spec = importlib.util.spec_from_file_location(
+        name, folder / "__init__.py", submodule_search_locations=[str(folder)]
+    )
+    sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules[name])
+
+
+make_importable("benchmarks")
+
+from benchmarks.lib.tiny_profiles import MEASURING, TRAINING, words  # noqa: E402
+
 SLOW = ROOT / "tests" / "slow.txt"
 
 
