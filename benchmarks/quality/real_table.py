@@ -60,7 +60,6 @@ PLAIN = (
     "quest",
     "shadowkv",
     "infllm",
-    "omnikv",
     "clusterkv",
 )
 """Methods that read no profile, so that their rows stay when the profile is made again."""
