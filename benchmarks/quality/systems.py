@@ -420,6 +420,13 @@ def part(budget: float, name: str) -> str:
     return f"{name} {budget:g}"
 
 
+def lean(report: Report) -> Report:
+    """A report without what the page does not read: counts by head and depth, and changes against every other variant."""
+    cells = [cell.model_copy(update={"zoom": None, "mass": None, "depths": []}) for cell in report.cells]
+    summaries = [summary.model_copy(update={"ahead": {}}) for summary in report.summaries]
+    return report.model_copy(update={"cells": cells, "summaries": summaries})
+
+
 def merged(before: Mapping[str, Any], systems: Systems) -> dict[str, Any]:
     """The results with what was measured now in the place of what there was of its budgets."""
     order = [(system, one.label, one.base) for system, said in SAID.items() for one in said]
@@ -431,7 +438,7 @@ def merged(before: Mapping[str, Any], systems: Systems) -> dict[str, Any]:
     ends = tuple(f" at {Variant(method='full', budget=budget).budget_text}" for budget in systems.budgets)
     refused = {name: why for name, why in before.get("refused", {}).items() if not name.endswith(ends)}
     return {
-        "reports": {**before.get("reports", {}), **systems.reports},
+        "reports": {**before.get("reports", {}), **{name: lean(x) for name, x in systems.reports.items()}},
         "changes": changes,
         "refused": refused | systems.bench.refused,
     }
@@ -461,7 +468,7 @@ def said_table(found: Sequence[Mapping[str, Any]]) -> str:
         if one["answers"] is not None or one["gain"] is not None
     ]
     columns = ["variant", "against", "budget", "the paper", "says", "answers, points", "gain, points"]
-    return table(columns, lines)
+    return table(columns, lines) if lines else "Not measured yet, or refused at the budgets above."
 
 
 def systems_table(reports: Mapping[str, Report], budget: float) -> str:
@@ -524,7 +531,8 @@ def write_page(name: str, title: str) -> Path:
         f"{percent(full['seen'].accuracy)} %. "
         + GAIN
         + " In brackets 95 % intervals, clustered by context. `paper` of methods that "
-        'compress a prompt once is `generated="kept"`: what is generated stays beside the budget, as the last column says.',
+        'compress a prompt once is `generated="kept"`: what is generated stays beside the budget, as the last column says. '
+        "`omnikv, strict` computes the attention of its few filter layers on the host, over all tokens, which no budget counts.",
         *([f"Left out: {listed}."] if listed else []),
         *([f"Not measured yet: {left}."] if left else []),
         "## Answers and gain",

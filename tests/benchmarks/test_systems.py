@@ -66,6 +66,7 @@ def test_a_change_says_what_it_is_and_whether_the_paper_is_right(systems):
     table = systems.said_table([found, found | {"answers": None, "gain": None}])
     assert "| `a` | `b` | 10 % | less | lower | -20.0 (-30 to -10): seen | -20.0 (-30 to +10): open |" in table
     assert table.count("`a`") == 1
+    assert systems.said_table([]) == "Not measured yet, or refused at the budgets above."
 
 
 def test_a_budget_alone_is_a_part_of_the_whole(systems):
@@ -79,7 +80,8 @@ def test_a_budget_alone_is_a_part_of_the_whole(systems):
 def test_what_is_measured_again_takes_the_place_of_its_budgets(systems):
     """Of the others everything stays, in the order of the sentences."""
     now = systems.Systems.__new__(systems.Systems)
-    now.budgets, now.reports = (0.05,), {systems.part(0.05, "text"): "new"}
+    new = Report.model_construct(title="new", cells=[], summaries=[Summary.model_construct(ahead={"sekv": None})])
+    now.budgets, now.reports = (0.05,), {systems.part(0.05, "text"): new}
     now.bench = SimpleNamespace(refused={"omnikv, strict at 5 %": "too small"})
     first, *_, last = [(system, one) for system, said in systems.SAID.items() for one in said]
 
@@ -94,7 +96,10 @@ def test_what_is_measured_again_takes_the_place_of_its_budgets(systems):
         "refused": {"cake at 5 %": "was", "cake at 50 %": "stays"},
     }
     found = systems.merged(before, now)
-    assert found["reports"] == {"text 0.05": "new", "text 0.5": "old"}
+    assert set(found["reports"]) == {"text 0.05", "text 0.5"}
+    assert found["reports"]["text 0.5"] == "old"
+    assert found["reports"]["text 0.05"].title == "new"
+    assert found["reports"]["text 0.05"].summaries[0].ahead == {}  # the changes say what is compared
     assert found["changes"] == [change(first, 0.05, "new"), change(first, 0.1, "old"), change(last, 0.1, "old")]
     assert found["refused"] == {"cake at 50 %": "stays", "omnikv, strict at 5 %": "too small"}
     assert systems.merged({}, now)["changes"] == [change(first, 0.05, "new")]
