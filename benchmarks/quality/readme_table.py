@@ -23,7 +23,7 @@ END = "<!-- end of results -->"
 LENGTH = 2048
 PRESS = "`{}` of kvpress"
 SHOWN = (
-    *("ceiling", "sketch", "shadowkv", "heterocache", "sekv", "omnikv", "h2o", "quest"),
+    *("ceiling", "sketch", "omnikv", "shadowkv", "heterocache", "sekv", "h2o", "quest"),
     *("sentencekv", "compresskv", "snapkv", "specontext"),
 )
 """The five systems, and methods that many know; the page has all."""
@@ -75,7 +75,8 @@ def block(report: Report) -> str:
         f"those). {questions} questions and {texts} texts{others}, with intervals and all methods in "
         "[docs/results/real_smollm2.md](docs/results/real_smollm2.md). `ceiling`: true attention chooses, at no cost. "
         "`sketch` is what `auto` takes here; it holds exact tokens in 8 bits (at 3 % in 4), the others in 16. "
-        "`heterocache`, `omnikv` and `specontext` run with `strict`. A dash where a method cannot run."
+        "`heterocache`, `omnikv` and `specontext` run with `strict`; the attention of `omnikv`'s filters is computed "
+        "on the host, over all tokens. A dash where a method cannot run."
         + (
             f" Of kvpress's presses `{press[0].label}` does best; the question and what follows come on top of its share."
             if press
