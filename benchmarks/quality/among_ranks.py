@@ -19,7 +19,6 @@ import json
 import os
 import platform
 import socket
-import sys
 import tempfile
 import time
 import warnings
@@ -113,11 +112,9 @@ def work(rank: int, world: int, port: int, jobs: list[tuple[str, str]], folder: 
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         dist.init_process_group("gloo", rank=rank, world_size=world)
         group = dist.group.WORLD
+    from benchmarks.lib.tiny_models import tiny_model
     from semkv.errors import ProfileError
     from semkv.profiles.schema import Profile
-
-    sys.path.insert(0, str(ROOT))
-    from benchmarks.lib.tiny_models import tiny_model
 
     compiled: dict[tuple[str, bool, str], Any] = {}
     for name, method in jobs:

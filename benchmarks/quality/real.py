@@ -1,6 +1,6 @@
 """SmolLM2-135M at 3, 5 and 10 % of its memory: a short evaluation on texts that every machine with Python has.
 
-    make real                                          # 15 to 20 minutes on two cores; the same command goes on after an interruption
+    make real                                          # half an hour on two cores; the same command goes on after an interruption
     make real ARGS=--publish                           # also writes benchmarks/results/real.json and docs/results/real.md
     python -m benchmarks.quality.real --samples 32 --lengths 2K,4K --methods full,streaming_llm,sketch,sekv,quest,h2o
 

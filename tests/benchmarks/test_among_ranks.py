@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 
-def test_the_first_job_without_a_result_has_failed_and_those_behind_it_have_no_row():
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_first_job_without_a_result_has_failed_and_those_behind_it_have_no_row(monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT)])  # what the processes import from
     from benchmarks.quality import among_ranks
 
     rows = among_ranks.run([("llama", "full"), ("llama", "snapkv")], 2, 0.2)
