@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from semkv.kernels.cpp import compiler
-from semkv.kernels.sketch_scores.cpp import lookup_library, sketch_logits_cpp
+from semkv.kernels.sketch_scores.cpp import lookup_library, sketch_logits_cpp, together
 from semkv.kernels.sketch_scores.reference import sketch_logits_reference
 
 
@@ -17,7 +17,7 @@ def sketch_logits(tables: Tensor, codes: Tensor) -> Tensor:
         and tables.dtype == torch.float32
         and not tables.requires_grad
         and compiler() is not None
-        and lookup_library().failure() is None
+        and lookup_library(together(tables.shape[1])).failure() is None
     ):
         return sketch_logits_cpp(tables, codes)
     return sketch_logits_reference(tables, codes)

@@ -15,8 +15,8 @@ from semkv.kernels.cpp import Library, library, team
 
 TEMPLATE = Path(__file__).parent / "template.cpp"
 VECTORS = 256
-ROWS = 8
-"""Rows of queries that a lookup answers at once: their numbers lie together."""
+SIZES = (4, 8)
+"""Rows of queries that a lookup may answer at once: their numbers lie together."""
 
 
 class _Call(ctypes.Structure):
@@ -29,10 +29,15 @@ class _Call(ctypes.Structure):
     )
 
 
+def together(rows: int) -> int:
+    """How many of `rows` queries a lookup answers at once: no more than there are, so that tables stay in the nearest cache."""
+    return next((size for size in SIZES if rows <= size), SIZES[-1])
+
+
 @cache
-def lookup_library() -> Library:
-    """The object, one for all sizes."""
-    return library(TEMPLATE, {})
+def lookup_library(size: int) -> Library:
+    """The object for `size` rows at once, of `SIZES`."""
+    return library(TEMPLATE, {"ROWS": size})
 
 
 def sketch_logits_cpp(tables: Tensor, codes: Tensor) -> Tensor:
@@ -46,12 +51,13 @@ def sketch_logits_cpp(tables: Tensor, codes: Tensor) -> Tensor:
             f"tables {tuple(tables.shape)} for codes {tuple(codes.shape)}; expected as many heads and stages, and {VECTORS} vectors"
         )
     codes = codes if codes.stride()[1:] == (stages, 1) else codes.contiguous()
-    count, groups = codes.shape[1], -(-rows // ROWS)
-    padded = torch.nn.functional.pad(tables, (0, 0, 0, 0, 0, groups * ROWS - rows))
-    together = padded.unflatten(1, (groups, ROWS)).permute(0, 1, 3, 4, 2).contiguous()  # [H, groups, S, V, ROWS]
+    count, size = codes.shape[1], together(rows)
+    groups = -(-rows // size)
+    padded = torch.nn.functional.pad(tables, (0, 0, 0, 0, 0, groups * size - rows))
+    joined = padded.unflatten(1, (groups, size)).permute(0, 1, 3, 4, 2).contiguous()  # [H, groups, S, V, size]
     out = tables.new_empty(heads, rows, count)
     call = _Call(
-        address_of("tables", together, torch.float32, (heads, groups, stages, VECTORS, ROWS)),
+        address_of("tables", joined, torch.float32, (heads, groups, stages, VECTORS, size)),
         address_of("codes", codes, torch.uint8, (heads, count, stages), dense=False),
         address_of("a result", out, torch.float32, (heads, rows, count)),
         heads,
@@ -63,5 +69,5 @@ def sketch_logits_cpp(tables: Tensor, codes: Tensor) -> Tensor:
         torch.get_num_threads(),
         team(),
     )
-    lookup_library().function("sketch_logits")(ctypes.byref(call))
+    lookup_library(size).function("sketch_logits")(ctypes.byref(call))
     return out

@@ -1,10 +1,10 @@
-// Sums of what codes of a byte look up in tables, for eight rows of queries at a time: the numbers of all eight lie together, so that a
-// lookup is one load. A task is a part of the tokens of one head and one group of rows.
+// Sums of what codes of a byte look up in tables, for ROWS rows of queries at a time, 4 or 8: their numbers lie together, so that a lookup
+// is one load. A task is a part of the tokens of one head and one group of rows.
 
 namespace {
 
-constexpr int64_t ROWS = 8, VECTORS = 256, TASK = 4096;
-using Eight = float __attribute__((vector_size(4 * ROWS)));
+constexpr int64_t VECTORS = 256, TASK = 4096;
+using Together = float __attribute__((vector_size(4 * ROWS)));
 
 // Fields of 8 bytes each, as semkv.kernels.sketch_scores.cpp writes them.
 struct Call {
@@ -18,10 +18,10 @@ struct Call {
 };
 
 template <int64_t Stages>
-inline Eight looked_up(const float* table, const uint8_t* code, int64_t stages) {
-  Eight sum = {};
+inline Together looked_up(const float* table, const uint8_t* code, int64_t stages) {
+  Together sum = {};
   for (int64_t s = 0; s < (Stages ? Stages : stages); ++s) {
-    Eight x;
+    Together x;
     std::memcpy(&x, table + (s * VECTORS + code[s]) * ROWS, sizeof(x));
     sum += x;
   }
@@ -41,7 +41,7 @@ void part_of(const Call& call, int64_t task) {
     const int64_t some = count - n < LANES ? count - n : LANES;
     float block[ROWS][LANES] = {};
     for (int64_t i = 0; i < some; ++i) {
-      const Eight sum = looked_up<Stages>(table, codes + (n + i) * call.stages, call.stages);
+      const Together sum = looked_up<Stages>(table, codes + (n + i) * call.stages, call.stages);
       for (int64_t row = 0; row < ROWS; ++row) block[row][i] = sum[row];
     }
     for (int64_t row = 0; row < rows; ++row) std::memcpy(out + row * call.count + n, block[row], some * sizeof(float));

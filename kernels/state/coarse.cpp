@@ -1,25 +1,26 @@
-// Attention to units that are known by codes of their values. A unit's weight is added to a sum for each of its codes, for eight rows of
-// queries at a time, whose sums lie together: a stage is one addition. Then each vector of the books is met once, with its sum.
+// Attention to units that are known by codes of their values. A unit's weight is added to a sum for each of its codes, for TOGETHER rows
+// of queries at a time, 4 or 8, whose sums lie together: a stage is one addition. Then each vector of the books is met once, with its sum.
 
 #include <cmath>
 
 namespace {
 
-constexpr int64_t TOGETHER = 8, VECTORS = 256;  // rows of queries; vectors of a book
+constexpr int64_t VECTORS = 256;  // of a book
 constexpr float NONE = -__builtin_inff();
 constexpr int64_t CHUNK = REGISTERS / PIECES < 16 ? 2 : 4;  // vectors of a value that a task computes
 constexpr int64_t ROOM = REGISTERS * 3 / 4 / (CHUNK * PIECES), AT_ONCE = ROOM < 4 ? ROOM : 4;  // rows of them whose sums fit registers
-using Eight = float __attribute__((vector_size(4 * TOGETHER)));
+using Each = float __attribute__((vector_size(4 * TOGETHER)));
 
-inline Eight eight(const float* from) {
-  Eight x;
+inline Each each_at(const float* from) {
+  Each x;
   std::memcpy(&x, from, sizeof(x));
   return x;
 }
 
-// A register of weights of each of eight queries as eight weights of each of its units: halves are put together like cards, three times.
+// A register of weights of each query as the queries' weights of each of its units: halves are put together like cards, as often as
+// halves of the queries can be halved.
 inline void turn(Piece* x) {
-  for (int step = 0; step < 3; ++step) {
+  for (int64_t left = TOGETHER; left > 1; left /= 2) {
     Piece made[TOGETHER];
     for (int64_t n = 0; n < TOGETHER / 2; ++n) {
       made[2 * n] = first_of(x[n], x[n + TOGETHER / 2]);
@@ -116,11 +117,11 @@ void sum_part(const Call& call, int64_t task) {
     }
     turn(weights);
     for (int64_t i = 0; i < some; ++i) {
-      const Eight weight = eight((const float*)weights + i * TOGETHER);
+      const Each weight = each_at((const float*)weights + i * TOGETHER);
       const uint8_t* code = codes + (n + i) * call.code_strides[2];
       for (int64_t stage = 0; stage < call.stages; ++stage) {
         float* into = sums + (stage * VECTORS + code[stage]) * TOGETHER;
-        store(into, eight(into) + weight);
+        store(into, each_at(into) + weight);
       }
     }
   }
@@ -135,20 +136,20 @@ void sum_part(const Call& call, int64_t task) {
 void merge(const Call& call, int64_t task) {
   const int64_t group = task % call.groups, place = task / call.groups;
   float* whole = call.of(place, group, 0);
-  Eight most = Eight{} + NONE, total = {};
+  Each most = Each{} + NONE, total = {};
   for (int64_t number = 0; number < call.parts; ++number) {
-    const Eight top = eight(call.of(place, group, number) + call.sums());
+    const Each top = each_at(call.of(place, group, number) + call.sums());
     most = top > most ? top : most;
   }
   for (int64_t number = 0; number < call.parts; ++number) {
     const float* part = call.of(place, group, number);
-    const Eight top = eight(part + call.sums()), mass = eight(part + call.sums() + TOGETHER);
-    Eight less = {};
+    const Each top = each_at(part + call.sums()), mass = each_at(part + call.sums() + TOGETHER);
+    Each less = {};
     for (int64_t query = 0; query < TOGETHER; ++query) less[query] = top[query] == NONE ? 0 : std::exp(top[query] - most[query]);
     total += less * mass;
     for (int64_t n = 0; n < call.sums() && call.parts > 1; n += TOGETHER) {
-      const Eight x = less * eight(part + n);
-      store(whole + n, number ? eight(whole + n) + x : x);
+      const Each x = less * each_at(part + n);
+      store(whole + n, number ? each_at(whole + n) + x : x);
     }
   }
   store(whole + call.sums() + TOGETHER, total);

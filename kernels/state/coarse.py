@@ -11,11 +11,11 @@ from torch import Tensor
 
 from semkv.kernels.calls import Call, Made, Operand, call, demand, strides_of
 from semkv.kernels.cpp import Library, library
+from semkv.kernels.sketch_scores.cpp import VECTORS, together
 from semkv.kernels.state.numbers import CODES
 
 TEMPLATE = Path(__file__).parent / "coarse.cpp"
-TOGETHER, VECTORS, LANES = 8, 256, 16
-"""Constants of the template."""
+LANES = 16
 LEAST_PART, MOST_TASKS = 4096, 64
 """Units of a part, whose sums are apart, and parts in all. Sizes alone say what is summed together, so that threads change no bit."""
 
@@ -40,9 +40,9 @@ class _Call(ctypes.Structure):
 
 
 @cache
-def coarse_library() -> Library:
-    """The object, one for all sizes."""
-    return library(TEMPLATE, {})
+def coarse_library(size: int) -> Library:
+    """The object for `size` rows of queries at once, see `together`."""
+    return library(TEMPLATE, {"TOGETHER": size})
 
 
 def describe_coarse(
@@ -68,7 +68,8 @@ def describe_coarse(
     demand("mean", mean, [torch.float32], (heads, dim), dense=True)
     if own is not None:
         demand("own", own, [torch.bool], score.shape)
-    groups = -(-queries // TOGETHER)
+    size = together(queries)
+    groups = -(-queries // size)
     step = max(1, MOST_TASKS // max(1, rows * heads * groups)) * LANES
     part = max(LEAST_PART, -(-units // step) * LANES)
     parts = max(1, -(-units // part))
@@ -103,9 +104,9 @@ def describe_coarse(
         **(strides_of("own_strides", own, 3) if own is not None else {}),
         **strides_of("code_strides", codes, 3),
     }
-    sums = (stages * VECTORS + 2) * TOGETHER
+    sums = (stages * VECTORS + 2) * size
     return call(
-        coarse_library(),
+        coarse_library(size),
         "coarse_attention",
         _Call,
         fields,

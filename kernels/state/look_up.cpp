@@ -17,7 +17,7 @@ struct Asked {
   int64_t of_place() const { return groups * stages * VECTORS * ROWS; }
 };
 
-// The tables of a stage of one KV head, eight queries together; 0 where there are fewer.
+// The tables of a stage of one KV head, ROWS queries together; 0 where there are fewer.
 void join_tables(const Asked& asked, int64_t task) {
   const int64_t stage = task % asked.stages, place = task / asked.stages;
   const int64_t* along = asked.table_strides;

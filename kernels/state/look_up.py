@@ -11,7 +11,7 @@ from torch import Tensor
 
 from semkv.kernels.calls import Call, Made, Operand, UnsupportedCall, call, demand, strides_of
 from semkv.kernels.cpp import Library, library
-from semkv.kernels.sketch_scores.cpp import ROWS, VECTORS
+from semkv.kernels.sketch_scores.cpp import VECTORS, together
 from semkv.kernels.sketch_scores.cpp import TEMPLATE as SKETCH_SCORES
 from semkv.kernels.state.numbers import CODES
 
@@ -32,9 +32,9 @@ class _Call(ctypes.Structure):
 
 
 @cache
-def look_up_library() -> Library:
-    """The object, one for all sizes."""
-    return library(TEMPLATE, {}, [SKETCH_SCORES])
+def look_up_library(size: int) -> Library:
+    """The object for `size` rows of queries at once, see `together`."""
+    return library(TEMPLATE, {"ROWS": size}, [SKETCH_SCORES])
 
 
 def describe_look_up(tables: Tensor, codes: Tensor) -> Call:
@@ -48,7 +48,8 @@ def describe_look_up(tables: Tensor, codes: Tensor) -> Call:
     demand("codes", codes, CODES, (rows, heads, count, stages))
     if count > 1 and codes.stride(2) != stages:
         raise UnsupportedCall("codes with gaps between units; expected none")
-    groups = -(-queries // ROWS)
+    size = together(queries)
+    groups = -(-queries // size)
     fields: dict[str, Operand | float | None] = {
         "tables": Operand("argument", "tables"),
         "codes": Operand("argument", "codes"),
@@ -64,13 +65,13 @@ def describe_look_up(tables: Tensor, codes: Tensor) -> Call:
         **strides_of("code_strides", codes, 2),
     }
     return call(
-        look_up_library(),
+        look_up_library(size),
         "state_look_up",
         _Call,
         fields,
         {"tables": tables, "codes": codes},
         outputs=[Made((rows, heads, queries, count), torch.float32)],
-        scratch=[rows * heads * groups * stages * VECTORS * ROWS * torch.float32.itemsize],
+        scratch=[rows * heads * groups * stages * VECTORS * size * torch.float32.itemsize],
     )
 
 

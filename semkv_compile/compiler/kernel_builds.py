@@ -25,7 +25,7 @@ from semkv.kernels.mixed_attention.cpp import attention_library
 from semkv.kernels.mixed_attention.dispatch import form_of, mixed_attention
 from semkv.kernels.segments import Segment, fuse, segments_library, whole
 from semkv.kernels.selection.cpp import selection_library
-from semkv.kernels.sketch_scores.cpp import lookup_library
+from semkv.kernels.sketch_scores.cpp import SIZES, lookup_library, together
 from semkv.kernels.state.append import append_library
 from semkv.kernels.state.bmm import bmm_library
 from semkv.kernels.state.choose import choose_library
@@ -36,8 +36,9 @@ from semkv.kernels.state.scores import scores_library
 from semkv.kernels.state.unfold import unfold_library
 
 ROUTING = (
-    *(code_library, coding_library, log_softmax_library, lookup_library, selection_library, gather_library),
-    *(products_library, look_up_library, scores_library, choose_library, unfold_library, coarse_library, bmm_library),
+    *(code_library, coding_library, log_softmax_library, selection_library, gather_library),
+    *(products_library, scores_library, choose_library, unfold_library, bmm_library),
+    *(partial(lookup_library, size) for size in SIZES),
 )
 """Objects for methods that choose among units: in steps of several tokens, and in those of one."""
 
@@ -63,6 +64,9 @@ def start_builds(program: Program, kernels: str, device: torch.device, *, routes
         if routes:
             for made in ROUTING:
                 made().start()
+            for size in {together(site.group_size) for site in program.sites}:
+                look_up_library(size).start()
+                coarse_library(size).start()
 
 
 def check_graphs(cuda_graphs: str | bool | None, device: torch.device) -> None:
