@@ -11,6 +11,7 @@ from semkv.kernels.calls import OPERATORS, Operator
 from semkv.kernels.state.append import describe_append
 from semkv.kernels.state.choose import describe_choose
 from semkv.kernels.state.coarse import describe_coarse
+from semkv.kernels.state.factored import describe_factored
 from semkv.kernels.state.look_up import describe_look_up
 from semkv.kernels.state.products import describe_products
 from semkv.kernels.state.reference import (
@@ -18,6 +19,7 @@ from semkv.kernels.state.reference import (
     choose_each_reference,
     choose_reference,
     coarse_attention_reference,
+    factored_attention_reference,
     look_up_reference,
     products_reference,
     scores_reference,
@@ -36,6 +38,7 @@ REFERENCES: dict[str, Callable[..., Any]] = {
     "choose_each": choose_each_reference,
     "unfold_": unfold_reference,
     "coarse_attention": coarse_attention_reference,
+    "factored_attention_": factored_attention_reference,
 }
 """Each operator in PyTorch."""
 
@@ -48,6 +51,7 @@ IN_CPP: dict[str, Operator] = {
     "look_up": Operator(look_up_reference, describe_look_up),
     "scores": Operator(scores_reference, describe_scores),
     "coarse_attention": Operator(coarse_attention_reference, describe_coarse),
+    "factored_attention_": Operator(factored_attention_reference, describe_factored),
 }
 """Those that have a form in C++ for a CPU."""
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from semkv.kernels.calls import Call, Made, Operand, UnsupportedCall, call, demand, strides_of
 from semkv.kernels.cpp import Library, library
-from semkv.kernels.sketch_scores.cpp import VECTORS, together
 from semkv.kernels.sketch_scores.cpp import TEMPLATE as SKETCH_SCORES
+from semkv.kernels.sketch_scores.cpp import VECTORS, together
 from semkv.kernels.state.numbers import CODES
 
 TEMPLATE = Path(__file__).parent / "look_up.cpp"

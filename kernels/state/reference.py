@@ -193,6 +193,77 @@ def coarse_attention_reference(
     return value, mass[..., 0]
 
 
+def factored_attention_reference(
+    q: Tensor,
+    chosen: Tensor,
+    held: Tensor,
+    data: Tensor,
+    where: Tensor,
+    spans: Tensor,
+    unit: Tensor,
+    asked: Tensor,
+    value_dim: int,
+    longest: int,
+    rank: int,
+    scale: float,
+    softcap: float = 0.0,
+    window: int = 0,
+    own: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`semkv::factored_attention_`, with every span padded to the largest."""
+    first, *ranks = where.unbind(-1)
+    length, position = spans.unbind(-1)
+    unit = unit.expand_as(first)
+    there, at = unit >= 0, unit.clamp(min=0)
+    read = chosen.gather(2, at) & there
+    sides = []
+    for own_rank, dim in zip(ranks, (q.shape[3], value_dim)):
+        made = []
+        for size, rows, many in (
+            (longest, length[:, None], True),
+            (1, torch.ones_like(length)[:, None], False),
+            (dim, None, True),
+        ):
+            part = _padded_factor(data, first, own_rank, rows, size, rank)
+            made.append(part if many else part.squeeze(3))
+            first = first + own_rank * (dim if rows is None else rows)
+        sides.append(made)
+    (key_u, key_s, key_v), (value_u, value_s, value_v) = sides
+    products = torch.einsum("bhrd,bhfdc->bhrfc", q, key_v) * key_s[:, :, None] * scale
+    logits = torch.einsum("bhrfc,bhflc->bhrfl", products, key_u)
+    logits = softcap * torch.tanh(logits / softcap) if softcap else logits
+    token = torch.arange(longest, dtype=torch.int64, device=q.device)
+    away = asked[:, None, None] - position[..., None] - token
+    inside = (token < length[..., None]) & (away >= 0)
+    inside = inside & (away < window) if window else inside
+    reads = (
+        read[:, :, None]
+        if own is None
+        else own.gather(3, at[:, :, None].expand(-1, -1, own.shape[2], -1)) & read[:, :, None]
+    )
+    seen = reads[..., None] & inside[:, None, None]
+    shares, mass = scores_reference(
+        logits.masked_fill(~seen, NONE).flatten(3), torch.full_like(asked, logits[0, 0, 0].numel())
+    )
+    weights = torch.einsum("bhrfl,bhflc->bhrfc", shares.exp().view_as(logits), value_u) * value_s[:, :, None]
+    value = torch.einsum("bhrfc,bhfdc->bhrd", weights, value_v)
+    taken = sum(r * (length[:, None] + 1 + dim) for r, dim in zip(ranks, (q.shape[3], value_dim))) * data.itemsize
+    told = torch.stack([torch.where(part, taken, 0).sum((1, 2)) for part in (read & ~held, read & held)], -1)
+    held.copy_(read)
+    return value, mass[..., 0], told
+
+
+def _padded_factor(data: Tensor, first: Tensor, rank: Tensor, rows: Tensor | None, size: int, most: int) -> Tensor:
+    """Factors [rows, rank] from their first places int64 [B, H, F] in data [B, n] on, float32 [B, H, F, size, most], 0 where there are
+    fewer; rows None: `size`."""
+    row, column = (torch.arange(n, dtype=torch.int64, device=data.device) for n in (size, most))
+    row = row[:, None]
+    valid = (column < rank[..., None, None]).expand(*rank.shape, size, -1)
+    valid = valid if rows is None else valid & (row < rows[..., None, None])
+    place = torch.where(valid, first[..., None, None] + row * rank[..., None, None] + column, 0)
+    return torch.where(valid, data.gather(1, place.flatten(1)).view(place.shape).float(), 0.0)
+
+
 # -- parts of them -----------------------------------------------------------------------------------------------------
 
 
@@ -264,6 +335,7 @@ __all__ = [
     "choose_reference",
     "coarse_attention_reference",
     "copy_reference",
+    "factored_attention_reference",
     "look_up_reference",
     "products_reference",
     "quantized",

@@ -30,6 +30,7 @@ from semkv.kernels.state.append import append_library
 from semkv.kernels.state.bmm import bmm_library
 from semkv.kernels.state.choose import choose_library
 from semkv.kernels.state.coarse import coarse_library
+from semkv.kernels.state.factored import factored_library
 from semkv.kernels.state.look_up import look_up_library
 from semkv.kernels.state.products import products_library
 from semkv.kernels.state.scores import scores_library
@@ -37,8 +38,7 @@ from semkv.kernels.state.unfold import unfold_library
 
 ROUTING = (
     *(code_library, coding_library, log_softmax_library, selection_library, gather_library),
-    *(products_library, scores_library, choose_library, unfold_library, bmm_library),
-    *(partial(lookup_library, size) for size in SIZES),
+    *(products_library, scores_library, choose_library, unfold_library, factored_library, bmm_library),
 )
 """Objects for methods that choose among units: in steps of several tokens, and in those of one."""
 
@@ -64,6 +64,8 @@ def start_builds(program: Program, kernels: str, device: torch.device, *, routes
         if routes:
             for made in ROUTING:
                 made().start()
+            for size in SIZES:
+                lookup_library(size).start()
             for size in {together(site.group_size) for site in program.sites}:
                 look_up_library(size).start()
                 coarse_library(size).start()

@@ -85,8 +85,8 @@ def _held(part: SiteMemory, tokens: int, queries: int) -> Tensor:
     zoomed, spans = zoomed.cpu(), part.spans
     assert spans is not None
     there = [(slots.positions.cpu().long(), spans.places.units_of(slots.places.cpu()))] if slots.filled else []
-    if part.factors is not None:
-        at, unit = part.factors.positions.long().cpu(), part.factors.unit.cpu()
+    if part.factors.there is not None:
+        at, unit = part.factors.there.positions.long().cpu(), part.factors.there.unit.cpu()
         there.append((at.flatten(1), unit.repeat_interleave(at.shape[2], 1)))
     for at, unit in there:
         read = zoomed_units(zoomed, unit, part.site)

@@ -172,7 +172,8 @@ def next_turns(state: State, index: int) -> tuple[RowMemory, list[list[Turn]]]:
     """A copy of a row, and what it brings to its next step."""
     copy = state.select([index])
     (row,) = copy.rows
-    if not all(memory.graphed for memory in row.memories()):
+    folded = [memory.spans for memory in row.memories() if memory.spans is not None]
+    if any(spans.has_factors for spans in folded) or not all(memory.graphed for memory in row.memories()):
         raise StateError(
             f"row {index} has folded tokens that wait as factors, or units of several tokens that a ranking goes by: such a step cannot be "
             "exported; compile with forms='int8' where the method has it"

@@ -70,6 +70,19 @@ library.define(
     "coarse_attention(Tensor score, Tensor shift, Tensor chosen, Tensor count, Tensor codes, Tensor books, Tensor mean, "
     "float softcap=0.0, Tensor? own=None) -> (Tensor, Tensor)"
 )
+library.define(
+    # Attention of rows of queries float32 [B, H, R, D], at the position asked int64 [B], to the spans that wait as low-rank factors: those
+    # of the units chosen bool [B, H, M], or own bool [B, H, R, M] (some of them) where rows differ. F spans, of at most `longest` tokens
+    # and ranks up to `rank`. where int64 [B, H, F, 3]: the place in data [B, n] of the first number that a head has of a span, and the
+    # ranks r of its keys and values: U [length, r], s [r] and V [D, r] of keys lie there, then those of values, whose V is [Dv, r]; keys
+    # are (U * s) V^T. spans int64 [B, F, 2]: length, and position of the first token; unit int64 [B, H|1, F]: whose it is, -1: nobody's.
+    # A query sees positions up to its own, and where `window` is not 0, only the last `window` of them. Logits are times `scale`, then
+    # soft-capped where there is a cap. held bool [B, H, F]: the spans that the step before has read, which is put down for this one.
+    # -> the value float32 [B, H, R, Dv], zeros where nothing is read; the logarithm of its mass [B, H, R], -inf there; and bytes of
+    # factors that are read and were not held, and of those that were, int64 [B, 2], over all heads.
+    "factored_attention_(Tensor q, Tensor chosen, Tensor(a!) held, Tensor data, Tensor where, Tensor spans, Tensor unit, Tensor asked, "
+    "int value_dim, int longest, int rank, float scale, float softcap=0.0, int window=0, Tensor? own=None) -> (Tensor, Tensor, Tensor)"
+)
 
 
 @torch.library.register_fake("semkv::append_", lib=library)
@@ -113,6 +126,12 @@ def _coarse_attention_fake(score, shift, chosen, count, codes, books, mean, soft
     return score.new_empty((*score.shape[:3], books.shape[-1])), score.new_empty(score.shape[:3])
 
 
+@torch.library.register_fake("semkv::factored_attention_", lib=library)
+def _factored_attention_fake(q, chosen, held, data, where, spans, unit, asked, value_dim, *rest, **kwargs):
+    told = asked.new_empty((len(asked), 2))
+    return q.new_empty((*q.shape[:3], value_dim)), q.new_empty(q.shape[:3]), told
+
+
 append_ = torch.ops.semkv.append_.default
 products = torch.ops.semkv.products.default
 look_up = torch.ops.semkv.look_up.default
@@ -121,3 +140,4 @@ choose = torch.ops.semkv.choose.default
 choose_each = torch.ops.semkv.choose_each.default
 unfold_ = torch.ops.semkv.unfold_.default
 coarse_attention = torch.ops.semkv.coarse_attention.default
+factored_attention_ = torch.ops.semkv.factored_attention_.default

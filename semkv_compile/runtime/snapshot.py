@@ -80,9 +80,9 @@ def _span_tensors(spans: FoldedSpans) -> dict[str, Tensor]:
     out |= {f"tokens.{name}": part.data for name, part in spans.host_tokens.parts.items()}
     factors = spans.host_factors
     if factors.spans:
-        out |= {f"factors.{kind}": part.data for kind, part in factors.packed.items()}
-        out |= {f"factors.{kind}.offsets": offsets for kind, offsets in factors.offsets.items()}
         out |= {
+            "factors.numbers": factors.numbers.data,
+            "factors.offsets": factors.offsets,
             "factors.key_rank": factors.key_rank,
             "factors.value_rank": factors.value_rank,
             "factors.lengths": factors.lengths,
@@ -360,18 +360,14 @@ def _fill_factors(spans: FoldedSpans, own: dict[str, Tensor], count: int) -> Non
         and _within(factors.value_rank, 1, 257)
     ):
         raise ValueError("its factors have impossible sizes")
-    for kind in factors.KINDS:
-        side, which = kind.split("_")
-        rank = factors.key_rank if side == "key" else factors.value_rank
-        dim = factors.key_dim if side == "key" else factors.value_dim
-        size = {"u": factors.lengths[None] * rank, "s": rank, "v": dim * rank}[which]
-        flat = own[f"factors.{kind}"]
-        _expect(flat, kind, (1, flat.shape[-1]), factors.dtype)
-        offsets = _expect(own[f"factors.{kind}.offsets"], f"{kind}.offsets", (heads, count), torch.int64).clone()
-        if not _within(offsets, 0, flat.shape[1]) or bool((offsets + size > flat.shape[1]).any()):
-            raise ValueError(f"its {kind} factors point outside of what is stored")
-        factors.packed[kind].append(flat)
-        factors.offsets[kind] = offsets
+    flat = own["factors.numbers"]
+    _expect(flat, "factors.numbers", (1, flat.shape[-1]), factors.dtype)
+    offsets = _expect(own["factors.offsets"], "factors.offsets", (heads, count), torch.int64).clone()
+    size = factors.span_nbytes() // factors.dtype.itemsize
+    if not _within(offsets, 0, flat.shape[1]) or bool((offsets + size > flat.shape[1]).any()):
+        raise ValueError("its factors point outside of what is stored")
+    factors.numbers.append(flat)
+    factors.offsets = offsets
 
 
 def _mean(spans: FoldedSpans, own: dict[str, Tensor], name: str, units: int, dim: int) -> Quantized | Tensor:

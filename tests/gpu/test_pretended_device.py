@@ -144,7 +144,7 @@ def test_layers_leave_the_device_for_the_host(base: Any, pretended_cuda: Any, op
 
 def _waits_on_device(memory: Any) -> bool:
     """Whether what is folded is on the device, all of it or nothing."""
-    parts = [*memory.spans.host_tokens.parts.values(), *memory.spans.host_factors.packed.values()]
+    parts = [*memory.spans.host_tokens.parts.values(), memory.spans.host_factors.numbers]
     places = {part.data.is_cuda for part in parts if part.length}
     assert len(places) == 1
     return places.pop()

@@ -22,6 +22,7 @@ from semkv.kernels.linear.cpp import linear_library
 from semkv.kernels.mixed_attention.cpp import attention_library
 from semkv.kernels.segments.tape import segments_library
 from semkv.kernels.state.coarse import coarse_library
+from semkv.kernels.state.factored import factored_library
 from semkv.kernels.state.look_up import look_up_library
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="kernels in C++ need g++ or clang++")
@@ -205,6 +206,7 @@ def test_every_form_of_the_vectors_compiles(processor: str) -> None:
         attention_library(64, 64, 3),
         *(made(size) for made in (coarse_library, look_up_library) for size in (4, 8)),
         code_library(),
+        factored_library(),
         coding_library(),
         segments_library(),
     ):

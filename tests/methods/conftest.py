@@ -39,8 +39,11 @@ def allocated_bytes(row) -> int:
         tensors += [*memory.kept.buffers, *memory.recent.buffers]
         tensors += memory.spans.device_tensors() if memory.spans else []
         tensors += memory.slots.tensors.values() if memory.slots else []
-        tensors += memory.factors.tensors if memory.factors else []
-    return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
+        tensors += memory.factors.there.tensors if memory.factors.there else []
+    read = sum(
+        memory.factors.nbytes for memory in row.budgeted() if not memory.factors.there
+    )  # where they wait, by a graph
+    return read + sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
 
 
 def held_bytes(row) -> int:
@@ -51,7 +54,7 @@ def held_bytes(row) -> int:
         units = memory.spans.count if memory.spans else 0
         held += sum(x[:, :1].nbytes * room_for(units) for x in memory.spans.device_tensors()) if units else 0
         held += memory.slots.nbytes if memory.slots else 0
-        held += memory.factors.nbytes if memory.factors else 0
+        held += memory.factors.nbytes
     return held
 
 

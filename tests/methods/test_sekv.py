@@ -515,3 +515,36 @@ def test_spans_that_become_factors_while_tokens_follow(whole, haystack, monkeypa
         torch.testing.assert_close(found, slow.extend(asking, token[None, None]), rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(found[0], compiled.step([also], token[None]), rtol=1e-4, atol=1e-4)
     assert any(memory.spans.has_factors for memory in state.rows[0].memories())
+
+
+@pytest.mark.parametrize("options", [{}, {"max_rank": 5, "coarse": False}], ids=str)
+def test_factors_are_read_by_a_steps_graph_where_they_wait(whole, haystack, options, tmp_path, monkeypatch):
+    """Token by token as the memory's entries give it, which copies and pads them (what padding takes is not counted here): logits, what
+    crosses a link, and what was there; alone, beside another row, forked and saved."""
+    monkeypatch.setattr(FoldedSpans, "factored_nbytes", lambda self, segments: 0)
+    compiled = sekv(whole, 0.6, preset="paper", **options)
+    slow = eagerly(sekv(whole, 0.6, preset="paper", **options))
+    state, asking = (one.prefill(haystack[:, :600]) for one in (compiled, slow))
+    other = compiled.prefill(haystack[:, 50:450])
+    alone = other.fork()
+    assert all(memory.spans.all_factors for memory in state.rows[0].memories() if memory.spans.count)
+    assert state.steps_as_graph(1), "no step asks the memory"
+    tokens = haystack[0, 600:660]
+    for at, token in enumerate(tokens):
+        if at == 30:
+            state.save(tmp_path / "state")
+            state = compiled.load_state(tmp_path / "state")
+            other, before = other.fork(), other
+            compiled.extend(before, token[None, None])
+        found, expected = compiled.step([state, other], token.expand(2)), slow.extend(asking, token[None, None])
+        torch.testing.assert_close(found[0], expected[0, 0], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(found[1], compiled.extend(alone, token[None, None])[0, 0], rtol=1e-4, atol=1e-4)
+        if at == 20:
+            for name in ("moved_bytes_per_step", "overlap"):
+                assert getattr(state.stats, name) == pytest.approx(getattr(asking.stats, name), rel=0.05), name
+            assert state.stats.overlap > 0
+    assert state.stats.peak_share <= 1
+    assert state.steps_as_graph(1)
+    memories = list(state.rows[0].memories())
+    assert any(memory.factors.nbytes for memory in memories)
+    assert not any(memory.factors.there for memory in memories), "none was copied"

@@ -78,8 +78,10 @@ def resident_nbytes(row: RowMemory) -> int:
             total += room
         if memory.slots is not None:
             tensors += memory.slots.tensors.values()
-        if memory.factors is not None:
-            tensors += memory.factors.tensors
+        if memory.factors.there is not None:
+            tensors += memory.factors.there.tensors
+        else:  # a graph reads them where they wait
+            total += memory.factors.nbytes
         total += storages(iter(tensors)) - memory.reserved_nbytes
     return total
 
@@ -95,7 +97,7 @@ def folded_nbytes(row: RowMemory) -> int:
         tables += [] if memory.components.summary is not None else [spans.lengths, spans.positions]
         factors = spans.host_factors
         tables += [
-            *factors.offsets.values(),
+            factors.offsets,
             factors.key_rank,
             factors.value_rank,
             factors.lengths,
@@ -103,7 +105,7 @@ def folded_nbytes(row: RowMemory) -> int:
             spans.tables.mass,
         ]
         total += sum(x.nbytes for x in tables)
-        total += sum(part.data.nbytes for part in (*spans.host_tokens.parts.values(), *factors.packed.values()))
+        total += sum(part.data.nbytes for part in (*spans.host_tokens.parts.values(), factors.numbers))
     return total
 
 

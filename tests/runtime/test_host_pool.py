@@ -130,7 +130,7 @@ def test_bytes_of_factors(factors):
         for span in range(3):
             own = sum(x.nbytes for x in spans[head][span].values())
             assert int(pool.span_nbytes()[head, span]) == own
-    tables = 8 * (6 * 6 + 2 * 6 + 3)
+    tables = 8 * (6 + 2 * 6 + 3)
     assert pool.nbytes == int(pool.span_nbytes().sum()) + tables
 
 

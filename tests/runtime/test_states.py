@@ -12,6 +12,7 @@ from semkv.ir.site import AttentionSite
 from semkv.kernels.mixed_attention import mixed_attention_reference
 from semkv.runtime.decode.join import stack_rows
 from semkv.runtime.step import Step
+from semkv.runtime.store.factors import FactorsRead
 from semkv.runtime.store.quantization import quantize
 from tests.conftest import quick_ones
 
@@ -225,7 +226,7 @@ def test_a_step_moves_what_the_one_before_did_not(double_program, compile_as, pr
     assert kept.rows[0].stores[0][0].spans.count > 3
     for _ in range(10):
         for memory in anew.rows[0].memories():
-            memory.slots = memory.factors = None
+            memory.slots, memory.factors = None, FactorsRead()
         decode(compiled, anew, 1)
         decode(compiled, kept, 1)
         same(kept.logits, anew.logits)

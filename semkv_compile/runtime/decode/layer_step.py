@@ -36,7 +36,8 @@ class Layer:
 
     site: the KV heads that it is for. owner: whether the store is the site's own, so that it appends. length: of `Places`. tensors: names
     of those that there are. scored: whether an evictor counts what exact tokens are given. reads: whether units may unfold.
-    terms: of `semkv::mixed_attention`, such as its scale. passer: leaves tensors for later layers, under the names `passes`.
+    factors: the most tokens and components of a span, where units wait as low-rank factors. terms: of `semkv::mixed_attention`, such as
+    its scale. passer: leaves tensors for later layers, under the names `passes`.
     """
 
     site: AttentionSite
@@ -45,6 +46,7 @@ class Layer:
     reads: bool
     length: int
     tensors: tuple[str, ...]
+    factors: tuple[int, int] | None = None
     terms: Mapping[str, object] = field(default_factory=dict, hash=False)
     passer: Passer | None = None
     passes: tuple[str, ...] = ()
@@ -71,6 +73,7 @@ class Layer:
             self.reads,
             self.length,
             self.tensors,
+            self.factors,
             terms,
             id(self.passer),
             self.passes,
@@ -92,8 +95,8 @@ def attend_step(
     q [B, Hq, 1, D], k [B, Hkv, 1, D], v [B, Hkv, 1, Dv], positions int64 [B, 1]; numbers int64 [len(NUMBERS), B]; tensors: by the names of
     `SiteMemory.step_tensors`, [B, ...]; terms: sinks and biases of the layer's heads.
 
-    Returns the output [B, Hq, 1, Dv] and, where units may unfold, (tokens copied and tokens that were there, int64 [B, 2]; units that
-    each head reads, int64 [B, Hkv or Hq]); and what the layer passes on.
+    Returns the output [B, Hq, 1, Dv] and, where units may unfold, (tokens copied and tokens that were there, or bytes of factors, int64
+    [B, 2]; units that each head reads, int64 [B, Hkv or Hq]); and what the layer passes on.
     """
     at, count, room, start, shift = numbers.unbind(0)
     if layer.owner:
@@ -115,8 +118,11 @@ def attend_step(
         assert isinstance(router, Scorer)
         score = router.scores(layer.site, grouped, units)
         chosen, own = choose(layer, score, count, room, tensors)
-        moved = fetch(layer, chosen, start, shift, tensors)
-        blocks.add(tensors, "slots", bias=None if own is None else slot_bias(layer, own, start, tensors))
+        if layer.factors is not None:
+            moved = attend_factors(layer, blocks, grouped, chosen, own, positions, units)
+        else:
+            moved = fetch(layer, chosen, start, shift, tensors)
+            blocks.add(tensors, "slots", bias=None if own is None else slot_bias(layer, own, start, tensors))
         told = (moved, read_units(layer, chosen, own))
         attend_folded(layer, blocks, score, chosen, own, units)
     elif layer.components.summary is not None and "lengths" in tensors:
@@ -171,7 +177,7 @@ def choose(
 ) -> tuple[Tensor, Tensor | None]:
     """Units bool [B, Hkv, M] that unfold by score [B, Hkv, G, M]; which of them each query head reads, bool [B, Hkv, G, M], where that
     differs."""
-    cost = None if layer.length else tensors["lengths"]
+    cost = None if layer.length else tensors["lengths" if layer.factors is None else "factors.costs"]
     if layer.components.fill:
         return state_ops.choose(score, count, room, None, cost), None
     return state_ops.choose_each(score, count, room, tensors["threshold"], cost)
@@ -185,6 +191,29 @@ def fetch(layer: Layer, chosen: Tensor, start: Tensor, shift: Tensor, tensors: M
     return unfold(
         slots, chosen, waiting, start, shift, layer.length, bounds, order, None if where is None else where[:, 0]
     )
+
+
+def attend_factors(
+    layer: Layer,
+    blocks: Blocks,
+    q: Tensor,
+    chosen: Tensor,
+    own: Tensor | None,
+    positions: Tensor,
+    units: Units,
+) -> Tensor:
+    """An entry for what attention to the chosen units' factors gives; bytes of factors that were not there and that were, int64 [B, 2]."""
+    assert layer.factors is not None
+    names = ("held", "data", "where", "spans", "unit")
+    held = [units.tensors[f"factors.{name}"] for name in names]
+    scale, softcap, window = (
+        layer.terms.get(name, usual) for name, usual in (("scale", 1.0), ("softcap", 0.0), ("window", 0))
+    )
+    value, mass, told = state_ops.factored_attention_(
+        q, chosen, *held, positions[:, 0], layer.site.value_dim, *layer.factors, scale, softcap, window, own
+    )
+    blocks.add_rest(layer.site, value, mass, eye=units.constant("eye"))
+    return told
 
 
 def slot_bias(layer: Layer, own: Tensor, start: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:

@@ -62,15 +62,19 @@ class Layers:
     ) -> tuple[Layer, dict[str, Tensor]]:
         """The layer of a part's site, and its constants."""
         components, reads = memory.components, memory.reads_units
-        length, passer = memory.spans.places.length if reads else 0, plan.passers.get(site.index)
-        key = (id(components), site.index, site.first_head, owner, reads, length, tuple(tensors), id(passer))
+        factors = memory.spans.factor_sizes if reads else None
+        length = memory.spans.places.length if reads and factors is None else 0
+        passer = plan.passers.get(site.index)
+        key = (id(components), site.index, site.first_head, owner, reads, length, factors, tuple(tensors), id(passer))
         if key not in self._known:
             constants = _constants(site, components, memory.device) if reads else {}
+            if factors is not None:
+                constants["constant.eye"] = torch.eye(site.group_size, dtype=torch.bool, device=memory.device)
             router = components.router
             taken = router.taken(site) if reads and isinstance(router, Taker) else ()
             passes = () if passer is None else passer.names(site)
             names = (*tensors, *constants, *(name for name in taken if name not in passes))
-            made = Layer(site, components, owner, reads, length, names, self.settings[site.index])
+            made = Layer(site, components, owner, reads, length, names, factors, self.settings[site.index])
             if passer is not None:
                 made = replace(made, passer=passer, passes=passes)
             self._known[key] = made, constants

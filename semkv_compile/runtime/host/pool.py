@@ -254,7 +254,8 @@ class HostTokens:
 class HostFactors:
     """Low-rank factors of folded spans, each KV head with its own ranks, packed without padding.
 
-    Keys of span f and head h are (U * s) V^T with U [L, r], s [r], V [D, r]; values likewise with their own rank.
+    Keys of span f and head h are (U * s) V^T with U [L, r], s [r], V [D, r]; values likewise with their own rank. numbers: [1, n], those of
+    a span and head one after the other, in the order of `KINDS`, from offsets int64 [Hkv, F] on; ranks int64 [Hkv, F]; lengths int64 [F].
     """
 
     KINDS = ("key_u", "key_s", "key_v", "value_u", "value_s", "value_v")
@@ -270,11 +271,12 @@ class HostFactors:
         device: torch.device | None = None,
     ) -> None:
         self.heads, self.key_dim, self.value_dim, self.dtype = heads, key_dim, value_dim, dtype
-        self.packed = {kind: GrowingTensor(1, (), dtype, tier=tier, device=device) for kind in self.KINDS}
-        self.offsets = {kind: torch.zeros(heads, 0, dtype=torch.int64, device="cpu") for kind in self.KINDS}
+        self.numbers = GrowingTensor(1, (), dtype, tier=tier, device=device)
+        self.offsets = torch.zeros(heads, 0, dtype=torch.int64, device="cpu")
         self.key_rank = torch.zeros(heads, 0, dtype=torch.int64, device="cpu")
         self.value_rank = torch.zeros(heads, 0, dtype=torch.int64, device="cpu")
         self.lengths = torch.zeros(0, dtype=torch.int64, device="cpu")
+        self._largest: tuple[int, int, int] | None = None
 
     @property
     def spans(self) -> int:
@@ -282,23 +284,36 @@ class HostFactors:
 
     @property
     def nbytes(self) -> int:
-        tables = (*self.offsets.values(), self.key_rank, self.value_rank, self.lengths)
-        return sum(part.nbytes for part in self.packed.values()) + sum(table.nbytes for table in tables)
+        return self.numbers.nbytes + sum(x.nbytes for x in (self.offsets, self.key_rank, self.value_rank, self.lengths))
+
+    def sizes(self) -> dict[str, Tensor]:
+        """By kind, how many numbers each span has, int64 [Hkv, F]."""
+        found: dict[str, Tensor] = {}
+        for side, rank, dim in (("key", self.key_rank, self.key_dim), ("value", self.value_rank, self.value_dim)):
+            found |= {f"{side}_u": rank * self.lengths, f"{side}_s": rank, f"{side}_v": rank * dim}
+        return found
+
+    @property
+    def largest(self) -> tuple[int, int]:
+        """Tokens of the longest span, and the largest rank."""
+        if self._largest is None or self._largest[0] != self.spans:
+            rank = max(int(x.max()) for x in (self.key_rank, self.value_rank))
+            self._largest = (self.spans, int(self.lengths.max()), rank)
+        return self._largest[1:]
 
     def span_nbytes(self) -> Tensor:
         """int64 [Hkv, F]: bytes of each span's factors, here, on the way and on the device."""
-        rows = self.lengths[None]
-        numbers = self.key_rank * (rows + self.key_dim + 1) + self.value_rank * (rows + self.value_dim + 1)
-        return numbers * self.dtype.itemsize
+        return torch.stack(list(self.sizes().values())).sum(0) * self.dtype.itemsize
 
     def append(self, factors: list[list[dict[str, Tensor]]], lengths: Tensor) -> None:
         """Add spans: `factors[head][span]` holds the six tensors of `KINDS`; lengths int64 [F]."""
-        for kind in self.KINDS:
-            flat = [span[kind].to(self.dtype).flatten() for row in factors for span in row]
-            sizes = torch.tensor([part.numel() for part in flat], dtype=torch.int64, device="cpu")
-            offsets = (self.packed[kind].length + sizes.cumsum(0) - sizes).view(self.heads, -1)
-            self.packed[kind].append(torch.cat(flat)[None])
-            self.offsets[kind] = torch.cat([self.offsets[kind], offsets], dim=1)
+        flat = [
+            torch.cat([span[kind].to(self.dtype).flatten() for kind in self.KINDS]) for row in factors for span in row
+        ]
+        sizes = torch.tensor([part.numel() for part in flat], dtype=torch.int64, device="cpu")
+        offsets = (self.numbers.length + sizes.cumsum(0) - sizes).view(self.heads, -1)
+        self.numbers.append(torch.cat(flat)[None])
+        self.offsets = torch.cat([self.offsets, offsets], dim=1)
         ranks = [
             torch.tensor([[span[kind].numel() for span in row] for row in factors], dtype=torch.int64, device="cpu")
             for kind in ("key_s", "value_s")
@@ -329,10 +344,10 @@ class HostFactors:
         head, span = read[0], spans[read]
         length = self.lengths[span][:, None, None]
         column = torch.arange(rank, dtype=torch.int64, device="cpu")
-        out = {}
-        for kind in self.KINDS:
-            side, flat = kind.split("_")[0], self.packed[kind].data[0]
-            own, start = ranks[side][head, span][:, None, None], self.offsets[kind][head, span][:, None, None]
+        out, flat, begins = {}, self.numbers.data[0], self.offsets
+        for kind, size in self.sizes().items():
+            side, start = kind.split("_")[0], begins[head, span][:, None, None]
+            own, begins = ranks[side][head, span][:, None, None], begins + size
             rows = {"u": longest, "s": 1, "v": self.key_dim if side == "key" else self.value_dim}[kind[-1]]
             row = torch.arange(rows, dtype=torch.int64, device="cpu")[:, None]
             valid = column < own
@@ -346,18 +361,14 @@ class HostFactors:
         return out
 
     def clone(self) -> HostFactors:
-        return self.moved(self.packed["key_u"].device)
+        return self.moved(self.numbers.device)
 
     def moved(self, device: torch.device | None) -> HostFactors:
         """A copy whose factors are on `device`, or on the host where it is None; its tables stay there."""
         copy = HostFactors(self.heads, self.key_dim, self.value_dim, self.dtype)
-        copy.packed = {kind: part.moved(device) for kind, part in self.packed.items()}
-        copy.offsets = {kind: offsets.clone() for kind, offsets in self.offsets.items()}
-        copy.key_rank, copy.value_rank, copy.lengths = (
-            self.key_rank.clone(),
-            self.value_rank.clone(),
-            self.lengths.clone(),
-        )
+        copy.numbers, copy.offsets = self.numbers.moved(device), self.offsets.clone()
+        copy.key_rank, copy.value_rank = self.key_rank.clone(), self.value_rank.clone()
+        copy.lengths = self.lengths.clone()
         return copy
 
 

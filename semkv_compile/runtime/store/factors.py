@@ -1,11 +1,13 @@
-"""Spans that are read as low-rank factors, on the device."""
+"""Spans that are read as low-rank factors."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from semkv.runtime.host.pool import HostFactors
 
@@ -33,6 +35,27 @@ class UnfoldedFactors:
         return sum(x.nbytes for x in self.tensors)
 
 
+@dataclass
+class FactorsRead:
+    """What the last step has read as factors, of `nbytes` bytes. there: on the device, where the step was no graph. A graph reads factors
+    where they wait, and `held` has, by the name that it knows it by, bool [Hkv, n]: which spans it has read, by their number."""
+
+    there: UnfoldedFactors | None = None
+    held: Mapping[str, Tensor] = field(default_factory=dict)
+    nbytes: int = 0
+
+    def hold(self, heads: int, spans: int) -> None:
+        """Have places for so many spans, of which those are kept that are there."""
+        held = self.held.get("held")
+        if held is None:
+            held = torch.zeros(heads, 0, dtype=torch.bool, device="cpu")
+        if held.shape[1] < spans:
+            self.there, self.held = None, {"held": pad(held, (0, spans - held.shape[1]))}
+
+    def clone(self) -> FactorsRead:
+        return FactorsRead(self.there, {name: x.clone() for name, x in self.held.items()}, self.nbytes)
+
+
 def gather_factors(
     host: HostFactors, ids: Tensor, resident: UnfoldedFactors | None
 ) -> tuple[dict[str, Tensor], int, int]:
@@ -58,4 +81,4 @@ def gather_factors(
     return out, moved, stayed
 
 
-__all__ = ["UnfoldedFactors", "gather_factors"]
+__all__ = ["FactorsRead", "UnfoldedFactors", "gather_factors"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -56,4 +57,14 @@ class StepSide:
         return self._by_position
 
 
-__all__ = ["Mirror", "StepSide"]
+def named(part: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those of a part of the memory by the names that a step's graph has for them."""
+    return dict(zip(_names(part, tuple(tensors)), tensors.values()))
+
+
+@cache
+def _names(part: str, names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(f"{part}.{name}" for name in names)
+
+
+__all__ = ["Mirror", "StepSide", "named"]

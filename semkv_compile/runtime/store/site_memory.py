@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
 from operator import is_not
 
 import torch
@@ -12,13 +11,14 @@ from torch import Tensor
 from semkv.errors import BudgetError
 from semkv.ir.memory import Entries
 from semkv.ir.site import AttentionSite
+from semkv.kernels.selection.cpp import MAX_ALLOWANCE
 from semkv.runtime.budgets.costs import exact_nbytes
 from semkv.runtime.components import Coarse, Components, Cutting
 from semkv.runtime.decode.choosing import Zoom, choose_there, choose_units
 from semkv.runtime.step import Step
 from semkv.runtime.store.blocks import NEG_INF, bias_of, with_block, zoomed_units
-from semkv.runtime.store.factors import UnfoldedFactors
-from semkv.runtime.store.mirror import StepSide
+from semkv.runtime.store.factors import FactorsRead, UnfoldedFactors
+from semkv.runtime.store.mirror import StepSide, named
 from semkv.runtime.store.quantization import quantize, tensors_of
 from semkv.runtime.store.roomy import room_for, within
 from semkv.runtime.store.segments import Boundary, Cut, Folding
@@ -62,7 +62,7 @@ class SiteMemory:
         self.kept, self.recent, self.spans = kept, recent, spans
         self.unit_state, self.of_prompt, self.boundary = unit_state, of_prompt, boundary
         self.slots: Slots | None = None
-        self.factors: UnfoldedFactors | None = None
+        self.factors = FactorsRead()
         self.moved_nbytes = self.held_nbytes = 0
         self.reads_codes = False
         self.zoom: Zoom | None = None
@@ -99,9 +99,9 @@ class SiteMemory:
         read = self.kept.length * self.kept.kv_nbytes + self.recent.length * size
         if spans is None or not spans.count:
             return read
-        if self.slots is not None and self.unfolds:
-            read += self.slots.filled * size // site.kv_heads
-            read += 0 if self.factors is None else self.factors.nbytes
+        if self.unfolds:
+            read += self.factors.nbytes
+            read += 0 if self.slots is None else self.slots.filled * size // site.kv_heads
         if self.components.summary is not None and self.components.summary.attend:
             read += sum(x.nbytes for mean in (spans.mean_k, spans.mean_v) for x in tensors_of(mean))
         return read + (spans.device_nbytes if self.reads_codes else 0)
@@ -109,8 +109,7 @@ class SiteMemory:
     @property
     def workspace_nbytes(self) -> int:
         """Device bytes of what is unfolded, empty slots included."""
-        held = 0 if self.slots is None else self.slots.nbytes
-        return held if self.factors is None else held + self.factors.nbytes
+        return self.factors.nbytes + (0 if self.slots is None else self.slots.nbytes)
 
     @property
     def host_nbytes(self) -> int:
@@ -368,7 +367,7 @@ class SiteMemory:
             if not spans.merge(pairs, longest, shared):
                 spans.archive(pairs, shared)
         if not spans.count:  # no step will unfold anything
-            self.slots = self.factors = None
+            self.slots, self.factors = None, FactorsRead()
 
     # -- a step's graph ----------------------------------------------------------------------------------------------
 
@@ -395,9 +394,12 @@ class SiteMemory:
         """Whether a step's graph can do all that its turn takes."""
         if not self.reads_units:
             return True
-        if self.device.type != "cpu" and not (self.on_device or self.spans.host_tokens.locked):
+        here, spans, site = self.device.type == "cpu", self.spans, self.site
+        if spans.has_factors:  # which are read where they wait
+            return here and spans.all_factors and not site.has_bias and not site.chunk
+        if not here and not (self.on_device or spans.host_tokens.locked):
             return False
-        return not self.spans.has_factors and (not self.components.of_tokens or self.spans.places.length == 1)
+        return not self.components.of_tokens or spans.places.length == 1
 
     def prepare(self, site: AttentionSite, allowance: float) -> tuple[int, int, int, int]:
         """Have slots within `allowance` bytes, for the turn of `site`: `semkv.runtime.decode.layer_step.NUMBERS` but for the first."""
@@ -407,7 +409,11 @@ class SiteMemory:
             if spans is not None and spans.count:
                 self._read = [0] * site.q_heads
             return (0 if spans is None else spans.count), 0, 0, 0
-        slots, _ = self._slots(site, allowance)
+        slots, usable = self._slots(site, allowance)
+        if spans.has_factors:
+            self.slots = None
+            self.factors.hold(site.kv_heads, room_for(spans.host_factors.spans))
+            return spans.count, int(min(usable / site.kv_heads, MAX_ALLOWANCE)), 0, 0
         assert slots is not None
         self._with_slots(site, slots)
         places = spans.places
@@ -421,19 +427,28 @@ class SiteMemory:
             units = self.there.units.tensors(self.spans.step_tensors())
             if self.slots is not None and self.reads_units:
                 slots = self.slots.tensors
-        made_of = (self.recent.tensors, kept, units, slots)  # dicts that are replaced when a tensor is
+        factors = self.factors.held if units else NOTHING
+        made_of = (self.recent.tensors, kept, units, slots, factors)  # dicts that are replaced when a tensor is
         if self._brought is None or any(map(is_not, self._brought[0], made_of)):
-            made = {**named("recent", made_of[0]), **named("kept", kept), **units, **named("slots", slots)}
+            made = {
+                **named("recent", made_of[0]),
+                **named("kept", kept),
+                **units,
+                **named("slots", slots),
+                **named("factors", factors),
+            }
             self._brought = (made_of, made)
         return self._brought[1]
 
     def took(self, moved: int, held: int, read: list[int]) -> None:
-        """A turn has copied so many tokens to the slots, over all heads, and found so many there; each KV head, or query head, has read
-        so many units."""
-        assert self.slots is not None
+        """A turn has copied so many tokens to the slots, over all heads, and found so many there, or bytes of factors; each KV head, or
+        query head, has read so many units."""
         assert self.spans is not None
-        size = self.spans.host_tokens.token_nbytes
-        self.slots.filled = moved + held
+        if self.spans.has_factors:
+            size, self.factors.nbytes = 1, moved + held
+        else:
+            assert self.slots is not None
+            size, self.slots.filled = self.spans.host_tokens.token_nbytes, moved + held
         self.moved_nbytes, self.held_nbytes = (0 if self.on_device else moved * size), held * size
         group = self.site.q_heads // len(read)
         self._read = read if group == 1 else [units for units in read for _ in range(group)]
@@ -541,12 +556,12 @@ class SiteMemory:
             if needed <= allowance:
                 break
             room *= 0.9 * allowance / needed  # factors of different ranks are padded to the largest
-        factors = None if factored is None else spans.unfold_factors(factored, self.factors, self.device)
+        factors = None if factored is None else spans.unfold_factors(factored, self.factors.there, self.device)
         held = self._with_slots(site, int(spans.places.tokens(zoom.chosen).max()) if slots is None else slots)
-        moved, stayed = held.hold(zoom.chosen, spans)
+        moved, stayed = (0, 0) if spans.all_factors else held.hold(zoom.chosen, spans)
         size = spans.host_tokens.token_nbytes
         self.moved_nbytes, self.held_nbytes = (0 if self.on_device else moved * size), stayed * size
-        self.factors = factors
+        self.factors = FactorsRead() if factors is None else FactorsRead(factors, nbytes=factors.nbytes)
         if factors is not None:
             self.moved_nbytes += factors.moved_nbytes
             self.held_nbytes += factors.held_nbytes
@@ -579,15 +594,6 @@ class SiteMemory:
         copy.kept, copy.recent = self.kept.clone(), self.recent.clone()
         copy.spans = self.spans.clone() if self.spans is not None else None
         copy.slots = None if self.slots is None else self.slots.clone()
+        copy.factors = self.factors.clone()
         copy.there, copy._brought = StepSide(self.device), None
         return copy
-
-
-def named(part: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Those of a part of the memory by the names that a step's graph has for them."""
-    return dict(zip(_names(part, tuple(tensors)), tensors.values()))
-
-
-@cache
-def _names(part: str, names: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(f"{part}.{name}" for name in names)

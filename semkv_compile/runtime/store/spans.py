@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from semkv.ir.site import AttentionSite
 from semkv.runtime.budgets.costs import exact_nbytes
@@ -173,7 +174,7 @@ class FoldedSpans:
         return sum(part.reserved_nbytes for part in self._waiting())
 
     def _waiting(self) -> tuple[GrowingTensor, ...]:
-        return (*self.host_tokens.parts.values(), *self.host_factors.packed.values())
+        return (*self.host_tokens.parts.values(), self.host_factors.numbers)
 
     @property
     def host_nbytes(self) -> int:
@@ -375,7 +376,7 @@ class FoldedSpans:
             parts |= {"mean_k": self.mean_k, "mean_v": self.mean_v}
             out |= {name: self.tables.roomy(name) for name in ("lengths", "positions")}
         if self.components.unfold and self.components.router is not None:
-            out |= self._waiting_tensors()
+            out |= self._factor_tensors() if self.all_factors else self._waiting_tensors()
             out |= {"lengths": self.tables.roomy("lengths")} if self.places.bounds is not None else {}
             parts |= {} if self.components.derived is None else self.components.derived.derived(self)
         for name, part in parts.items():
@@ -401,6 +402,24 @@ class FoldedSpans:
         out = {f"waiting.{name}": x for name, x in waiting.items()}
         return out | self.tables.roomy_places(self.places, waiting["k"].shape[1])
 
+    def _factor_tensors(self) -> dict[str, Tensor]:
+        """Spans by their number among the factored ones, as `semkv::factored_attention_` reads them, and the bytes of units."""
+        factors, tables = self.host_factors, self.tables
+        number, behind = tables.segment_start, room_for(factors.spans) - factors.spans
+        unit = torch.full((len(tables.segment_unit), factors.spans + behind), -1, dtype=torch.int64, device="cpu")
+        unit[:, number] = tables.segment_unit
+        spans = pad(torch.stack([factors.lengths, torch.zeros_like(factors.lengths)], 1), (0, 0, 0, behind))
+        spans[number, 1] = tables.segment_position
+        where = torch.stack([factors.offsets, factors.key_rank, factors.value_rank], -1)
+        costs = self.unit_nbytes().to(torch.int32)
+        return {
+            "factors.data": factors.numbers.stored[0],
+            "factors.where": pad(where, (0, 0, 0, behind)),
+            "factors.spans": spans,
+            "factors.unit": unit,
+            "factors.costs": pad(costs, (0, room_for(self.count) - self.count)),
+        }
+
     @property
     def room_kinds(self) -> RoomKinds:
         """What a slot for an unfolded token has on the device."""
@@ -410,6 +429,19 @@ class FoldedSpans:
     def has_factors(self) -> bool:
         """Whether some segments wait as factors."""
         return self.host_factors.spans > 0
+
+    @property
+    def all_factors(self) -> bool:
+        """Whether all segments do."""
+        return self.has_factors and not self.host_tokens.length
+
+    @property
+    def factor_sizes(self) -> tuple[int, int] | None:
+        """The most tokens and components of a span, rounded up, so that few of them give another graph; None where none is factored."""
+        if not self.has_factors:
+            return None
+        longest, rank = self.host_factors.largest
+        return -(-longest // 16) * 16, -(-rank // 8) * 8
 
     def segments_of(self, units: Tensor) -> Tensor:
         """The segments bool [Hkv, S] of the units bool [Hkv, M], each head its own."""
