@@ -206,11 +206,9 @@ def attend_factors(
     assert layer.factors is not None
     names = ("held", "data", "where", "spans", "unit")
     held = [units.tensors[f"factors.{name}"] for name in names]
-    scale, softcap, window = (
-        layer.terms.get(name, usual) for name, usual in (("scale", 1.0), ("softcap", 0.0), ("window", 0))
-    )
+    terms = (layer.terms["scale"], layer.terms.get("softcap", 0.0), layer.terms.get("window", 0))
     value, mass, told = state_ops.factored_attention_(
-        q, chosen, *held, positions[:, 0], layer.site.value_dim, *layer.factors, scale, softcap, window, own
+        q, chosen, *held, positions[:, 0], layer.site.value_dim, *layer.factors, *terms, own
     )
     blocks.add_rest(layer.site, value, mass, eye=units.constant("eye"))
     return told
