@@ -39,7 +39,7 @@ from semkv.evaluation.environment import describe, now
 from semkv.ir.memory import Entries
 from semkv.ir.ops import mixed_attention
 from semkv.ir.site import AttentionSite
-from semkv.ir.state_ops import EMPTY
+from semkv.ir.state_ops import EMPTY, factored_attention_
 from semkv.methods import METHODS
 from semkv.profiles.bundled.tasks import make_haystack
 from semkv.profiles.calibration import (
@@ -91,8 +91,8 @@ def device_tensors(memory: SiteMemory) -> Iterator[Tensor]:
         yield from memory.spans.device_tensors()
     if memory.slots is not None:
         yield from memory.slots.tensors.values()
-    if memory.factors is not None:
-        yield from memory.factors.tensors
+    if memory.factors.there is not None:
+        yield from memory.factors.there.tensors
 
 
 def read_bytes(entries: Entries) -> int:
@@ -121,17 +121,23 @@ def code_bytes(memory: SiteMemory) -> int:
 
 
 class Reading(Interpreter):
-    """A step's graph, operator by operator. seen: takes the entries of each call of attention, of one row, without a batch dimension."""
+    """A step's graph, operator by operator. seen: takes the entries of each call of attention, of one row, without a batch dimension, and
+    the bytes of factors that were read before it, where they wait."""
 
-    def __init__(self, module: GraphModule, seen: Callable[[Entries], None]) -> None:
+    def __init__(self, module: GraphModule, seen: Callable[[Entries, int], None]) -> None:
         super().__init__(module)
-        self.seen = seen
+        self.seen, self.factored = seen, 0
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if target == mixed_attention:
             named = dict(zip(ARGUMENTS, args)) | dict(kwargs)
-            self.seen(Entries(**{name: first_row(named[name]) for name in Entries._fields if name in named}))
-        return super().call_function(target, args, dict(kwargs))
+            entries = Entries(**{name: first_row(named[name]) for name in Entries._fields if name in named})
+            self.seen(entries, self.factored)
+            self.factored = 0
+        made = super().call_function(target, args, dict(kwargs))
+        if target == factored_attention_:
+            self.factored += int(made[2].sum())
+        return made
 
 
 def first_row(x: Any) -> Any:
@@ -169,9 +175,9 @@ class Watch:
     def __exit__(self, *exception: object) -> None:
         RowMemory.entries = self._original
 
-    def saw(self, entries: Entries) -> None:
-        """A part of a layer, in a step that is a graph."""
-        self._seen.append(read_bytes(entries))
+    def saw(self, entries: Entries, factored: int) -> None:
+        """A part of a layer, in a step that is a graph, and bytes of the factors that it read."""
+        self._seen.append(read_bytes(entries) + factored)
 
     def stepped(self) -> None:
         """The step is over: measure what the layers of a graph read, and what they hold."""
@@ -189,6 +195,9 @@ class Watch:
         row = self.watched
         store, memories = row.placement.stores[site.store], row.stores[site.store]
         held = sum(storages(device_tensors(memory)) for memory in memories)
+        held += sum(
+            memory.factors.nbytes for memory in memories if memory.factors.there is None
+        )  # read where they wait
         full = row.placement.budget.full_bytes(store, tokens)
         read += sum(code_bytes(memory) for memory in memories)
         cap = row._store_cap(store, memories, tokens)
@@ -213,7 +222,7 @@ def run(compiled: CompiledModel, ids: Tensor, new: int) -> dict[str, Any]:
     watches: list[Watch] = []
 
     def reading(module: GraphModule, anew: frozenset[int] = frozenset()) -> Callable[..., Any]:
-        reading = Reading(module, lambda entries: watches[0].saw(entries))
+        reading = Reading(module, lambda entries, factored: watches[0].saw(entries, factored))
         return lambda *inputs, behind=(): reading.run(*inputs, *behind)
 
     steps = GraphedSteps(compiled.program, reading, reading, lambda module: lambda: reading(module))

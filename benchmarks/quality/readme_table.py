@@ -59,7 +59,9 @@ def block(report: Report) -> str:
     shown = [*SHOWN[:2], *dict.fromkeys(PRESS.format(line.label) for line in press), *SHOWN[2:]]
     sizes = [(sum(line.needles[name].samples for name in names if name in line.needles), line.texts) for line in every]
     (few, fewest), (questions, texts) = min(sizes), max(sizes)
-    others = "" if few == questions else f" (methods that were behind after the first round: at least {few} and {fewest})"
+    others = (
+        "" if few == questions else f" (methods that were behind after the first round: at least {few} and {fewest})"
+    )
     lines = []
     for label in shown:
         found = [at[b].get(label) for b in BUDGETS]

@@ -17,6 +17,15 @@ from semkv.runtime.store.quantization import quantize
 
 
 @pytest.fixture
+def filled_with_nan() -> Iterator[None]:
+    """What is allocated and not written shows, scratch too."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture
 def nothing_is_written_by_luck(monkeypatch):
     """What a call allocates is full of what is no number, or of ones, until it is written."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -26,6 +25,8 @@ from semkv.kernels.mixed_attention.cpp import (
 from semkv.kernels.state.bmm import bmm, describe_bmm
 from semkv.runtime.store.quantization import quantize
 
+pytestmark = pytest.mark.usefixtures("filled_with_nan")
+
 NEEDS_CPP = pytest.mark.skipif(compiler() is None, reason="kernels in C++ need g++ or clang++")
 SCALE = 0.3
 TERMS = {
@@ -33,15 +34,6 @@ TERMS = {
     "all": {"sinks": (), "bias_slopes": (), "bias_table": (13,), "softcap": 2.0},
     "window": {"sinks": (), "window": 20},
 }
-
-
-@pytest.fixture(autouse=True)
-def filled_with_nan() -> Iterator[None]:
-    """What is allocated and not written shows, scratch too."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(before)
 
 
 def drawn(*shape: int, seed: int = 0) -> torch.Tensor:

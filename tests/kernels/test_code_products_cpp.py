@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -12,18 +10,12 @@ from semkv.kernels.code_products.cpp import answers, code_norms_cpp, code_produc
 from semkv.kernels.codes import code_norms, code_products
 from semkv.kernels.cpp import compiler
 
-pytestmark = pytest.mark.skipif(compiler() is None, reason="kernels in C++ need g++ or clang++")
+pytestmark = [
+    pytest.mark.skipif(compiler() is None, reason="kernels in C++ need g++ or clang++"),
+    pytest.mark.usefixtures("filled_with_nan"),
+]
 
 NAN = float("nan")
-
-
-@pytest.fixture(autouse=True)
-def filled_with_nan() -> Iterator[None]:
-    """What is allocated and not written shows."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(before)
 
 
 def drawn(heads: int, rows: int, count: int, dim: int, bits: int):

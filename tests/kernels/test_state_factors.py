@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,19 +14,12 @@ from semkv.kernels.calls import OPERATORS, UnsupportedCall, run
 from semkv.kernels.cpp import compiler
 from semkv.kernels.state import IN_CPP, REFERENCES
 
+pytestmark = pytest.mark.usefixtures("filled_with_nan")
+
 NAME = "factored_attention_"
 NEEDS_CPP = pytest.mark.skipif(compiler() is None, reason="kernels in C++ need g++ or clang++")
 FORMS = ["reference", pytest.param("cpp", marks=NEEDS_CPP)]
 LONGEST, RANK, ASKED = 9, 7, 60
-
-
-@pytest.fixture(autouse=True)
-def filled_with_nan() -> Iterator[None]:
-    """What is allocated and not written shows, scratch too."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(before)
 
 
 def given(rows, heads, queries, units, spans, dim=10, value_dim=6, *, dtype=torch.float32, own=False, seed=0, **more):

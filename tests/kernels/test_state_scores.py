@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -17,20 +16,13 @@ from semkv.kernels.cpp import compiler
 from semkv.kernels.state import IN_CPP, REFERENCES
 from semkv.runtime.store.quantization import dequantize, quantize
 
+pytestmark = pytest.mark.usefixtures("filled_with_nan")
+
 NONE = float("-inf")
 SIZES = [(1, 1, 1, 1), (2, 3, 5, 63), (3, 2, 2, 111)]
 NEEDS_CPP = pytest.mark.skipif(compiler() is None, reason="kernels in C++ need g++ or clang++")
 FORMS = ["reference", pytest.param("cpp", marks=NEEDS_CPP)]
 NAMES = ["products", "look_up", "scores", "coarse_attention"]
-
-
-@pytest.fixture(autouse=True)
-def filled_with_nan() -> Iterator[None]:
-    """What is allocated and not written shows, scratch too."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(before)
 
 
 def answered(name: str, form: str, **arguments):
