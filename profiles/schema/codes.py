@@ -77,11 +77,11 @@ class Codebooks:
         return -self.books.square().sum(-1)[:, :, None]
 
     def encode(self, x: Tensor) -> Tensor:
-        """Codes uint8 [H, n, S] of vectors [H, n, D]: stage by stage the nearest one."""
-        rest = x.float() - self.mean[:, None]
-        rest = rest if self.root is None else rest @ self.root
+        """Codes uint8 [H, n, S] of vectors [H, n, D], where these are: stage by stage the nearest one."""
+        rest = x.float() - self.mean[:, None].to(x.device)
+        rest = rest if self.root is None else rest @ self.root.to(x.device)
         found = []
-        for book, bias in zip(self.books.unbind(1), self._biases.unbind(1)):
+        for book, bias in zip(self.books.to(x.device).unbind(1), self._biases.to(x.device).unbind(1)):
             code = _nearest(rest, book, bias)
             found.append(code)
             if len(found) < self.stages:

@@ -38,7 +38,7 @@ class ChunkVotes(WindowKeeper):
     def choose(self, scores: Tensor, count: int) -> Tensor:
         """The chunks with the largest sums, whole; the last may be short."""
         votes = torch.nn.functional.pad(scores[0], (0, -scores.shape[1] % self.size)).unflatten(0, (-1, self.size))
-        best = votes.sum(1).topk(min(count // self.size, len(votes))).indices.sort().values
+        best = votes.sum(1).topk(min(count // self.size, len(votes))).indices.sort().values.cpu()
         tokens = (best[:, None] * self.size + torch.arange(self.size, dtype=torch.int64, device="cpu")).flatten()
         return tokens[tokens < scores.shape[1]][None]
 

@@ -63,20 +63,20 @@ class KeyClusters(Framed):
 
 
 def cluster(k: Tensor, count: int, rounds: int) -> Tensor:
-    """Spherical k-means of keys k [H, n, D] into at most `count` clusters per head -> units int64 [H, n].
+    """Spherical k-means of keys k [H, n, D] into at most `count` clusters per head -> units int64 [H, n], on the host.
 
     Every head's clusters are numbered 0, 1, ... without gaps, by their first token; heads may have fewer than `count`.
     """
     heads, n, _ = k.shape
     unit = torch.nn.functional.normalize(k, dim=-1)
     centroids = unit[:, torch.linspace(0, n - 1, count, dtype=torch.float32, device="cpu").round().long()]
-    nearest = torch.zeros(heads, n, dtype=torch.int64, device="cpu")
+    nearest = torch.zeros(heads, n, dtype=torch.int64, device=k.device)
     for _ in range(rounds):
         nearest = (unit @ centroids.transpose(1, 2)).argmax(-1)
         total = torch.zeros_like(centroids).scatter_add_(1, nearest[..., None].expand_as(unit), unit)
         empty = total.norm(dim=-1, keepdim=True) == 0
         centroids = torch.where(empty, centroids, torch.nn.functional.normalize(total, dim=-1))
-    return torch.stack([_numbered(row) for row in nearest])
+    return torch.stack([_numbered(row) for row in nearest.cpu()])
 
 
 def _numbered(labels: Tensor) -> Tensor:

@@ -55,7 +55,7 @@ class HeadVotes(WindowKeeper):
             if len(places)
             else weights[0, 0] * 0
         )
-        return (site.among.sum(votes) / count)[None]
+        return (site.among.sum(votes.cpu()) / count)[None]
 
 
 @dataclass(frozen=True)

@@ -41,15 +41,15 @@ class LowRankForms:
         """See `semkv.runtime.components.FormChooser`."""
         longest = int(lengths.max())
         place = torch.arange(longest, dtype=torch.int64, device="cpu")
-        index = (starts[:, None] + place).clamp(max=k.shape[1] - 1)
-        inside = (place < lengths[:, None])[None, ..., None]
-        keys, values = (torch.where(inside, x.float().cpu()[:, index], 0.0) for x in (k, v))  # [Hkv, m, L, D]
+        index = (starts[:, None] + place).clamp(max=k.shape[1] - 1).to(k.device)
+        inside = (place < lengths[:, None])[None, ..., None].to(k.device)
+        keys, values = (torch.where(inside, x.float()[:, index], 0.0) for x in (k, v))  # [Hkv, m, L, D]
         candidates = torch.arange(len(lengths), dtype=torch.int64, device="cpu")
         if self.only_if_smaller:
             candidates = self._worth_trying(site, keys, values, lengths, k.dtype.itemsize)
             if not len(candidates):
                 return {}
-        keys, values, lengths = keys[:, candidates], values[:, candidates], lengths[candidates]
+        keys, values, lengths = keys[:, candidates].cpu(), values[:, candidates].cpu(), lengths[candidates]
         parts = [randomized_svd(x, self.max_rank) for x in (keys, values)]
         gates = self._gates(site, parts, keys, values, mean_k[:, candidates], lengths)
         out: dict[int, list[dict[str, Tensor]]] = {}
@@ -82,7 +82,8 @@ class LowRankForms:
     def _worth_trying(
         self, site: AttentionSite, keys: Tensor, values: Tensor, lengths: Tensor, itemsize: int
     ) -> Tensor:
-        """Spans whose factors at the tolerated error are smaller than their tokens, over all heads; `itemsize`: bytes of a number."""
+        """Spans whose factors at the tolerated error are smaller than their tokens, over all heads; `itemsize`: bytes of a number. Most are
+        ruled out where keys and values are, without a decomposition."""
         sides = []
         for x, dim in ((keys, site.key_dim), (values, site.value_dim)):
             gram = x @ x.transpose(-1, -2) if x.shape[2] <= dim else x.transpose(-1, -2) @ x
@@ -91,7 +92,7 @@ class LowRankForms:
             alone = gram.flatten(-2).norm(dim=-1) >= (1 - self.tolerance**2 - 1e-5) * energy
             each = bytes_per_vector(dim, 8) if self.host_form == "int8" else dim * itemsize
             sides.append(
-                (gram, energy, 2 - alone.int(), (lengths + dim + 1) * itemsize, each * lengths * site.kv_heads)
+                (gram, energy, (2 - alone.int()).cpu(), (lengths + dim + 1) * itemsize, each * lengths * site.kv_heads)
             )
         tokens = torch.stack([own for *_, own in sides]).sum(0)
         fewest = torch.stack([(least * size).sum(0) for _, _, least, size, _ in sides]).sum(0)
@@ -100,8 +101,8 @@ class LowRankForms:
             return tried
         numbers = torch.zeros(len(tried), dtype=torch.float32, device="cpu")
         for gram, energy, _, size, _ in sides:
-            s = torch.linalg.eigvalsh(gram[:, tried]).flip(-1)[..., : self.max_rank].clamp(min=0).sqrt()
-            own = energy[:, tried]
+            s = torch.linalg.eigvalsh(gram[:, tried].cpu()).flip(-1)[..., : self.max_rank].clamp(min=0).sqrt()
+            own = energy[:, tried].cpu()
             rank = _kept_components(s, own, self.tolerance).sum(-1)  # [Hkv, m]
             caught = (s.square() * (torch.arange(s.shape[-1], dtype=torch.int64, device="cpu") < rank[..., None])).sum(
                 -1

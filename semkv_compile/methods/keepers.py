@@ -70,8 +70,8 @@ class WindowKeeper(ABC):
         """Scores [Hkv|1, n - tail] of the tokens before the last `tail`."""
 
     def choose(self, scores: Tensor, count: int) -> Tensor:
-        """int64 [Hkv|1, at most count], ascending: the best by score."""
-        return scores.topk(count, dim=-1).indices.sort(dim=-1).values
+        """int64 [Hkv|1, at most count], ascending, on the host: the best by score."""
+        return scores.topk(count, dim=-1).indices.sort(dim=-1).values.cpu()
 
 
 @dataclass(frozen=True)

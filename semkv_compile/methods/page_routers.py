@@ -124,11 +124,11 @@ class RepresentativeRouter(PageRouter):
     def build(self, site: AttentionSite, folding: Folding, mean_k: Tensor | None) -> dict[str, Tensor]:
         k = folding.k.float()
         if folding.record is not None:
-            scores = self._prompt_scores(site, folding.record)[:, folding.cut.positions]
+            scores = self._prompt_scores(site, folding.record)[:, folding.shared.positions].to(k.device)
         else:
             scores = (k * k.mean(1, keepdim=True)).sum(-1)
         lengths = folding.cut.lengths
-        place = torch.arange(int(lengths.max()), dtype=torch.int64, device="cpu")
+        place = torch.arange(int(folding.shared.lengths.max()), dtype=torch.int64, device=k.device)
         at = (lengths.cumsum(0) - lengths)[:, None] + place
         inside = place < lengths[:, None]
         padded = torch.where(inside, scores[:, at.clamp(max=k.shape[1] - 1)], float("-inf"))  # [Hkv, M, L]
@@ -136,14 +136,14 @@ class RepresentativeRouter(PageRouter):
         best = torch.minimum(best, (lengths - 1)[None, :, None])  # short blocks repeat their last token
         best = torch.nn.functional.pad(best, (0, self.count - best.shape[-1]), mode="replicate")
         token = best + (lengths.cumsum(0) - lengths)[None, :, None]
-        heads = torch.arange(k.shape[0], dtype=torch.int64, device="cpu")[:, None]
+        heads = torch.arange(k.shape[0], dtype=torch.int64, device=k.device)[:, None]
         return {f"key{place}": k[heads, token[..., place]] for place in range(self.count)}
 
     def _prompt_scores(self, site: AttentionSite, record: RowRecord) -> Tensor:
         """`representative_scores` of the whole prompt, which the record keeps."""
         name = f"representative.{site.index}.{site.first_head}.{site.kv_heads}.{self.local}"
         if name not in record.known:
-            record.known[name] = representative_scores(site, record, self.local)
+            record.known[name] = representative_scores(site, record, self.local).cpu()
         return record.known[name]
 
     def logits(self, site: AttentionSite, q: Tensor, spans: UnitsView | Units) -> Tensor:
@@ -152,12 +152,12 @@ class RepresentativeRouter(PageRouter):
 
 def representative_scores(site: AttentionSite, record: RowRecord, local: int) -> Tensor:
     """Mean of q_{m+1..m+local}.k_m over the queries that follow each token, [Hkv, n]; 0 where none follows."""
-    q = record.queries[site.index][site.query_heads].float().cpu()
     k = record.keys[site.store][site.first_head : site.first_head + site.kv_heads].float()
+    q = record.queries[site.index][site.query_heads].float().to(k.device)
     n = k.shape[1]
     mean = q.unflatten(0, (site.kv_heads, site.group_size)).mean(1)
     total = torch.nn.functional.pad(mean.cumsum(1), (0, 0, 1, 0))  # [Hkv, n + 1, D]
-    ends = (torch.arange(n, dtype=torch.int64, device="cpu") + 1 + local).clamp(max=n)
-    starts = (torch.arange(n, dtype=torch.int64, device="cpu") + 1).clamp(max=n)
+    ends = (torch.arange(n, dtype=torch.int64, device=k.device) + 1 + local).clamp(max=n)
+    starts = (torch.arange(n, dtype=torch.int64, device=k.device) + 1).clamp(max=n)
     following = (total[:, ends] - total[:, starts]) / (ends - starts).clamp(min=1)[:, None]
     return (following * k).sum(-1)

@@ -208,7 +208,7 @@ class PivotRouter(MeansSuffice):
         for site, pivot in self.sites_of_pivots:
             keys = record.keys[site.store]
             for head in self.satellites(site, pivot):
-                notes[order_note(site, head)] = ranked(self._prompt_weights(record, site, head))
+                notes[order_note(site, head)] = ranked(self._prompt_weights(record, site, head)).cpu()
             name, own = f"{site.index}.{pivot}", self.own_place(site, pivot)
             asking = 0 if own is None else site.group_size
             notes[f"pivot.queries.{name}"] = torch.zeros(asking, 0, site.key_dim, dtype=torch.float32, device="cpu")
@@ -216,14 +216,14 @@ class PivotRouter(MeansSuffice):
                 continue
             size = self.heads.base_length(cap(record.tokens), record.tokens, keys.dtype.itemsize)
             base = self._prompt_weights(record, site, own).topk(size, sorted=False).indices
-            notes[f"pivot.base.{name}"] = base.to(torch.int32)
+            notes[f"pivot.base.{name}"] = base.to(torch.int32).cpu()
             notes[f"pivot.checks.{name}"] = torch.zeros(2, dtype=torch.int64, device="cpu")
 
     def _prompt_weights(self, record: RowRecord, site: AttentionSite, head: int) -> Tensor:
         """Pooled attention float32 [n] of one KV head's last query of the prompt."""
-        own = site.part(head, head + 1, 1.0)
-        last = record.queries[site.index][own.query_heads, -1:].cpu()
-        return _pooled_weights(attention_logits(own, last, record.keys[site.store][head : head + 1]), self.pool)[0]
+        own, k = site.part(head, head + 1, 1.0), record.keys[site.store][head : head + 1]
+        last = record.queries[site.index][own.query_heads, -1:].to(k.device)
+        return _pooled_weights(attention_logits(own, last, k), self.pool)[0]
 
     def notes(self) -> dict[str, Note]:
         """What a row remembers: per satellite its ranking; per pivot its baseline, the queries that it has put by, and how often it looked
@@ -306,9 +306,7 @@ def _pooled_weights(logits: Tensor, pool: int) -> Tensor:
     """Weights float32 [T, n] by the logits [1, G, T, n] of the last T queries on n tokens: averaged over the group, pooled, -1 where a
     token is later than the query."""
     tokens, n = logits.shape[2:]
-    hidden = (
-        torch.arange(n, dtype=torch.int64, device="cpu")
-        > torch.arange(n - tokens, n, dtype=torch.int64, device="cpu")[:, None]
-    )
+    asked = torch.arange(n - tokens, n, dtype=torch.int64, device=logits.device)[:, None]
+    hidden = torch.arange(n, dtype=torch.int64, device=logits.device) > asked
     weights = logits.masked_fill(hidden, float("-inf")).softmax(-1).mean(1)[0]
     return pooled(weights, pool, "mean").masked_fill(hidden, -1.0)

@@ -79,7 +79,7 @@ class GateRouter:
 
     def _project(self, site: AttentionSite, k: Tensor) -> Tensor:
         """W k: keys k [Hkv, m, D] -> [Hq, m, d']."""
-        return k.float().repeat_interleave(site.group_size, 0) @ self._weight(site).transpose(1, 2)
+        return k.float().repeat_interleave(site.group_size, 0) @ self._weight(site).to(k.device).transpose(1, 2)
 
     def _weight(self, site: AttentionSite) -> Tensor:
         return self.weights[site.index][site.query_heads]

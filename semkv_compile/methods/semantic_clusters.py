@@ -123,7 +123,7 @@ def shared_out(lengths: Tensor, total: int) -> Tensor:
 
 
 def cluster(k: Tensor, lengths: Tensor, counts: Tensor) -> Tensor:
-    """Clusters int64 [Hkv, n] of the keys k [Hkv, n, D] of chunks of `lengths` int64 [c], `counts` int64 [c] in each chunk.
+    """Clusters int64 [Hkv, n], on the host, of the keys k [Hkv, n, D] of chunks of `lengths` int64 [c], `counts` int64 [c] in each chunk.
 
     Seeds are chosen greedily: the chunk's first token, then always the token that is least like (cosine) any seed; each token
     joins the seed that it is most like. Clusters are numbered in the order of their seeds.
@@ -136,25 +136,26 @@ def cluster(k: Tensor, lengths: Tensor, counts: Tensor) -> Tensor:
         inside = torch.arange(int(lengths[at].max()) if len(at) else 0, dtype=torch.int64, device="cpu")
         valid = inside < lengths[at, None]
         token = (starts[at, None] + inside).clamp(max=max(0, k.shape[1] - 1))
-        labels = _clustered(direction[:, token], valid, counts[at])
-        out[:, token[valid]] = (labels + base[at, None])[:, valid]
+        labels = _clustered(direction[:, token.to(k.device)], valid.to(k.device), counts[at])
+        out[:, token[valid]] = (labels.cpu() + base[at, None])[:, valid]
     return out
 
 
 def _clustered(x: Tensor, valid: Tensor, counts: Tensor) -> Tensor:
     """Cluster of each token in its chunk, int64 [H, c, L]: directions x [H, c, L, D], valid bool [c, L], counts int64 [c]."""
     heads, chunks, longest, _ = x.shape
-    near = torch.full((heads, chunks, longest), -2.0, dtype=torch.float32, device="cpu")  # cosine to the nearest seed
-    owner = torch.zeros(heads, chunks, longest, dtype=torch.int64, device="cpu")  # place of that seed
-    seeds = torch.zeros(heads, chunks, longest, dtype=torch.bool, device="cpu")
-    place = torch.zeros(heads, chunks, dtype=torch.int64, device="cpu")
-    for step in range(int(counts.max())):
+    most, counts, here = int(counts.max()), counts.to(x.device), x.device
+    near = torch.full((heads, chunks, longest), -2.0, dtype=torch.float32, device=here)  # cosine to the nearest seed
+    owner = torch.zeros(heads, chunks, longest, dtype=torch.int64, device=here)  # place of that seed
+    seeds = torch.zeros(heads, chunks, longest, dtype=torch.bool, device=here)
+    place = torch.zeros(heads, chunks, dtype=torch.int64, device=here)
+    for step in range(most):
         going = (counts > step).expand(heads, -1)[..., None]
         seed = x.gather(2, place[..., None, None].expand(-1, -1, 1, x.shape[-1]))
         like = (x * seed).sum(-1)
         like.scatter_(2, place[..., None], 3.0)  # a seed is its own
         closer = going & (like > near)
         near, owner = torch.where(closer, like, near), torch.where(closer, place[..., None], owner)
-        seeds |= going & (torch.arange(longest, dtype=torch.int64, device="cpu") == place[..., None])
+        seeds |= going & (torch.arange(longest, dtype=torch.int64, device=here) == place[..., None])
         place = near.masked_fill(seeds | ~valid, 4.0).argmin(-1)
     return (seeds.cumsum(-1) - 1).gather(2, owner)

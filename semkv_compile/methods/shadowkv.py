@@ -67,16 +67,15 @@ class OutlierPages:
 
 
 def page_cosines(k: Tensor, parts: Segmentation) -> Tensor:
-    """The smallest cosine between a key and its page's mean key, over tokens and heads: k [Hkv, n, D] -> [pages]."""
+    """The smallest cosine between a key and its page's mean key, over tokens and heads: k [Hkv, n, D] -> [pages], on the host."""
     page = torch.arange(len(parts.lengths), dtype=torch.int64, device="cpu").repeat_interleave(parts.lengths)
-    keys = k[:, parts.folded].float()
-    mean = torch.zeros(k.shape[0], len(parts.lengths), k.shape[2], dtype=torch.float32, device="cpu").index_add_(
+    page, keys = page.to(k.device), k[:, parts.folded.to(k.device)].float()
+    mean = torch.zeros(k.shape[0], len(parts.lengths), k.shape[2], dtype=torch.float32, device=k.device).index_add_(
         1, page, keys
     )
     cosine = torch.nn.functional.cosine_similarity(keys, mean[:, page], dim=-1).amin(0)
-    return torch.full((len(parts.lengths),), 2.0, dtype=torch.float32, device="cpu").scatter_reduce_(
-        0, page, cosine, "amin"
-    )
+    least = torch.full((len(parts.lengths),), 2.0, dtype=torch.float32, device=k.device)
+    return least.scatter_reduce_(0, page, cosine, "amin").cpu()
 
 
 @dataclass(frozen=True)

@@ -123,7 +123,7 @@ class Speculation:
         most = self._most(bits, n, cap)
         first = max(0, n - most)
         made = [
-            self._packed(k, bits)
+            {name: x.cpu() for name, x in self._packed(k, bits).items()}
             for start in range(first, n, PROMPT_CHUNK)
             for _, k in self._run(record.ids[start : start + PROMPT_CHUNK], start, self._before(record, start))
         ]
@@ -188,20 +188,21 @@ class Speculation:
         return Ranking(logs.exp().mean(0, keepdim=True).log(), first)
 
     def _run(self, ids: Tensor, first: int, before: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
-        """Queries [Hq, t, D] and keys [Hkv, t, D] of ids [n] from position `first` on, a chunk at a time, on the host; of own heads."""
+        """Queries [Hq, t, D] and keys [Hkv, t, D] of ids [n] from position `first` on, a chunk at a time, where the head is; of own
+        heads."""
         device = next(self.selector.buffers()).device
         for start in range(0, len(ids), PROMPT_CHUNK):
             part = slice(start, start + PROMPT_CHUNK)
             at = first + torch.arange(len(ids), dtype=torch.int64, device="cpu")[part]
             given = [x[None].to(device) for x in (ids[part], at, *([] if before is None else [before[part]]))]
-            q, k = (x[0].cpu() for x in self.selector(*given))
+            q, k = (x[0] for x in self.selector(*given))
             if self.heads:
                 q = q.unflatten(0, (self.section.kv_heads, -1))[list(self.heads)].flatten(0, 1)
                 k = k[list(self.heads)]
             yield q, k
 
     def _whole(self, ids: Tensor, first: int, before: Tensor | None) -> tuple[Tensor, Tensor]:
-        parts = list(self._run(ids, first, before))
+        parts = [(q.cpu(), k.cpu()) for q, k in self._run(ids, first, before)]
         return torch.cat([q for q, _ in parts], 1), torch.cat([k for _, k in parts], 1)
 
     def _bits(self, notes: dict[str, Tensor]) -> int:

@@ -46,35 +46,35 @@ def observed_weights(site: AttentionSite, record: RowRecord, queries: int) -> Te
     """Weights float32 [Hkv, G, w, n] of the prompt's last w = min(`queries`, those recorded) queries on all n tokens."""
     q, k = _of_site(site, record)
     q, n = q[:, -queries:], k.shape[1]
-    seen = torch.arange(n - q.shape[1], n, dtype=torch.int64, device="cpu")[:, None]
-    return softmax_weights(site, q, k, torch.arange(n, dtype=torch.int64, device="cpu") > seen)
+    seen = torch.arange(n - q.shape[1], n, dtype=torch.int64, device=k.device)[:, None]
+    return softmax_weights(site, q, k, torch.arange(n, dtype=torch.int64, device=k.device) > seen)
 
 
 def observed_mass(site: AttentionSite, record: RowRecord, queries: int) -> Tensor:
-    """`observed_weights` summed over heads and queries, float32 [n]: a KV head and a few queries at a time, as all of them together
-    would take the memory of a layer."""
-    mass = torch.zeros(record.tokens, dtype=torch.float32, device="cpu")
+    """`observed_weights` summed over heads and queries, float32 [n] on the host: a KV head and a few queries at a time, as all of them
+    together would take the memory of a layer."""
+    mass = torch.zeros(record.tokens, dtype=torch.float32, device=record.keys[site.store].device)
     for head in range(site.first_head, site.first_head + site.kv_heads):
         own = site.part(head, head + 1, 1.0)
         q, k = _of_site(own, record)
         q, n = q[:, -queries:], k.shape[1]
-        at = torch.arange(n - q.shape[1], n, dtype=torch.int64, device="cpu")
+        at = torch.arange(n - q.shape[1], n, dtype=torch.int64, device=k.device)
         for part, places in zip(q.split(AT_ONCE, 1), at.split(AT_ONCE)):
-            mass += softmax_weights(
-                own, part, k, torch.arange(n, dtype=torch.int64, device="cpu") > places[:, None]
-            ).sum(dim=(0, 1, 2))
+            hidden = torch.arange(n, dtype=torch.int64, device=k.device) > places[:, None]
+            mass += softmax_weights(own, part, k, hidden).sum(dim=(0, 1, 2))
+    mass = mass.cpu()
     return mass if site.among is None else site.among.sum(mass)
 
 
 def attention_received(site: AttentionSite, record: RowRecord) -> Tensor:
-    """Column sums float32 [Hkv, n] of the prompt's attention, averaged over the query heads of a group.
+    """Column sums float32 [Hkv, n], on the host, of the prompt's attention, averaged over the query heads of a group.
 
     A chunk of queries at a time, so that [heads, n, n] weights never exist. Needs a record with all queries, which keeps the
     result.
     """
     name = f"received.{site.index}.{site.first_head}.{site.kv_heads}"
     if name not in record.known:
-        record.known[name] = _received(site, record)
+        record.known[name] = _received(site, record).cpu()
     return record.known[name]
 
 
@@ -82,13 +82,11 @@ def _received(site: AttentionSite, record: RowRecord) -> Tensor:
     q, k = _of_site(site, record)
     n = k.shape[1]
     chunk = max(1, CHUNK_SCORES // (site.q_heads * n))
-    total = torch.zeros(site.kv_heads, n, dtype=torch.float32, device="cpu")
+    total = torch.zeros(site.kv_heads, n, dtype=torch.float32, device=k.device)
     for start in range(0, n, chunk):
         end = min(start + chunk, n)
-        hidden = (
-            torch.arange(end, dtype=torch.int64, device="cpu")
-            > torch.arange(start, end, dtype=torch.int64, device="cpu")[:, None]
-        )
+        seen = torch.arange(start, end, dtype=torch.int64, device=k.device)[:, None]
+        hidden = torch.arange(end, dtype=torch.int64, device=k.device) > seen
         total[:, :end] += softmax_weights(site, q[:, start:end], k[:, :end], hidden).sum(dim=2).mean(dim=1)
     return total
 
@@ -101,10 +99,10 @@ def pooled(scores: Tensor, kernel: int, pool: Pool) -> Tensor:
 
 
 def mean_of_heads(site: AttentionSite, x: Tensor) -> Tensor:
-    """Mean of x [Hq, ...] over all query heads of the model's site, whichever processes have them."""
+    """Mean of x [Hq, ...] over all query heads of the model's site, whichever processes have them: then it is on the host."""
     if site.among is None:
         return x.mean(dim=0)
-    return site.among.sum(x.sum(dim=0)) / (site.among.kv_heads * site.group_size)
+    return site.among.sum(x.sum(dim=0).cpu()) / (site.among.kv_heads * site.group_size)
 
 
 def shared_votes(weights: Tensor, heads: Sequence[int] | None, kernel: int, pool: Pool = "mean") -> Tensor:
@@ -115,6 +113,6 @@ def shared_votes(weights: Tensor, heads: Sequence[int] | None, kernel: int, pool
 
 
 def _of_site(site: AttentionSite, record: RowRecord) -> tuple[Tensor, Tensor]:
-    """The recorded queries [Hq, w, D] and keys [Hkv, n, D] of the heads that `site` has."""
-    heads = slice(site.first_head, site.first_head + site.kv_heads)
-    return record.queries[site.index][site.query_heads].cpu(), record.keys[site.store][heads]
+    """The recorded queries [Hq, w, D] and keys [Hkv, n, D] of the heads that `site` has, where the keys are."""
+    k = record.keys[site.store][site.first_head : site.first_head + site.kv_heads]
+    return record.queries[site.index][site.query_heads].to(k.device), k

@@ -34,7 +34,8 @@ class Segmenter(Protocol):
     def segment(
         self, record: RowRecord, store: AttentionSite, room: float, unit_cost: float, page_size: int
     ) -> Segmentation:
-        """Divide a prompt: `room` tokens for all fixed parts per KV head, `unit_cost` tokens for what a unit keeps there."""
+        """Divide a prompt: `room` tokens for all fixed parts per KV head, `unit_cost` tokens for what a unit keeps there. The record's keys
+        and queries are where the prompt was read; the division is on the host."""
 
     def segment_more(self, ids: Tensor, surprisal: Tensor, k: Tensor) -> Segmentation:
         """Divide tokens that leave the window during generation: ids [t], surprisal [t] nats, k [Hkv, t, D]."""
@@ -85,7 +86,8 @@ class Keeper(Protocol):
     """Which single tokens stay exact for good, per KV head."""
 
     def keep(self, site: AttentionSite, record: RowRecord, room: int, page_size: int) -> tuple[Tensor, int]:
-        """Choose at most `room` exact tokens: (int64 [Hkv|1, a] ascending, first token of the recent window)."""
+        """Choose at most `room` exact tokens: (int64 [Hkv|1, a] ascending, on the host, first token of the recent window). The record's
+        keys and queries are where the prompt was read."""
 
 
 class Evictor(Protocol):
@@ -99,7 +101,7 @@ class Evictor(Protocol):
         """Of `room` exact tokens per KV head, those that kept ones may take, in whole pages; the window has at least one."""
 
     def scores(self, site: AttentionSite, record: RowRecord) -> Tensor:
-        """Scores of all tokens of a prompt, finite and not negative, [Hkv, n]."""
+        """Scores of all tokens of a prompt, finite and not negative, [Hkv, n] on the host."""
 
     def added(self, site: AttentionSite, q: Tensor, k: Tensor, hidden: Tensor) -> Tensor:
         """What new queries q [Hq, T, D] add to the scores of the exact tokens k [Hkv, N, D] -> [Hkv, N]; hidden bool
@@ -163,7 +165,8 @@ class Router(Protocol):
         """The tensors that the device keeps per unit beside the method's summary, by name. Empty: the means suffice."""
 
     def build(self, site: AttentionSite, folding: Folding, mean_k: Tensor | None) -> Mapping[str, Tensor]:
-        """The tensors of `index` for newly folded units, [rows, units, dim], given their summaries [Hkv, units, D]."""
+        """The tensors of `index` for newly folded units, [rows, units, dim], given their summaries [Hkv, units, D]: where the tensors of
+        `folding` are."""
 
     def rebuild(self, site: AttentionSite, name: str, mean_k: Tensor) -> Tensor:
         """One tensor of `index` with the merge rule `rebuild`, from the means [Hkv, units, D] of merged units."""
@@ -482,7 +485,7 @@ class AfterPrompt(Protocol):
     """What a method remembers of a prompt, for its steps."""
 
     def read(self, record: RowRecord, notes: dict[str, Tensor], cap: Cap) -> None:
-        """Put into `notes` what `record` tells. The row's memories do not exist yet: what is charged makes them smaller."""
+        """Put into `notes`, on the host, what `record` tells. The row's memories do not exist yet: what is charged makes them smaller."""
 
 
 class AtSite(Protocol):

@@ -76,9 +76,10 @@ class RowMemory:
         self.recurrent = copied(record.recurrent)
         self.passing: dict[str, object] = {}
         self._staying: dict[int, int] = {}
+        there = record.on(placement.device)  # what is kept of a prompt is computed where the prompt was
         if placement.plan.after_prompt is not None:
-            placement.plan.after_prompt.read(record, self.notes, placement.cap_of_all)
-        self.shares = self._shares(record)
+            placement.plan.after_prompt.read(there, self.notes, placement.cap_of_all)
+        self.shares = self._shares(there)
         self.part_shares = part_shares(placement, self.shares, self.tokens, self.cap_bytes(self.tokens))
         self._check_budget()
         self.shares = shares_in_pages(placement, self.shares, self.cap_bytes(self.tokens))
@@ -87,7 +88,8 @@ class RowMemory:
         for number, store in placement.stores.items():
             if number in stores:
                 continue
-            self.stores[number] = tuple(self._build(store, part, record, shared) for part in placement.parts(store))
+            parts = placement.parts(store)
+            self.stores[number] = tuple(self._build(store, part, record, there, shared) for part in parts)
             if release and not placement.plan.reads_others:
                 record.release(number)
         if not self.is_short:  # the floor is such that they reach
@@ -311,7 +313,8 @@ class RowMemory:
 
     # -- building ----------------------------------------------------------------------------------------------------
 
-    def _build(self, store: AttentionSite, part: Part, record: RowRecord, shared: Once) -> SiteMemory:
+    def _build(self, store: AttentionSite, part: Part, record: RowRecord, there: RowRecord, shared: Once) -> SiteMemory:
+        """The memory of a part of a store. there: the record where what is kept of it is computed."""
         placement, n, components = self.placement, record.tokens, part.components
         page, dtype = placement.page_size, placement.budget.dtype
         site = part.site(store, part.share)
@@ -337,10 +340,10 @@ class RowMemory:
         if components.outside == "dropped":
             pages = int(room // placement.page_size) * placement.page_size
             if components.evictor is not None:
-                return self._scored(made, components.evictor, pages)
+                return self._scored(made, components.evictor, components.evictor.scores(site, there), pages)
             if components.keeper is None:
                 raise BudgetError(f"method {placement.method!r} has no rule for what to keep")
-            kept, recent = components.keeper.keep(site, record, pages, placement.page_size)
+            kept, recent = components.keeper.keep(site, there, pages, placement.page_size)
             return self._site(made, kept, made.everything[recent:])
         if components.segmenter is None:
             raise BudgetError(f"method {placement.method!r} has no rule for what to fold")
@@ -348,18 +351,19 @@ class RowMemory:
         segmenter = components.segmenter
         own = (id(segmenter), store.store, part.first) if segmenter.per_store else (segmenter,)
         divided_by = (*own, round(room, 3), round(cost, 6))
-        parts = shared.of(divided_by, lambda: segmenter.segment(record, site, room, cost, placement.page_size))
+        parts = shared.of(divided_by, lambda: segmenter.segment(there, site, room, cost, placement.page_size))
         spans = self._spans(made, shared.of(Tables, Tables.empty))
         memory = self._site(made, parts.kept, made.everything[parts.recent :], spans, boundary=parts.boundary)
         spans.host_tokens.expect(int(parts.lengths.sum()))
+        k, v = there.keys[store.store][heads], there.values[store.store][heads]
         for cut in shared.of(parts, lambda: cuts_of(parts, made.surprisal, record.ids)):
-            at = cut.positions
-            spans.fold(Folding(made.k[:, at], made.v[:, at], cut, record), shared)
+            at = cut.on(k.device).positions
+            spans.fold(Folding(k[:, at], v[:, at], cut, there), shared)
         return memory
 
-    def _scored(self, made: PromptPart, evictor: Evictor, room: int) -> SiteMemory:
+    def _scored(self, made: PromptPart, evictor: Evictor, scores: Tensor, room: int) -> SiteMemory:
         """`room` exact tokens per KV head: the highest-scored, and the newest."""
-        n, scores = made.record.tokens, evictor.scores(made.site, made.record)
+        n = made.record.tokens
         places = evictor.places(room, self.placement.page_size)
         recent = max(0, n - (room - places)) if n > room else 0
         kept = scores[:, :recent].topk(min(places, recent)).indices.sort().values
@@ -399,8 +403,8 @@ class RowMemory:
                 once=site.once if alike else 1,
             ),
             TokenStore(
-                made.held(k[:, recent], device),
-                made.held(v[:, recent], device),
+                made.held(made.newest(k, len(recent), device), device),
+                made.held(made.newest(v, len(recent), device), device),
                 recent[None].to(device),
                 page,
                 reserve=placement.uncapped(site),

@@ -49,9 +49,49 @@ def mark(x: Any) -> Any:
     return x
 
 
+MOVING = {
+    "to",
+    "cpu",
+    "cuda",
+    "copy_",
+    "clone",
+    "contiguous",
+    "is_contiguous",
+    "empty",
+    "view",
+    "unbind",
+    "split",
+    "narrow",
+    "flatten",
+    "unflatten",
+    "expand",
+    "element_size",
+    "size",
+    "dim",
+    "numel",
+    "stride",
+    "data_ptr",
+    "storage_offset",
+    "untyped_storage",
+    "is_pinned",
+    "__get__",
+    "__getitem__",
+    "__setitem__",
+}
+"""Functions by name that compute nothing."""
+
+
 class PretendedCuda(TorchFunctionMode):
     """Runs everything on the CPU while tensors made on, or moved to, `cuda` are marked, and marked and unmarked ones may
-    not meet where PyTorch would refuse it."""
+    not meet where PyTorch would refuse it.
+
+    least: numbers from which on a tensor of the host that something is computed of is noted in `computed`; None: nothing is noted.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.least: int | None = None
+        self.computed: list[str] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -74,6 +114,9 @@ class PretendedCuda(TorchFunctionMode):
             raise TypeError(f"{name}: cannot convert a CUDA tensor to numpy: call .cpu() first")
         if target is None and name not in ANYWHERE:
             self._check(name, args, tensors)
+        if self.least is not None and name not in MOVING:
+            large = [x for x in tensors if x.is_floating_point() and x.numel() >= self.least and not _marked(x)]
+            self.computed += [f"{name} {tuple(x.shape)}" for x in large]
         result = func(*args, **kwargs)  # in here the mode is off, and every tensor is what it is
         on_gpu = target == "cuda" if target is not None else self._result_on_gpu(name, args, tensors)
         if name == "__set__":

@@ -86,9 +86,9 @@ def test_prefill_lets_go_of_what_a_memory_was_built_of(compile_as, wide_program,
     alive = []
     build = row_memory.RowMemory._build
 
-    def watched(row, store, part, given, divided):
+    def watched(row, store, part, given, there, divided):
         alive.append(sorted(given.keys))
-        return build(row, store, part, given, divided)
+        return build(row, store, part, given, there, divided)
 
     monkeypatch.setattr(row_memory.RowMemory, "_build", watched)
     state = compiled._state([record], release=True)

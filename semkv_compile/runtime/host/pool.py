@@ -113,7 +113,12 @@ class GrowingTensor:
                 )  # bytes that nothing fills yet count there
                 ahead = self.expected if counted else self.expected + self.expected // ROOM
             self._allocate(max(end, ahead))
-        self._data[:, self.length : end] = x
+        room = self._data[:, self.length : end]
+        if x.device == room.device:
+            room.copy_(x)
+        else:  # head by head: a copy between devices that is not contiguous on both sides is staged
+            for own, new in zip(room, x):
+                own.copy_(new)
         self.length = end
 
     def clone(self) -> GrowingTensor:
@@ -181,8 +186,7 @@ class HostTokens:
             part.expected = tokens
 
     def append(self, k: Tensor, v: Tensor) -> None:
-        """Add k [Hkv, t, D] and v [Hkv, t, Dv]."""
-        k, v = k.cpu(), v.cpu()
+        """Add k [Hkv, t, D] and v [Hkv, t, Dv], from whichever device they are on."""
         if self.form == "raw":
             self.parts["k"].append(k.to(self.dtype))
             self.parts["v"].append(v.to(self.dtype))

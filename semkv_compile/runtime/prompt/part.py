@@ -30,6 +30,10 @@ class PromptPart:
         bits = CODE_BITS.get(form_of(self.components, kept=kept))
         return x if bits is None else quantize(x, bits)
 
+    def newest(self, x: Tensor, count: int, device: torch.device) -> Tensor:
+        """A copy on `device` of the last `count` tokens of x [Hkv, n, D]."""
+        return x[:, self.record.tokens - count :].to(device, copy=True)
+
     @property
     def everything(self) -> Tensor:
         return torch.arange(self.record.tokens, dtype=torch.int64, device="cpu")

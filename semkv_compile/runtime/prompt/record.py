@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -41,7 +42,7 @@ class RowRecord:
     ids: Tensor
     keys: MutableMapping[int, Tensor] = field(default_factory=dict)
     values: MutableMapping[int, Tensor] = field(default_factory=dict)
-    queries: dict[int, Tensor] = field(default_factory=dict)
+    queries: MutableMapping[int, Tensor] = field(default_factory=dict)
     surprisal: Tensor | None = None
     logits: Tensor | None = None
     last_logits: Tensor | None = None
@@ -91,39 +92,32 @@ class RowRecord:
         keys, values = _Changed(self.keys, places, maps), _Changed(self.values, places, {})
         return replace(self, keys=keys, values=values, queries=queries, head_orders=orders, balances=balances, known={})
 
+    def on(self, device: torch.device) -> RowRecord:
+        """This record with keys, values and queries on `device`, those of one layer at a time; itself where that is the host's."""
+        if device.type == "cpu":
+            return self
+        keys, values, queries = (_There(x, device) for x in (self.keys, self.values, self.queries))
+        return replace(self, keys=keys, values=values, queries=queries)
+
     def _balance(self, store: int, shape: tuple[int, int]) -> KeyBalance:
         return self.balances.get(store) or _neutral(shape)
 
 
-class _Changed(MutableMapping[int, Tensor]):
-    """The stores of a record with heads in other places, times and plus a number per head and channel. Only the last one that was read is
-    held in memory as a copy."""
+class _Copies(MutableMapping[int, Tensor]):
+    """What is made of the stores of a record. Only the last one that was read is held in memory."""
 
-    def __init__(
-        self,
-        stores: MutableMapping[int, Tensor],
-        places: Mapping[int, list[int]],
-        maps: Mapping[int, tuple[Tensor, Tensor]],
-    ) -> None:
-        self._stores, self._places, self._maps = stores, places, maps
+    def __init__(self, stores: MutableMapping[int, Tensor]) -> None:
+        self._stores = stores
         self._last: tuple[int, Tensor] | None = None
 
     def __getitem__(self, store: int) -> Tensor:
-        if store not in self._places and store not in self._maps:
-            return self._stores[store]
         if self._last is None or self._last[0] != store:
             self._last = None  # freed before the next is copied
             self._last = (store, self._made(store))
         return self._last[1]
 
-    def _made(self, store: int) -> Tensor:
-        x = self._stores[store]
-        if store in self._places:
-            x = x[self._places[store]]
-        if store in self._maps:
-            times, plus = self._maps[store]
-            x = (x.float() * times[:, None] + plus[:, None]).to(x.dtype)
-        return x
+    @abstractmethod
+    def _made(self, store: int) -> Tensor: ...
 
     def __setitem__(self, store: int, x: Tensor) -> None:
         raise TypeError(f"store {store} of a changed record cannot be replaced: change the record that it was made of")
@@ -137,6 +131,44 @@ class _Changed(MutableMapping[int, Tensor]):
 
     def __len__(self) -> int:
         return len(self._stores)
+
+
+class _There(_Copies):
+    """The same on a device."""
+
+    def __init__(self, stores: MutableMapping[int, Tensor], device: torch.device) -> None:
+        super().__init__(stores)
+        self._device = device
+
+    def _made(self, store: int) -> Tensor:
+        return self._stores[store].to(self._device)
+
+
+class _Changed(_Copies):
+    """Stores with heads in other places, times and plus a number per head and channel."""
+
+    def __init__(
+        self,
+        stores: MutableMapping[int, Tensor],
+        places: Mapping[int, list[int]],
+        maps: Mapping[int, tuple[Tensor, Tensor]],
+    ) -> None:
+        super().__init__(stores)
+        self._places, self._maps = places, maps
+
+    def __getitem__(self, store: int) -> Tensor:
+        if store not in self._places and store not in self._maps:
+            return self._stores[store]
+        return super().__getitem__(store)
+
+    def _made(self, store: int) -> Tensor:
+        x = self._stores[store]
+        if store in self._places:
+            x = x[self._places[store]]
+        if store in self._maps:
+            times, plus = self._maps[store]
+            x = (x.float() * times[:, None] + plus[:, None]).to(x.dtype)
+        return x
 
 
 def head_orders(program: Program) -> dict[int, tuple[int, ...]]:
@@ -181,15 +213,15 @@ def chunked_surprisal(head: torch.nn.Module, hidden: Tensor, ids: Tensor, chunk:
 
 @torch.no_grad()
 def next_surprisal(head: torch.nn.Module, hidden: Tensor, targets: Tensor, chunk: int = SURPRISAL_CHUNK) -> Tensor:
-    """-log p of each of the tokens `targets` int64 [n] given the hidden state before it, hidden [n, H] -> float32 [n];
-    0 where a target is negative, which is no id."""
-    out = torch.zeros(len(targets), dtype=torch.float32, device="cpu")
+    """-log p of each of the tokens `targets` int64 [n] given the hidden state before it, hidden [n, H] -> float32 [n] on the
+    host; 0 where a target is negative, which is no id."""
+    out = torch.zeros(len(targets), dtype=torch.float32, device=hidden.device)  # the host would wait for every chunk
     for start in range(0, len(targets), chunk):
         logits = head(hidden[None, start : start + chunk])[0].float()
         target = targets[start : start + chunk]
         nats = torch.logsumexp(logits, -1) - logits.gather(-1, target.clamp(min=0)[:, None])[:, 0]
-        out[start : start + chunk] = torch.where(target < 0, 0, nats).cpu()
-    return out
+        out[start : start + chunk] = torch.where(target < 0, 0, nats)
+    return out.cpu()
 
 
 def copied(recurrent: Mapping[int, Sequence[Tensor]]) -> dict[int, list[Tensor]]:

@@ -81,6 +81,11 @@ def tensors_of(x: Quantized | Tensor) -> tuple[Tensor, ...]:
     return (x.codes, x.scale) if isinstance(x, Quantized) else (x,)
 
 
+def on_host(x: Quantized | Tensor) -> Quantized | Tensor:
+    """The same on the host; itself where it is there."""
+    return x.cpu() if isinstance(x, Tensor) else Quantized(x.codes.cpu(), x.scale.cpu(), x.bits, x.dim)
+
+
 def dequantize(x: Quantized | Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """The tensor [..., D] that `x` stands for, or is."""
     if isinstance(x, Tensor):

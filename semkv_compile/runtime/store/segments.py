@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -92,6 +92,7 @@ class Cut:
 
     positions int64 [n]; surprisal float32 [n] in nats; lengths int64 [s] of their segments, in order; units int64 [Hkv|1, s], None where
     each segment is a unit; ids int64 [n] where they are known. All on one device; two cuts are the same if they are one object.
+    _there: the same on another device, by its name.
     """
 
     positions: Tensor
@@ -99,6 +100,7 @@ class Cut:
     lengths: Tensor
     units: Tensor | None = None
     ids: Tensor | None = None
+    _there: dict[str, Cut] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(cls, parts: Segmentation, positions: Tensor, newest: int, text: Text) -> Cut:
@@ -111,6 +113,15 @@ class Cut:
             return cls(positions[0, at].long(), surprisal[at], parts.lengths, parts.units, ids[at])
 
         return text.found.of(parts, made)
+
+    def on(self, device: torch.device) -> Cut:
+        """The same on `device`, copied there once; itself where it is there."""
+        if self.positions.device == device:
+            return self
+        if str(device) not in self._there:
+            own = (self.positions, self.surprisal, self.lengths, self.units, self.ids)
+            self._there[str(device)] = Cut(*(None if x is None else x.to(device) for x in own))
+        return self._there[str(device)]
 
     @cached_property
     def count(self) -> int:
@@ -196,10 +207,16 @@ class Cut:
 
 @dataclass(frozen=True)
 class Folding:
-    """Tokens of a layer as they are folded, for what is kept of them: k [Hkv, n, D], v [Hkv, n, Dv]. record: of the prompt that they are
-    part of, None for tokens that left the window in generation."""
+    """Tokens of a layer as they are folded, for what is kept of them: k [Hkv, n, D], v [Hkv, n, Dv], where what is kept is computed.
+    shared: how they are cut, on the host. record: of the prompt that they are part of, None for tokens that left the window in
+    generation."""
 
     k: Tensor
     v: Tensor
-    cut: Cut
+    shared: Cut
     record: RowRecord | None = None
+
+    @property
+    def cut(self) -> Cut:
+        """How they are cut, where keys and values are."""
+        return self.shared.on(self.k.device)

@@ -22,6 +22,7 @@ from semkv.runtime.store.quantization import (
     dequantize,
     held,
     norms,
+    on_host,
     products,
     quantize,
     tensors_of,
@@ -219,21 +220,21 @@ class FoldedSpans:
     # -- folding -----------------------------------------------------------------------------------------------------
 
     def fold(self, folding: Folding, shared: Once | None = None) -> None:
-        """Add the units of `folding`, whose tensors are on the host. shared: by the stores of a row that change at a time, here and below;
-        see `Tables`."""
-        cut = folding.cut
+        """Add the units of `folding`. What is kept of them is computed where its tensors are, and held on the host. shared: by the stores
+        of a row that change at a time, here and below; see `Tables`."""
+        cut, there = folding.shared, folding.cut
         if not len(cut.lengths):
             return
         summary, router, heads = self.components.summary, self.components.router, self.site.kv_heads
         mean_k, weighted = None, False
         if summary is not None:
             weighted = summary.weights == "surprisal"
-            weights = cut.surprisal_weights if weighted else None
-            mean_k = cut.mean(folding.k, weights)
-            self.mean_k = self.room.joined("mean_k", self.mean_k, held(mean_k, summary.bits, self.dtype))
+            weights = there.surprisal_weights if weighted else None
+            mean_k = there.mean(folding.k, weights)
+            self.mean_k = self.room.joined("mean_k", self.mean_k, on_host(held(mean_k, summary.bits, self.dtype)))
             if summary.attend:
-                mean_v = cut.mean(folding.v, weights)
-                self.mean_v = self.room.joined("mean_v", self.mean_v, held(mean_v, summary.bits, self.dtype))
+                mean_v = held(there.mean(folding.v, weights), summary.bits, self.dtype)
+                self.mean_v = self.room.joined("mean_v", self.mean_v, on_host(mean_v))
         parts = self.index_parts
         if parts and router is not None:
             built = router.build(self.site, folding, mean_k)
@@ -246,7 +247,7 @@ class FoldedSpans:
         factors: dict[int, list[dict[str, Tensor]]] = {}
         if self.components.forms is not None and mean_k is not None and cut.units is None:
             forms = self.components.forms
-            factors = forms.factorize_spans(self.site, folding.k, folding.v, cut.starts, cut.lengths, mean_k)
+            factors = forms.factorize_spans(self.site, folding.k, folding.v, cut.starts, cut.lengths, mean_k.cpu())
         if factors:
             self._store_factors(folding, factors, weighted)
         else:
@@ -255,11 +256,11 @@ class FoldedSpans:
 
     def _append_index(self, name: str, part: IndexPart, x: Tensor) -> None:
         new = x.to(part.dtype) if part.bits is None else quantize(x, part.bits)
-        self.index[name] = self.room.joined(name, self.index.get(name), new)
+        self.index[name] = self.room.joined(name, self.index.get(name), on_host(new))
 
     def _store_factors(self, folding: Folding, factors: Mapping[int, list[dict[str, Tensor]]], weighted: bool) -> None:
         """Keep some of the spans as `factors`, by their number and head, and the others as tokens."""
-        lengths, heads = folding.cut.lengths, self.site.kv_heads
+        lengths, heads = folding.shared.lengths, self.site.kv_heads
         factored = torch.zeros(len(lengths), dtype=torch.bool, device="cpu")
         factored[list(factors)] = True
         columns = [[factors[span][head] for span in sorted(factors)] for head in range(heads)]
@@ -270,7 +271,7 @@ class FoldedSpans:
         keep = ~factored.repeat_interleave(lengths)
         self.host_tokens.append(folding.k[:, keep], folding.v[:, keep])
         self.tables = self.tables.factored(
-            folding.cut, heads, weighted=weighted, waits_from=waits_from, factored=factored
+            folding.shared, heads, weighted=weighted, waits_from=waits_from, factored=factored
         )
 
     # -- shrinking ---------------------------------------------------------------------------------------------------
