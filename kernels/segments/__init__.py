@@ -14,6 +14,7 @@ from semkv.kernels.runs import join_runs
 from semkv.kernels.segments.cpp import Segment, segments_library
 from semkv.kernels.segments.operators import is_supported
 from semkv.kernels.segments.tape import Behind
+from semkv.kernels.segments.together import Standing, Together
 
 
 def fuse(module: GraphModule) -> GraphModule:
@@ -32,4 +33,4 @@ def whole(module: GraphModule) -> Segment:
     return Segment(module, parts=True)
 
 
-__all__ = ["Behind", "Segment", "fuse", "segments_library", "whole"]
+__all__ = ["Behind", "Segment", "Standing", "Together", "fuse", "segments_library", "whole"]

@@ -69,7 +69,7 @@ class Segment:
         seen = self._last
         addresses = None if seen is None else seen.addresses(inputs, behind)
         if seen is None or addresses is None:
-            found = self._tape((*inputs, *behind))
+            found = self.tape_of((*inputs, *behind))
             if isinstance(found, Refusal):
                 self.reason = found.reason
                 return found.run(*inputs, *behind)
@@ -82,7 +82,7 @@ class Segment:
         self.reason = None
         return seen.tape.run(addresses)
 
-    def _tape(self, inputs: tuple[Any, ...]) -> Tape | Refusal:
+    def tape_of(self, inputs: tuple[Any, ...]) -> Tape | Refusal:
         """The tape for inputs of these layouts, or why there is none."""
         with _making:
             return self._found(inputs)

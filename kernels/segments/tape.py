@@ -28,7 +28,7 @@ from semkv.kernels.state.numbers import NUMBERS
 TEMPLATE, BLOCKS = (Path(__file__).parent / name for name in ("template.cpp", "blocks.h"))
 
 
-class _Tape(ctypes.Structure):
+class TapeCall(ctypes.Structure):
     """`Tape` of the template."""
 
     _fields_ = tuple((name, ctypes.c_void_p) for name in ("bases", "words", "end", "threads", "parallel"))
@@ -48,6 +48,8 @@ def layout_of(x: Tensor) -> Layout:
 class Tape:
     """A graph for inputs of given layouts. It is written once: steps and threads share it.
 
+    outputs: their layouts. size: bytes of scratch. words: where the instructions begin and end.
+
     Bases of values are numbers of inputs, weights behind them and outputs behind these, or ~n for the n-th buffer of scratch.
     """
 
@@ -60,14 +62,14 @@ class Tape:
         self._given = None if len(tensors) == len(inputs) else inputs
         self._layouts: list[Layout] = [kinds[place] for place in self._places]
         self._weights, self._kinds = reading.weights, [LAYOUTS.of(x) for x in reading.weights]
-        self._outputs: list[Layout] = []
+        self.outputs: list[Layout] = []
         self._scratch: list[Tensor] = []
         self._buffers: list[int] = []
         self._pieces: list[tuple[Piece, list[At]]] = []
         self._words = self._placed(self._read(reading, blocks, inputs))
         begin = self._words.ctypes.data
         self._run = segments_library().function("run_tape")
-        self._call = (begin, begin + self._words.nbytes)
+        self.words = (begin, begin + self._words.nbytes)
 
     # -- making --------------------------------------------------------------------------------------------------------
 
@@ -100,9 +102,9 @@ class Tape:
         uses = [[~base for base, _ in table if base < 0] for _, table in self._pieces]
         offsets, behind = scratch_offsets(self._buffers, uses, elsewhere)
         own = max((piece.own for piece, _ in self._pieces), default=0)
-        self._size = own + behind
+        self.size = own + behind
         outputs = len(self._layouts) + len(self._weights)
-        scratch = outputs + len(self._outputs)
+        scratch = outputs + len(self.outputs)
         words = [np.zeros(0, dtype=np.int64)]
         for piece, table in self._pieces:
             places = list[At]()
@@ -122,9 +124,9 @@ class Tape:
             return [self._output(part, elsewhere) for part in x]
         if type(x) is not Value:
             return _Constant(x)
-        number = len(self._outputs)
+        number = len(self.outputs)
         layout = LAYOUTS.dense(x.shape, x.dtype)
-        self._outputs.append(layout)
+        self.outputs.append(layout)
         buffer = ~x.base
         whole = x.base < 0 and x.layout is layout and layout.numel * x.dtype.itemsize == self._buffers[buffer]
         if whole and buffer not in elsewhere:
@@ -152,6 +154,12 @@ class Tape:
         return len(self._layouts)
 
     @property
+    def returns_rows(self) -> bool:
+        """Whether it returns its outputs in their order, each with a first dimension of 1."""
+        numbers = list(range(len(self.outputs)))
+        return self._returned == numbers and all(x.shape[:1] == (1,) for x in self.outputs)
+
+    @property
     def takes_all(self) -> bool:
         """Whether all inputs are tensors, so that places among them are those of the instructions."""
         return self._given is None
@@ -171,13 +179,13 @@ class Tape:
 
     def run(self, addresses: list[int]) -> Any:
         """What the graph returns of inputs with these `addresses`."""
-        outputs = [torch.empty(x.shape, dtype=x.dtype, device="cpu") for x in self._outputs]
+        outputs = [torch.empty(x.shape, dtype=x.dtype, device="cpu") for x in self.outputs]
         try:
             scratch = self._scratch.pop()
         except IndexError:
-            scratch = torch.empty(self._size // 4, dtype=torch.float32, device="cpu")
+            scratch = torch.empty(self.size // 4, dtype=torch.float32, device="cpu")
         table = array("q", [*addresses, *[x.data_ptr() for x in outputs], scratch.data_ptr()])
-        tape = _Tape(table.buffer_info()[0], *self._call, torch.get_num_threads(), team())
+        tape = TapeCall(table.buffer_info()[0], *self.words, torch.get_num_threads(), team())
         outside = self._run(ctypes.byref(tape))
         self._scratch.append(scratch)
         if outside:
@@ -268,4 +276,4 @@ def _copying(x: Layout, out: Layout) -> Piece:
     return writing.piece((), len(values))
 
 
-__all__ = ["NOTHING", "Behind", "Seen", "Tape", "layout_of", "segments_library"]
+__all__ = ["NOTHING", "Behind", "Seen", "Tape", "TapeCall", "layout_of", "segments_library"]

@@ -464,3 +464,10 @@ extern "C" int64_t run_tape(const Tape* tape) {
     if (!run(*tape, words)) return 1;
   return 0;
 }
+
+// Tapes one after the other, until one says 1.
+extern "C" int64_t run_tapes(const Tape* const* tapes, int64_t count) {
+  for (int64_t at = 0; at < count; ++at)
+    if (run_tape(tapes[at])) return 1;
+  return 0;
+}

@@ -17,7 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from semkv.ir.graph import placeholders
 from semkv.ir.program import Program
-from semkv.kernels.segments import Behind
+from semkv.kernels.segments import Behind, Segment, Standing, Together
 from semkv.runtime.decode.attending import attending
 from semkv.runtime.decode.step_graph import TRACING, StepGraphs, Turn
 from semkv.runtime.prompt.content import Contents
@@ -28,16 +28,19 @@ aten = torch.ops.aten
 BEFORE_STATE = 5
 """Inputs of a turn's graph before its state: queries, keys, values, positions, numbers."""
 Prepare = Callable[[GraphModule], Callable[..., Any]]
+Told = tuple[list[int], list[int]]
+"""Of a turn that reads units: tokens copied and there, and units that each head read."""
 
 
 @dataclass
 class RowCalls:
     """What calls one row's turns with. numbers int64 [turns, len(NUMBERS), 1], written before each step; calls: of its turns, by
-    site and first head, with the layer that they are for."""
+    site and first head, with the layer that they are for; standing: of those that are made with other rows', by site."""
 
     numbers: Tensor
     each: list[Tensor]
     calls: dict[tuple[int, int], tuple[object, Callable[..., Any]]] = field(default_factory=dict)
+    standing: dict[int, Standing] = field(default_factory=dict)
 
 
 class ManyRows:
@@ -55,6 +58,7 @@ class ManyRows:
         self._between: Callable[..., Any] | None = None
         self._rows: WeakKeyDictionary[RowMemory, RowCalls] = WeakKeyDictionary()
         self._turns: dict[int, Callable[[], Callable[..., Any]]] = {}
+        self._together: Together | None = None
 
     def run(
         self,
@@ -63,11 +67,11 @@ class ManyRows:
         ids: Tensor,
         positions: Tensor,
         asked: tuple[int, ...],
-    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]], list[Tensor], tuple[int, ...]]:
+    ) -> tuple[Tensor, list[Told], list[Tensor], tuple[int, ...]]:
         """ids, positions int64 [B, 1]; turns: of each row its sites, of each site its parts.
 
-        Returns hidden [B, 1, H]; of each turn that reads units, row by row, (tokens copied and there, int64 [2]; units read int64 [H]);
-        queries [B, Hq, 1, D] of each site of `asked` and hidden states [B, 1, H] that enter each observed site; those sites.
+        Returns hidden [B, 1, H]; what each turn that reads units told, row by row; queries [B, Hq, 1, D] of each site of `asked` and
+        hidden states [B, 1, H] that enter each observed site; those sites.
         """
         with TRACING:
             if self._between is None:
@@ -109,6 +113,28 @@ class ManyRows:
                 known = row.calls[place] = turn.layer, self._turns[id(trace)]()
         return known[1]
 
+    def together(
+        self, rows: Sequence[RowCalls], turns: Sequence[Turn], given: tuple[Tensor, ...], numbers: Sequence[Tensor]
+    ) -> list[Tensor] | None:
+        """What the turns of all rows in one layer return, as one call of C++: given: the inputs [B, ...] that have a row for each, numbers:
+        each one's. None where that cannot be."""
+        calls, site = list[Standing](), turns[0].layer.site.index
+        for r, (row, turn) in enumerate(zip(rows, turns)):
+            if turn.layer.passes or len(turn.layer.tensors) != len(turn.behind):
+                return None
+            call, behind = row.standing.get(site), turn.behind
+            if call is None or not call.stands(behind):
+                segment = self.turn_of(row, turn, {}, {})
+                mine = [x[r : r + 1] for x in given]
+                found = Standing.of(segment, mine, [numbers[r]], behind) if isinstance(segment, Segment) else None
+                if found is None:
+                    return None
+                call = row.standing[site] = found
+            calls.append(call)
+        if self._together is None:
+            self._together = Together()
+        return self._together(calls, given)
+
 
 class _Step(Contents):
     """What the graph between turns asks in one step. told: of each row, what its turns that read units told. queries: of each site;
@@ -122,7 +148,7 @@ class _Step(Contents):
         turns: Sequence[Sequence[Sequence[Turn]]],
     ) -> None:
         self.many, self.memories, self.rows, self.turns = many, memories, rows, turns
-        self.told: list[list[tuple[Tensor, Tensor]]] = [[] for _ in rows]
+        self.told: list[list[Told]] = [[] for _ in rows]
         self._passed: list[dict[str, Tensor]] = [{} for _ in rows]
         self.queries: dict[int, Tensor] = {}
         self.observed: dict[int, Tensor] = {}
@@ -133,6 +159,10 @@ class _Step(Contents):
     ) -> Tensor:
         """See `semkv.runtime.decode.attending.Attending`: the turns of all rows in one layer."""
         self.queries[site] = q
+        if not terms and all(len(turns[site]) == 1 for turns in self.turns):
+            made = self._together(site, (q, k, v, positions))
+            if made is not None:
+                return made
         whole, out = self.many.program.sites[site], []
         given_to = zip(*(x.split(1) for x in (q, k, v, positions)))
         for r, (row, turns, mine) in enumerate(zip(self.rows, self.turns, given_to)):
@@ -147,6 +177,19 @@ class _Step(Contents):
             out.append(made[0] if len(made) == 1 else torch.cat(made, 1))
             self._at[r] += len(made)
         return torch.cat(out)
+
+    def _together(self, site: int, given: tuple[Tensor, ...]) -> Tensor | None:
+        """`attend` of rows of one part each as one call; None where that cannot be."""
+        turns = [own[site][0] for own in self.turns]
+        made = self.many.together(self.rows, turns, given, [row.each[at] for row, at in zip(self.rows, self._at)])
+        if made is None:
+            return None
+        out, *more = made
+        if turns[0].layer.reads:
+            for own, *told in zip(self.told, *(x.tolist() for x in more)):
+                own.append(tuple(told))
+        self._at = [at + 1 for at in self._at]
+        return out
 
     def turned_rows(self) -> list[int]:
         """See `semkv.runtime.prompt.content.Contents`."""
@@ -179,7 +222,7 @@ class _Step(Contents):
         out, *more = call(*given, numbers, behind=Behind([*behind, *others]) if others else behind)
         if layer.reads:
             moved, read, *more = more
-            self.told[r].append((moved[0], read[0]))
+            self.told[r].append((moved[0].tolist(), read[0].tolist()))
         if layer.passes:
             passed.update(zip(layer.passes, more))
         return out

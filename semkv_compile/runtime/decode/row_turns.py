@@ -214,12 +214,11 @@ class GraphedSteps:
         asked = tuple(sorted(queried | {site for plan in plans for site in plan.at_site if site not in plan.passers}))
         if len(rows) == 1:
             hidden, moved, read, noted, observed = self._alone(rows[0], turns[0], ids, positions, asked)
+            told = iter(zip(moved, _lists(read)))
         else:
             assert self.many is not None
             hidden, found, noted, observed = self.many.run(rows, turns, ids, positions, asked)
-            moved = torch.stack([x for x, _ in found]).tolist() if found else []
-            read = [x for _, x in found]
-        told = iter(zip(moved, _lists(read)))
+            told = iter(found)
         for row, own in zip(rows, turns):
             take_turns(row, own, told)
         queries = dict(zip(asked, noted))
