@@ -1,7 +1,8 @@
 """Decode steps of several rows: what all tokens share is one graph, each row's turn of a layer is a graph of its own.
 
 So rows come and go without a new graph, and what grows in one row changes nothing for the others. Both are the graphs of a step of one row
-(`semkv.runtime.decode.step_graph`), cut where a layer's turn begins and ends.
+(`semkv.runtime.decode.step_graph`), cut where a layer's turn begins and ends. Where C++ runs them, the turns of all rows in a layer are one
+call (`semkv.kernels.segments.together`).
 """
 
 from __future__ import annotations
@@ -160,9 +161,9 @@ class _Step(Contents):
         """See `semkv.runtime.decode.attending.Attending`: the turns of all rows in one layer."""
         self.queries[site] = q
         if not terms and all(len(turns[site]) == 1 for turns in self.turns):
-            made = self._together(site, (q, k, v, positions))
-            if made is not None:
-                return made
+            found = self._together(site, (q, k, v, positions))
+            if found is not None:
+                return found
         whole, out = self.many.program.sites[site], []
         given_to = zip(*(x.split(1) for x in (q, k, v, positions)))
         for r, (row, turns, mine) in enumerate(zip(self.rows, self.turns, given_to)):

@@ -214,11 +214,11 @@ class GraphedSteps:
         asked = tuple(sorted(queried | {site for plan in plans for site in plan.at_site if site not in plan.passers}))
         if len(rows) == 1:
             hidden, moved, read, noted, observed = self._alone(rows[0], turns[0], ids, positions, asked)
-            told = iter(zip(moved, _lists(read)))
+            found = list(zip(moved, _lists(read)))
         else:
             assert self.many is not None
             hidden, found, noted, observed = self.many.run(rows, turns, ids, positions, asked)
-            told = iter(found)
+        told = iter(found)
         for row, own in zip(rows, turns):
             take_turns(row, own, told)
         queries = dict(zip(asked, noted))

@@ -100,7 +100,7 @@ class Cut:
     lengths: Tensor
     units: Tensor | None = None
     ids: Tensor | None = None
-    _there: dict[str, Cut] = field(default_factory=dict, repr=False)
+    _there: dict[str, Cut] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def of(cls, parts: Segmentation, positions: Tensor, newest: int, text: Text) -> Cut:
@@ -119,8 +119,9 @@ class Cut:
         if self.positions.device == device:
             return self
         if str(device) not in self._there:
-            own = (self.positions, self.surprisal, self.lengths, self.units, self.ids)
-            self._there[str(device)] = Cut(*(None if x is None else x.to(device) for x in own))
+            positions, surprisal, lengths = (x.to(device) for x in (self.positions, self.surprisal, self.lengths))
+            units, ids = (None if x is None else x.to(device) for x in (self.units, self.ids))
+            self._there[str(device)] = Cut(positions, surprisal, lengths, units, ids)
         return self._there[str(device)]
 
     @cached_property
