@@ -117,7 +117,7 @@ class ManyRows:
     def together(
         self, rows: Sequence[RowCalls], turns: Sequence[Turn], given: tuple[Tensor, ...], numbers: Sequence[Tensor]
     ) -> list[Tensor] | None:
-        """What the turns of all rows in one layer return, as one call of C++: given: the inputs [B, ...] that have a row for each, numbers:
+        """What the turns of all rows in one layer return, as one call of C++. given: inputs [B, ...] that have a row for each; numbers:
         each one's. None where that cannot be."""
         calls, site = list[Standing](), turns[0].layer.site.index
         for r, (row, turn) in enumerate(zip(rows, turns)):
