@@ -74,7 +74,7 @@ if [ "$DRY" = 1 ]; then
     step tests 60 "${TESTS[@]}" -m gpu tests/gpu
     step kernels 90 "${TESTS[@]}" tests/kernels/test_dispatch.py
     export TRITON_INTERPRET=1
-    step mixed_attention 60 "$PYTHON" -m benchmarks.speed.mixed_attention --dry-run --tune --out "$RESULTS/mixed_attention.json"
+    step mixed_attention 150 "$PYTHON" -m benchmarks.speed.mixed_attention --dry-run --tune --out "$RESULTS/mixed_attention.json"
     step decode_step 150 "$PYTHON" -m benchmarks.speed.decode_step --dry-run --kernels triton --out "$RESULTS/decode_step.json"
 else
     # Several processes compile kernels at once where pytest can have them, each with one thread.
