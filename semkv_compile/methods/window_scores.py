@@ -17,8 +17,9 @@ from torch import Tensor
 from semkv.ir.site import AttentionSite
 from semkv.runtime.prompt.record import RowRecord
 
-CHUNK_SCORES = 1 << 22
-"""Scores held at once by `attention_received`: 16 MiB in float32."""
+CHUNK_SCORES, DEVICE_SCORES = 1 << 22, 1 << 27
+"""Scores held at once by `attention_received` on a CPU and on another device, where few at once are many launches: 16 and 512 MiB in
+float32."""
 
 AT_ONCE = 8
 """Queries whose weights `observed_mass` holds at once."""
@@ -81,7 +82,8 @@ def attention_received(site: AttentionSite, record: RowRecord) -> Tensor:
 def _received(site: AttentionSite, record: RowRecord) -> Tensor:
     q, k = _of_site(site, record)
     n = k.shape[1]
-    chunk = max(1, CHUNK_SCORES // (site.q_heads * n))
+    most = CHUNK_SCORES if k.device.type == "cpu" else DEVICE_SCORES
+    chunk = max(1, most // (site.q_heads * n))
     total = torch.zeros(site.kv_heads, n, dtype=torch.float32, device=k.device)
     for start in range(0, n, chunk):
         end = min(start + chunk, n)
