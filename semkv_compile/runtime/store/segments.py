@@ -167,11 +167,11 @@ class Cut:
 
     def smallest(self, x: Tensor) -> Tensor:
         """Minimum over units, [H, n, d] -> [H, m, d]."""
-        return self._reduce(x, "amin")
+        return self._reduce(x, "min")
 
     def largest(self, x: Tensor) -> Tensor:
         """Maximum over units, [H, n, d] -> [H, m, d]."""
-        return self._reduce(x, "amax")
+        return self._reduce(x, "max")
 
     @cached_property
     def surprisal_mass(self) -> Tensor:
@@ -194,6 +194,11 @@ class Cut:
         return 1.0 / self.sizes.gather(1, self.token_unit).float()
 
     def _reduce(self, x: Tensor, how: str) -> Tensor:
+        """x [H, n, d] over units. Where units are runs of tokens, in their order: every device gives the same bits each time."""
+        if self.units is None:
+            lengths = self.lengths.expand(x.shape[0], -1).contiguous()
+            return torch.segment_reduce(x.contiguous(), how, lengths=lengths, axis=1, unsafe=True)
+        how = how if how == "sum" else f"a{how}"
         unit = self._rows(self.token_unit, x.shape[0])[..., None].expand_as(x)
         out = x.new_zeros(x.shape[0], self.count, x.shape[2])
         return out.scatter_reduce_(1, unit, x, how, include_self=how == "sum")
