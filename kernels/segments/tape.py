@@ -188,9 +188,14 @@ class Tape:
         tape = TapeCall(table.buffer_info()[0], *self.words, torch.get_num_threads(), team())
         outside = self._run(ctypes.byref(tape))
         self._scratch.append(scratch)
-        if outside:
-            raise IndexError("an index lies outside of the embedding")
+        check_inside(outside)
         return _filled(self._returned, outputs)
+
+
+def check_inside(outside: int) -> None:
+    """Raise `IndexError` where a run said 1."""
+    if outside:
+        raise IndexError("an index lies outside of the embedding")
 
 
 class Behind(list[Tensor]):
@@ -276,4 +281,4 @@ def _copying(x: Layout, out: Layout) -> Piece:
     return writing.piece((), len(values))
 
 
-__all__ = ["NOTHING", "Behind", "Seen", "Tape", "TapeCall", "layout_of", "segments_library"]
+__all__ = ["NOTHING", "Behind", "Seen", "Tape", "TapeCall", "check_inside", "layout_of", "segments_library"]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from semkv.kernels.cpp import team
 from semkv.kernels.segments.cpp import Refusal, Segment
-from semkv.kernels.segments.tape import Behind, Tape, TapeCall, segments_library
+from semkv.kernels.segments.tape import Behind, Tape, TapeCall, check_inside, segments_library
 
 
 class Standing:
@@ -87,8 +87,7 @@ class Together:
         places = array("q", [call.at for call in calls])
         outside = self._run(ctypes.c_void_p(places.buffer_info()[0]), ctypes.c_int64(len(calls)))
         self._scratch.append(scratch)
-        if outside:
-            raise IndexError("an index lies outside of the embedding")
+        check_inside(outside)
         return made
 
 

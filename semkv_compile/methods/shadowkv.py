@@ -17,7 +17,7 @@ from semkv.methods.pages import Frame, Pages
 from semkv.profiles.schema import Profile
 from semkv.runtime.components import Components
 from semkv.runtime.prompt.record import RowRecord
-from semkv.runtime.store.segments import Segmentation
+from semkv.runtime.store.segments import Segmentation, over_runs
 
 
 @dataclass(frozen=True)
@@ -68,14 +68,10 @@ class OutlierPages:
 
 def page_cosines(k: Tensor, parts: Segmentation) -> Tensor:
     """The smallest cosine between a key and its page's mean key, over tokens and heads: k [Hkv, n, D] -> [pages], on the host."""
-    page = torch.arange(len(parts.lengths), dtype=torch.int64, device="cpu").repeat_interleave(parts.lengths)
-    page, keys = page.to(k.device), k[:, parts.folded.to(k.device)].float()
-    mean = torch.zeros(k.shape[0], len(parts.lengths), k.shape[2], dtype=torch.float32, device=k.device).index_add_(
-        1, page, keys
-    )
-    cosine = torch.nn.functional.cosine_similarity(keys, mean[:, page], dim=-1).amin(0)
-    least = torch.full((len(parts.lengths),), 2.0, dtype=torch.float32, device=k.device)
-    return least.scatter_reduce_(0, page, cosine, "amin").cpu()
+    keys = k[:, parts.folded.to(k.device)].float()
+    mean = over_runs(keys, parts.lengths, "sum").repeat_interleave(parts.lengths.to(k.device), dim=1)
+    cosine = torch.nn.functional.cosine_similarity(keys, mean, dim=-1).amin(0)
+    return over_runs(cosine[None, :, None], parts.lengths, "min").flatten().cpu()
 
 
 @dataclass(frozen=True)

@@ -194,10 +194,9 @@ class Cut:
         return 1.0 / self.sizes.gather(1, self.token_unit).float()
 
     def _reduce(self, x: Tensor, how: str) -> Tensor:
-        """x [H, n, d] over units. Where units are runs of tokens, in their order: every device gives the same bits each time."""
+        """x [H, n, d] over units."""
         if self.units is None:
-            lengths = self.lengths.expand(x.shape[0], -1).contiguous()
-            return torch.segment_reduce(x.contiguous(), how, lengths=lengths, axis=1, unsafe=True)
+            return over_runs(x, self.lengths, how)
         how = how if how == "sum" else f"a{how}"
         unit = self._rows(self.token_unit, x.shape[0])[..., None].expand_as(x)
         out = x.new_zeros(x.shape[0], self.count, x.shape[2])
@@ -209,6 +208,13 @@ class Cut:
         if x.shape[0] in (1, heads):
             return x.expand(heads, -1)
         return x.repeat_interleave(heads // x.shape[0], 0)
+
+
+def over_runs(x: Tensor, lengths: Tensor, how: str) -> Tensor:
+    """`sum`, `min` or `max` of x [H, n, d] over neighbouring runs of tokens of lengths int64 [m], on the device of x: [H, m, d]. In their
+    order, so that each device gives the same bits each time."""
+    each = lengths.to(x.device).expand(x.shape[0], -1).contiguous()
+    return torch.segment_reduce(x.contiguous(), how, lengths=each, axis=1, unsafe=True)
 
 
 @dataclass(frozen=True)
