@@ -2,6 +2,7 @@
 
     python -m benchmarks.quality.systems --model MODEL --profile FOLDER --source TEXTS                 # an interrupted run goes on
     python -m benchmarks.quality.systems --model MODEL --profile FOLDER --source TEXTS --budgets 0.1   # the others stay as they are
+    python -m benchmarks.quality.systems --model MODEL --profile FOLDER --source TEXTS --modes         # without the switches of parts
     python -m benchmarks.quality.systems --model MODEL --profile FOLDER --page                         # the page alone, from the results
 
 Every system at 5, 10, 20 and 50 %: needles, asked after compression and before it, and the recovered gain of ordinary text. Then
@@ -291,16 +292,21 @@ SAID: dict[str, tuple[Said, ...]] = {
 
 
 def variants(
-    question: QuestionMode | None = None, chunk: int = CHUNK, asked: Sequence[float] = BUDGETS
+    question: QuestionMode | None = None,
+    chunk: int = CHUNK,
+    asked: Sequence[float] = BUDGETS,
+    *,
+    modes: bool = False,
 ) -> tuple[Variant, ...]:
-    """All that is measured at the budgets `asked`, `full` first; of one question mode the switches that something is said of in it.
-    chunk: see `CHUNK`."""
+    """All that is measured at the budgets `asked`, `full` first; of one question mode the switches that something is said of in it,
+    or the modes alone. chunk: see `CHUNK`."""
     lines: list[tuple[str, tuple[str, Mapping[str, Any]], tuple[float, ...]]]
     lines = [(label, line, BUDGETS) for label, line in MODES.items()]
     lines += [(label, line, (SWITCHED,)) for own in SWITCHED_LINES.values() for label, line in own.items()]
     lines += [(label, line, (WHOLE,)) for label, line in WHOLE_LINES.items()]
     named = {one.label for said in SAID.values() for one in said if question in (None, one.question)}
     named |= {one.base for said in SAID.values() for one in said if question in (None, one.question)}
+    named = set() if modes else named
     return (
         Variant(method="full"),
         *(
@@ -326,7 +332,7 @@ def at(grid: Grid, budget: float) -> Grid:
 class Systems:
     """The three grids of some budgets, and what follows from their rows: of each budget a report of each, and the changes."""
 
-    def __init__(self, bench: Bench, questions: int, texts: int, budgets: Sequence[float]):
+    def __init__(self, bench: Bench, questions: int, texts: int, budgets: Sequence[float], *, modes: bool = False):
         self.bench, self.budgets, length = bench, budgets, bench.arguments.length
         needles = {name: task for name, task in bench.tasks.items() if task.has_question}
         if TEXT not in bench.tasks or not needles:
@@ -336,7 +342,7 @@ class Systems:
         served = {
             question: tuple(
                 v
-                for v in variants(question, chunk, budgets)
+                for v in variants(question, chunk, budgets, modes=modes)
                 if v.budget is None or bench.serves(v.method, v.budget, v.options, v.label)
             )
             for question in ("unseen", "seen")
@@ -521,6 +527,13 @@ def write_page(name: str, title: str) -> Path:
         paragraphs += [f"## {system}: what the paper says", said_table(found)]
     listed = "; ".join(f"{name} ({why})" for name, why in content["refused"].items())
     left = ", ".join(f"{100 * budget:g} %" for budget in BUDGETS if budget not in budgets)
+    switched = {(one["label"], one["budget"]) for one in content["changes"] if one["answers"] or one["gain"]}
+    parts = {SWITCHED: SWITCHED_LINES.values(), WHOLE: (WHOLE_LINES,)}
+    without = [
+        f"{100 * budget:g} %"
+        for budget, own in parts.items()
+        if budget in budgets and not any((label, budget) in switched for lines in own for label in lines)
+    ]
     return write_document(
         name,
         f"# The five systems on {title}",
@@ -535,6 +548,7 @@ def write_page(name: str, title: str) -> Path:
         "`omnikv, strict` computes the attention of its few filter layers on the host, over all tokens, which no budget counts.",
         *([f"Left out: {listed}."] if listed else []),
         *([f"Not measured yet: {left}."] if left else []),
+        *([f"Not measured yet: parts, switched one at a time at {', '.join(without)}."] if without else []),
         "## Answers and gain",
         *paragraphs,
         "*seen*: the interval lies on the side that the paper names (for *equal*: within 5 points); *not seen*: it lies beyond; *open*: "
@@ -549,6 +563,7 @@ def main() -> None:
     options = parser((__doc__ or "").splitlines()[0], page=True)
     options.add_argument("--texts", type=int, help="texts, instead of the published number")
     options.add_argument("--budgets", default=",".join(map(str, BUDGETS)), help="of these alone (%(default)s)")
+    options.add_argument("--modes", action="store_true", help="the modes of each method, without switches of its parts")
     options.set_defaults(
         length=LENGTH, tasks="niah_single_1,niah_single_2", answer=ANSWER, going_on=GOING_ON, together=TOGETHER
     )
@@ -560,7 +575,7 @@ def main() -> None:
     if bench.is_bundled:
         options.error("--model is needed: the bundled model's figures are on the pages of the single papers")
     if not asked.page:
-        systems = Systems(bench, asked.samples or SAMPLES, asked.texts or TEXTS, budgets)
+        systems = Systems(bench, asked.samples or SAMPLES, asked.texts or TEXTS, budgets, modes=asked.modes)
         systems.measure()
         before = read_parts(bench.name) if (RESULTS / f"{bench.name}.json").is_file() else {}
         content = merged(before, systems)
