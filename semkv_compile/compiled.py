@@ -120,7 +120,9 @@ class CompiledModel(Generation):
         steps = None
         if settings.steps_as_graphs(device) and serves(plan) and not program.restricted:
             prepared = [partial(made, settings.kernels, program.dtype) for made in (as_step, as_between, as_turns)]
-            steps = GraphedSteps(program, *prepared if device.type == "cpu" else [recorded_steps(device)])
+            steps = GraphedSteps(
+                program, *prepared if device.type == "cpu" else [recorded_steps(settings.kernels, device)]
+            )
         placement = Placement(
             program=program,
             method=method.name,

@@ -29,6 +29,12 @@ from semkv.kernels.rotary_append.triton import rotary_append_launches
 from semkv.kernels.selection.triton import select_launches
 from semkv.kernels.sketch_scores.triton import sketch_scores_launches
 from semkv.kernels.span_summaries.triton import span_summaries_launches
+from semkv.kernels.state.triton.append import append_launches
+from semkv.kernels.state.triton.choose import choose_launches
+from semkv.kernels.state.triton.coarse import coarse_launches
+from semkv.kernels.state.triton.products import look_up_launches, products_launches
+from semkv.kernels.state.triton.scores import scores_launches
+from semkv.kernels.state.triton.unfold import unfold_launches
 from semkv.kernels.surprisal.triton import surprisal_launches
 
 RESULTS, PAGE = ROOT / "benchmarks/results/kernels.json", ROOT / "docs/kernels.md"
@@ -152,6 +158,62 @@ def drift_overlap(model: tuple[int, int, int]) -> Iterator[tuple[str, Specializa
     yield "drift overlap", drift_overlap_launches(weights, baseline, 2048)[1][-1].specialization
 
 
+def state(model: tuple[int, int, int]) -> Iterator[tuple[str, Specialization]]:
+    """The operators on a memory's tensors, where 128K tokens wait in 8 bits."""
+    q_heads, kv_heads, dim = model
+    group, waiting, slots = q_heads // kv_heads, 131072, 8192
+    one, where = empty(1, dtype=torch.int64), empty(1, 1, dtype=torch.int64)
+    new = empty(1, kv_heads, 1, dim)
+
+    def coded(tokens: int, bits: int = 8) -> tuple[Tensor, Tensor]:
+        codes = empty(1, kv_heads, tokens, dim * bits // 8, dtype=torch.uint8)
+        return codes, empty(1, kv_heads, tokens, 1, dtype=torch.float16)
+
+    def places(*shape: int) -> Tensor:
+        return empty(1, *shape, dtype=torch.int32)
+
+    for name, (into, scale) in (
+        ("numbers", (empty(1, kv_heads, 128, dim), None)),
+        ("8 bits", coded(128)),
+        ("4 bits", coded(128, 4)),
+    ):
+        _, launches = append_launches(into, into, places(1, 128), new, new, where, one, scale, scale)
+        yield f"state: append, {name}", launches[0].specialization
+    q = empty(1, kv_heads, group, dim, dtype=torch.float32)
+    for bits in (8, 4):
+        codes, scale = coded(8192, bits)
+        yield f"state: products, {bits} bits", products_launches(q, codes, scale, bits)[1][0].specialization
+        bounds = products_launches(q, codes, scale, bits, y=codes, y_scale=scale)
+        yield f"state: bounds, {bits} bits", bounds[1][0].specialization
+    tables, codes = (
+        empty(1, kv_heads, group, 4, 256, dtype=torch.float32),
+        empty(1, kv_heads, waiting, 4, dtype=torch.uint8),
+    )
+    yield "state: look-ups", look_up_launches(tables, codes)[1][0].specialization
+    score = empty(1, kv_heads, group, waiting, dtype=torch.float32)
+    yield "state: scores", scores_launches(score, one)[1][0].specialization
+    yield "state: choice of tokens", choose_launches(score, one, one)[1][0].specialization
+    cost, least = places(1, waiting), empty(kv_heads, group, dtype=torch.float32)
+    each = choose_launches(score, one, one, least, cost, each=True)
+    yield "state: choice of spans, each query's", each[1][0].specialization
+    (chosen, _, _), _ = choose_launches(score, one, one)
+    (into, scale), (host, host_scale) = coded(slots), coded(waiting)
+    held = (into, into, places(kv_heads, slots), places(kv_heads, slots))
+    of_tokens = unfold_launches(*held, chosen, host, host, one, one, 1, scale, scale, host_scale, host_scale)[1]
+    tables = {"bounds": places(1, waiting + 1), "order": places(kv_heads, waiting)}
+    of_spans = unfold_launches(*held, chosen, host, host, one, one, 0, scale, scale, host_scale, host_scale, **tables)[
+        1
+    ]
+    yield "state: places of tokens", of_tokens[0].specialization
+    yield "state: places of spans", of_spans[0].specialization
+    yield "state: copies in 8 bits", of_tokens[1].specialization
+    books, shift = empty(kv_heads, 4, 256, dim, dtype=torch.float32), empty(1, kv_heads, group, 1, dtype=torch.float32)
+    mean = empty(kv_heads, dim, dtype=torch.float32)
+    _, launches = coarse_launches(score, shift, chosen, one, codes, books, mean)
+    yield "state: weights by code", launches[0].specialization
+    yield "state: sums and books", launches[1].specialization
+
+
 Operation = Callable[[tuple[int, int, int]], Iterator[tuple[str, Specialization]]]
 
 OPERATIONS: tuple[Operation, ...] = (
@@ -164,6 +226,7 @@ OPERATIONS: tuple[Operation, ...] = (
     surprisal,
     rotary_append,
     drift_overlap,
+    state,
 )
 
 

@@ -91,13 +91,13 @@ def as_run(program: Program, kernels: str, device: torch.device, *, cuda_graphs:
     return program.evolve(decode=_undispatched(decode))
 
 
-def recorded_steps(device: torch.device) -> Callable[[GraphModule, frozenset[int]], RecordedStep]:
+def recorded_steps(kernels: str, device: torch.device) -> Callable[[GraphModule, frozenset[int]], RecordedStep]:
     """What makes of the graph of a step of one row on a CUDA device one CUDA graph; the second argument are its inputs that come anew
     with each step."""
     threads = OfThread(partial(CudaRecorder, device))
 
     def made(module: GraphModule, anew: frozenset[int]) -> RecordedStep:
-        return RecordedStep(_undispatched(module), anew, threads)
+        return RecordedStep(_launched(kernels, device, _undispatched(module)), anew, threads)
 
     return made
 
@@ -106,9 +106,10 @@ def as_step(
     kernels: str, dtype: torch.dtype, module: GraphModule, anew: frozenset[int] = frozenset()
 ) -> Callable[..., tuple[Tensor, ...]]:
     """The graph of a step on a CPU as it runs there: with a compiler one call, else node by node, where attention is called without
-    PyTorch's dispatcher."""
-    _undispatched(module)
-    return whole(module) if _fuses(kernels, dtype, torch.device("cpu")) else partial(_all_inputs, module)
+    PyTorch's dispatcher, as are Triton's kernels in its interpreter."""
+    here = torch.device("cpu")
+    _launched(kernels, here, _undispatched(module))
+    return whole(module) if _fuses(kernels, dtype, here) else partial(_all_inputs, module)
 
 
 def _all_inputs(module: GraphModule, *inputs: Tensor, behind: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
@@ -134,6 +135,15 @@ def _undispatched(module: GraphModule) -> GraphModule:
             node.target = mixed_attention
     module.recompile()
     return module
+
+
+def _launched(kernels: str, device: torch.device, module: GraphModule) -> GraphModule:
+    """`module`, where Triton answers with its kernels for a memory's tensors."""
+    if form_of(kernels, device)[0] != "triton":
+        return module
+    from semkv.kernels.state.triton.graph import in_triton
+
+    return in_triton(module, device)
 
 
 def _fuses(kernels: str, dtype: torch.dtype, device: torch.device) -> bool:

@@ -45,6 +45,15 @@ def test_a_mode_asks_no_switch_that_nothing_is_said_of(systems):
     assert "compresskv, paper, uniform" in seen - unseen
 
 
+@pytest.mark.parametrize("question", ["unseen", "seen"])
+def test_modes_may_be_measured_without_switches(systems, question):
+    made = systems.variants(question, asked=(0.1, 0.5), modes=True)
+    assert [(v.label, v.budget) for v in made] == [
+        ("full", None),
+        *((label, budget) for label in systems.MODES for budget in (0.1, 0.5)),
+    ]
+
+
 def test_every_paper_has_its_ablations_and_its_order(systems):
     assert set(systems.SAID) == set(systems.SWITCHED_LINES)
     for own in systems.SAID.values():

@@ -129,7 +129,9 @@ def on_device() -> Iterator[Callable[..., Any]]:
     with pytest.MonkeyPatch.context() as patch, ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         patch.setenv("TRITON_INTERPRET", "1")
         pool.submit(torch.use_deterministic_algorithms, True).result()
-        pool.submit(exec, (Path(__file__).parent / "interpreted_bfloat16.py").read_text(), {}).result()
+        here = Path(__file__).parent
+        pool.submit(exec, f"import sys; sys.path.insert(0, {str(here.parents[1])!r})", {}).result()
+        pool.submit(exec, (here / "interpreted_bfloat16.py").read_text(), {}).result()
         patch.undo()
         yield lambda function, *args, **kwargs: pool.submit(function, *args, **kwargs).result()
 

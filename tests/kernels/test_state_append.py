@@ -21,8 +21,11 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 NAN = float("nan")
 
 
-def appended(form: str, **arguments) -> None:
-    """Append by a form, in place; the form in C++ is one, not the reference in its place."""
+def appended(form, **arguments) -> None:
+    """Append by a form, in place; the form in C++ is one, not the reference in its place. form: its name, or what does it."""
+    if callable(form):
+        form(**arguments)
+        return
     if form == "reference":
         REFERENCES["append_"](**arguments)
         return

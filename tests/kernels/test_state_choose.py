@@ -22,8 +22,10 @@ NONE = float("-inf")
 ALL = torch.iinfo(torch.int64).max
 
 
-def chosen_by(form: str, arguments) -> tuple[torch.Tensor, torch.Tensor]:
-    """The results of `choose_each`, of which `choose` has the first."""
+def chosen_by(form, arguments) -> tuple[torch.Tensor, torch.Tensor]:
+    """The results of `choose_each`, of which `choose` has the first, by a form: its name, or what gives them."""
+    if callable(form):
+        return form(**arguments)
     if form == "reference":
         found, each = REFERENCES["choose_each"](**arguments)
         alone = REFERENCES["choose"](**arguments)

@@ -30,7 +30,10 @@ OPTIONAL = ("k_scale", "v_scale", "host_k_scale", "host_v_scale", "bounds", "ord
 KINDS = ["float32", "float16", "bfloat16", "codes", "codes to float32", "codes to float16", "codes to bfloat16"]
 
 
-def unfolded(form: str, arguments) -> torch.Tensor:
+def unfolded(form, arguments) -> torch.Tensor:
+    """Unfold by a form, in place: its name, or what does it."""
+    if callable(form):
+        return form(**arguments)
     if form == "reference":
         return REFERENCES["unfold_"](**arguments)
     asked = dict.fromkeys(OPTIONAL) | arguments

@@ -31,6 +31,8 @@ TRACING = RLock()
 """Held while graphs are looked up and made: what traces patches functions of the process."""
 ANEW = ("input_ids", "positions", "numbers", "turned")
 """Inputs that come anew with each step; all others are state."""
+SITE = "semkv_site"
+"""In a node's `meta`: the site whose turn it is of."""
 Prepare = Callable[[GraphModule, frozenset[int]], Callable[..., tuple[Tensor, ...]]]
 TERMS = ("sinks", "bias_slopes", "bias_table")
 """Arguments of `semkv::mixed_attention` that have one row per query head."""
@@ -276,6 +278,7 @@ class StepGraphs:
                 copies[node] = graph.get_attr(target)
             elif node.op != "placeholder":
                 copies[node] = graph.node_copy(node, copies.__getitem__)
+                copies[node].meta[SITE] = site.index
         raise AssertionError("a trace without an output")
 
     def trace(self, turn: Turn, terms: dict[str, Tensor], passed: dict[str, Tensor]) -> GraphModule:
