@@ -205,3 +205,30 @@ def test_tensors_may_be_parts_of_larger_ones(in_triton):
     test_state_unfold.test_tensors_may_be_parts_of_larger_ones(form)
     test_state_unfold.test_what_stays_stays_where_it_is(form)
     test_state_unfold.test_where_there_are_too_few_slots_the_last_tokens_are_left_out(form)
+
+
+# -- what there is no kernel for ---------------------------------------------------------------------------------------
+
+
+def test_what_there_is_no_kernel_for_is_computed_by_pytorch():
+    """Numbers of other kinds, and gaps between the last ones: no launch, the same results."""
+    from semkv.ir import state_ops
+    from semkv.kernels.state.triton import FORMS
+    from semkv.kernels.state.triton.graph import counted_choice, counted_choices, products_of
+
+    drawn = test_state_scores.drawn
+    q, x, y = drawn(2, 3, 4, 10), drawn(2, 3, 20, 10, seed=1), drawn(2, 3, 20, 10, seed=2)
+    wide = products_of(q.double(), x, None, 16, 2.0, y, None)
+    torch.testing.assert_close(wide, 2 * (q.clamp(min=0) @ x.mT + q.clamp(max=0) @ y.mT))
+    apart = drawn(2, 3, 4, 10)[..., ::2], drawn(2, 3, 20, 10, seed=1)[..., ::2]
+    assert torch.equal(products_of(*apart, None, 16, 1.0), apart[0] @ apart[1].mT)
+    assert torch.equal(FORMS[state_ops.products](*apart), apart[0] @ apart[1].mT)
+    given = [drawn(2, 3, 4, 50)[..., ::2], torch.tensor([25, 11]), torch.tensor([5, 20])]
+    expected, own = REFERENCES["choose_each"](*given)
+    assert all(map(torch.equal, counted_choices(*given), (expected, own, own.sum(-1))))
+    chosen, none, read = counted_choice(*given)
+    assert none is None
+    assert torch.equal(chosen, expected)
+    assert torch.equal(read, expected.sum(-1))
+    logits = given[0].double()
+    assert all(map(torch.equal, FORMS[state_ops.scores](logits, given[1]), REFERENCES["scores"](logits, given[1])))

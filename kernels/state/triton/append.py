@@ -9,7 +9,7 @@ from torch import Tensor
 from semkv.kernels.calls import UnsupportedCall
 from semkv.kernels.generation import Launch, padded
 from semkv.kernels.state.numbers import FLOATS
-from semkv.kernels.state.triton.arguments import demand, strides
+from semkv.kernels.state.triton.arguments import demand, demand_counts, strides
 
 ROUND = tl.constexpr(12582912.0)
 """1.5 * 2^23: what is added and taken away again rounds numbers below 2^22 to whole ones, halves to even ones."""
@@ -128,7 +128,7 @@ def append_launches(
         bits.append(0 if scale is None else 8 if held == dim else 4)
         if bits[-1] == 4 and held != -(-dim // 2):
             raise UnsupportedCall(f"{name} has {held} bytes of {dim} numbers; expected codes of 4 or 8 bits")
-    demand("new_positions", new_positions, None)
+    demand_counts(new_positions=new_positions, at=at)
     rows, heads, tokens, dim = new_k.shape
     window, value_dim = k.shape[2], new_v.shape[-1]
     if not rows * heads * tokens * window:

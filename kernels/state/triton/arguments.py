@@ -25,4 +25,10 @@ def demand(name: str, x: Tensor, dtypes: Sequence[torch.dtype] | None) -> None:
         )
 
 
-__all__ = ["demand", "strides"]
+def demand_counts(**counts: Tensor) -> None:
+    """Whole numbers int64 [B], one after the other. Raises `UnsupportedCall`."""
+    for name, x in counts.items():
+        demand(name, x, (torch.int64,))
+
+
+__all__ = ["demand", "demand_counts", "strides"]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from semkv.kernels.calls import UnsupportedCall
 from semkv.kernels.generation import Launch
-from semkv.kernels.state.triton.arguments import demand, strides
+from semkv.kernels.state.triton.arguments import demand, demand_counts, strides
 
 NONE = tl.constexpr(float("-inf"))
 HIGHEST = tl.constexpr(1 << 31)
@@ -154,6 +154,7 @@ def choose_launches(
     """chosen and own of `semkv::choose_each` (own None where not `each`), and how many units each KV head reads, int64 [B, H], or where
     `each` each row, [B, H, R]."""
     demand("score", score, (torch.float32,))
+    demand_counts(count=count, room=room)
     batch, heads, queries, units = score.shape
     if threshold is not None and (threshold.dtype != torch.float32 or not threshold.is_contiguous()):
         raise UnsupportedCall(f"threshold {threshold.dtype} {threshold.stride()}; expected float32 without gaps")

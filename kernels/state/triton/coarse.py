@@ -15,7 +15,7 @@ from semkv.kernels.calls import UnsupportedCall
 from semkv.kernels.elementwise import tanh
 from semkv.kernels.generation import Launch, padded
 from semkv.kernels.state.numbers import CODES
-from semkv.kernels.state.triton.arguments import demand, strides
+from semkv.kernels.state.triton.arguments import demand, demand_counts, strides
 
 NONE = tl.constexpr(float("-inf"))
 MAX_ROWS = 16
@@ -176,6 +176,7 @@ def coarse_launches(
     """`semkv::coarse_attention`."""
     demand("score", score, (torch.float32,))
     demand("codes", codes, CODES)
+    demand_counts(count=count)
     batch, heads, queries, units = score.shape
     stages, dim = books.shape[1], books.shape[-1]
     taken = chosen if own is None else own

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from semkv.kernels.calls import UnsupportedCall
 from semkv.kernels.generation import Launch
+from semkv.kernels.state.triton.arguments import demand_counts
 
 NONE = tl.constexpr(float("-inf"))
 BLOCK, WARPS = 4096, 8
@@ -45,7 +46,8 @@ def log_softmax_rows(p_logits, p_count, p_out, p_total, rows, units, BLOCK: tl.c
 
 def scores_launches(logits: Tensor, count: Tensor) -> tuple[tuple[Tensor, Tensor], list[Launch]]:
     """`semkv::scores`."""
-    if logits.dtype != torch.float32 or not logits.is_contiguous() or count.dtype != torch.int64:
+    demand_counts(count=count)
+    if logits.dtype != torch.float32 or not logits.is_contiguous():
         raise UnsupportedCall(f"logits {logits.dtype} {logits.stride()}; expected float32 without gaps")
     batch, heads, queries, units = logits.shape
     out, total = torch.empty_like(logits), logits.new_empty((batch, heads, queries, 1))

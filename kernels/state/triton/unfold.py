@@ -15,7 +15,7 @@ from semkv.ir.state_ops import EMPTY
 from semkv.kernels.calls import UnsupportedCall
 from semkv.kernels.generation import Launch, padded
 from semkv.kernels.state.numbers import FLOATS
-from semkv.kernels.state.triton.arguments import demand, strides
+from semkv.kernels.state.triton.arguments import demand, demand_counts, strides
 
 BLOCK, WARPS = 2048, 8
 """Tokens, units or slots at a time of the first launch."""
@@ -334,6 +334,7 @@ def unfold_launches(
         )
     if not chosen.is_contiguous() or (bounds is not None and order is not None and order.shape[2] != waiting):
         raise UnsupportedCall("chosen has gaps, or an order is not of all tokens that wait; expected neither")
+    demand_counts(start=start, shift=shift)
     for name, x in (("slots", slots), ("positions", positions), ("bounds", bounds), ("order", order), ("where", where)):
         if x is not None:
             demand(name, x, (torch.int32,))
