@@ -455,7 +455,8 @@ def shown(found: Mapping[str, Any], name: str) -> str:
     if found[name] is None:
         return "-"
     change = Interval.model_validate(found[name])
-    return f"{points(change)}: {verdict(change, *WAYS[found['way']])}"
+    alike = change.low == change.high == 0  # no question tells the two apart, as where neither finds anything
+    return f"{points(change)}: {'open' if alike else verdict(change, *WAYS[found['way']])}"
 
 
 def said_table(found: Sequence[Mapping[str, Any]]) -> str:
@@ -552,7 +553,7 @@ def write_page(name: str, title: str) -> Path:
         "## Answers and gain",
         *paragraphs,
         "*seen*: the interval lies on the side that the paper names (for *equal*: within 5 points); *not seen*: it lies beyond; *open*: "
-        "it holds both. Switches act on one profile, where papers train each variant anew.",
+        "it holds both, or no question tells the two apart. Switches act on one profile, where papers train each variant anew.",
         "## Provenance",
         provenance_of(reports[part(budgets[-1], "text")], *reports.values()),
     )

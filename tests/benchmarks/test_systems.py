@@ -75,6 +75,8 @@ def test_a_change_says_what_it_is_and_whether_the_paper_is_right(systems):
     table = systems.said_table([found, found | {"answers": None, "gain": None}])
     assert "| `a` | `b` | 10 % | less | lower | -20.0 (-30 to -10): seen | -20.0 (-30 to +10): open |" in table
     assert table.count("`a`") == 1
+    same = found | {"way": "equal", "answers": lower | {"value": 0.0, "low": 0.0, "high": 0.0}}
+    assert "equal | +0.0 (+0 to +0): open |" in systems.said_table([same])
     assert systems.said_table([]) == "Not measured yet, or refused at the budgets above."
 
 
