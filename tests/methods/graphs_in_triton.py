@@ -1,6 +1,6 @@
 """Run in a process of its own, with TRITON_INTERPRET=1: decode steps as one graph with Triton's kernels beside PyTorch's.
 
-    python graphs_in_triton.py STEPS '{"CASE": [METHOD, BUDGET, OPTIONS], ...}'
+    python graphs_in_triton.py STEPS DTYPE '{"CASE": [METHOD, BUDGET, OPTIONS], ...}'
 
 Prints JSON, by case: the logits' largest difference and size, whether all tokens are the same, and what the turn of each layer launches.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from semkv.kernels import generation
 from semkv.runtime.decode.step_graph import SITE
 
 PROMPT = 330
+BFLOAT16 = Path(__file__).parents[1] / "kernels/interpreted_bfloat16.py"
 VIEWS = {
     "view",
     "_unsafe_view",
@@ -111,13 +113,13 @@ def turns_of(compiled: semkv.CompiledModel, state: semkv.State, ids: Tensor, cou
     return found
 
 
-def main(steps: str, cases: str) -> None:
+def main(steps: str, dtype: str, cases: str) -> None:
     told, counted = {}, Counted()
     watched(counted)
-    settings = {"floor": 0, "kv_dtype": "float16", "extend_chunk": 1}
-    base = semkv.compile(
-        bundled.load()[0], bundled.profile(), method="full", config=semkv.CompileConfig(floor=0, cache=True)
-    )
+    exec(BFLOAT16.read_text(), {})
+    settings = {"floor": 0, "kv_dtype": "float16" if dtype == "float32" else dtype, "extend_chunk": 1}
+    model = bundled.load()[0].to(getattr(torch, dtype))
+    base = semkv.compile(model, bundled.profile(), method="full", config=semkv.CompileConfig(floor=0, cache=True))
     ids = torch.randint(3, 600, (1, PROMPT), generator=torch.Generator().manual_seed(1))
     turn = torch.randint(3, 600, (1, int(steps)), generator=torch.Generator().manual_seed(2))
     for case, (method, budget, options) in json.loads(cases).items():

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.conftest import quick_ones
 from tests.methods.test_step_graphs import CASES
@@ -109,9 +110,19 @@ def test_steps_of_every_kind_of_method_are_those_of_pytorch(artifact, method, bu
 @pytest.mark.parametrize("case", quick_ones([*LAUNCHES, "heterocache"], QUICK))
 def test_a_graph_of_triton_s_kernels_answers_like_one_of_pytorch_s(case):
     """Over three steps; and the turn of a layer launches no more than it says here."""
-    found = interpreted("graphs_in_triton.py", "3", json.dumps({case: CASES[case]}))[case]
+    found = interpreted("graphs_in_triton.py", "3", "float32", json.dumps({case: CASES[case]}))[case]
     assert found["same"]
     assert 0 < found["difference"] < APART * found["size"]
     parts = found["launches"].count("append_tokens")
     assert len(found["launches"]) == parts * LAUNCHES.get(case, EIGHT)
     assert (parts > 1) == (case == "heterocache")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["quest, small", "sekv", "sketch"])
+def test_graphs_in_half_precision(case):
+    """Queries are converted to float32 where they are read; what is multiplied with a codebook is converted before."""
+    found = interpreted("graphs_in_triton.py", "3", "bfloat16", json.dumps({case: CASES[case]}))[case]
+    assert found["same"]
+    assert 0 < found["difference"] < 2 * torch.finfo(torch.bfloat16).eps * found["size"]
+    assert len(found["launches"]) == LAUNCHES[case] + (case == "sketch")
