@@ -2,7 +2,7 @@
 
 A radix search, as in `semkv.kernels.selection.template`: scores become whole numbers in the same order, costs are added up by digit, the
 highest digit first, and the digit at which the room runs out is the next of the score sought. What is better is chosen, and of its equals
-the first ones that fit. A program goes through its head's units seven times (eleven where they have costs), which stay in the second cache.
+the first ones that fit. A program goes through its head's units six times (ten where they have costs), which stay in the second cache.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ def in_triton(module: GraphModule, device: torch.device) -> GraphModule:
     for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
         _join_sum(graph, node)
     for node in graph.find_nodes(op="call_function", target=state_ops.choose):
-        counted = _put(graph, node, counted_choice, node.args)
+        counted = _put(graph, node, counted_choice, node.args, node.kwargs)
         _take(graph, counted, 0, list(counted.users))
     for node in graph.find_nodes(op="call_function", target=state_ops.choose_each):
         node.target = counted_choices
@@ -86,25 +87,25 @@ def product_of(x: Tensor, y: Tensor, alpha: float, added: Tensor | None = None) 
     return torch.baddbmm(added.view(x.shape[0], x.shape[1], y.shape[2]), x, y, alpha=alpha).view(added.shape)
 
 
-def _choose_reference(*given: Any, each: bool = False) -> tuple[Tensor, Tensor | None, Tensor]:
+def _choose_reference(*given: Any, each: bool = False, **named: Any) -> tuple[Tensor, Tensor | None, Tensor]:
     if each:
-        chosen, own = choose_each_reference(*given)
+        chosen, own = choose_each_reference(*given, **named)
         return chosen, own, own.sum(-1)
-    chosen = choose_reference(*given)
+    chosen = choose_reference(*given, **named)
     return chosen, None, chosen.sum(-1)
 
 
 _products, _choose = launched(products_launches, _products_reference), launched(choose_launches, _choose_reference)
 
 
-def counted_choice(*given: Any) -> tuple[Tensor, None, Tensor]:
+def counted_choice(*given: Any, **named: Any) -> tuple[Tensor, None, Tensor]:
     """`semkv::choose`, nothing, and how many units each KV head reads, int64 [B, H]."""
-    return _choose(*given)
+    return _choose(*given, **named)
 
 
-def counted_choices(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
+def counted_choices(*given: Any, **named: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Both of `semkv::choose_each`, and how many units each row of queries reads, int64 [B, H, R]."""
-    return _choose(*given, each=True)
+    return _choose(*given, **named, each=True)
 
 
 # -- what they take over -----------------------------------------------------------------------------------------------
@@ -204,10 +205,10 @@ def _given(product: Node) -> tuple[Any, Any, Any, Any]:
     return given["q"], given["x"], given.get("scale"), given.get("bits", 16)
 
 
-def _put(graph: Graph, node: Node, target: Any, args: tuple[Any, ...]) -> Node:
+def _put(graph: Graph, node: Node, target: Any, args: tuple[Any, ...], named: Mapping[str, Any] | None = None) -> Node:
     """Another call in the place of `node`."""
     with graph.inserting_before(node):
-        made = graph.call_function(target, args)
+        made = graph.call_function(target, args, dict(named or {}))
     made.meta = dict(node.meta)
     node.replace_all_uses_with(made)
     graph.erase_node(node)
