@@ -67,6 +67,8 @@ CODES = ("sketch", "mixed")
 """Methods that read the profile's sketch: rows of the others stay when that is learned again."""
 BOTH = ("full", "streaming_llm")
 """What recovered gain is measured between."""
+BOOKS = {"schema_version", "fingerprint", "model", "measured", "provenance", "tensors", "tensors_digest"}
+"""Of a profile, all but its sections."""
 CEILING = Variant(method="sketch", budget=0.05, options={"oracle": True, "exact_form": "int8"}, label="ceiling")
 """The choice of `sketch` made by true attention, its index not charged; in 8 bits, as tokens that are well chosen need not be many."""
 EIGHT_BITS = Variant(method="sketch", budget=0.03, options={"exact_form": "int8"}, label="sketch, 8 bits")
@@ -225,6 +227,9 @@ class Table:
         notes = [
             f"texts: {texts or 'the half of the manual and library of Python that benchmarks/quality/real.py judges on'}"
         ]
+        if self.loaded.profile is not None:
+            held = self.loaded.profile.info.model_dump(exclude=BOOKS, exclude_none=True)
+            notes.append(f"profile: {', '.join(name.replace('_', ' ') for name, section in held.items() if section)}")
         changes = {"cells": cells, "summaries": [], "commits": sorted(self.commits), "notes": notes}
         report = self.report.model_copy(update=changes)
         write_results(f"real_{self.asked.model}", report)
