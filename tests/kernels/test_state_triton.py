@@ -60,8 +60,9 @@ def test_numbers_are_rounded_as_pytorch_rounds(in_triton, dtype, new):
     )
 
 
-@pytest.mark.parametrize("new", quick_ones(DTYPES, DTYPES[:1]))
-@pytest.mark.parametrize("bits", quick_ones([8, 4], [4]))
+@pytest.mark.slow
+@pytest.mark.parametrize("new", DTYPES)
+@pytest.mark.parametrize("bits", [8, 4])
 def test_codes_are_those_of_the_runtime(in_triton, bits, new):
     def form(**asked):
         return in_triton("append_", **asked)
@@ -129,19 +130,19 @@ def test_coarse_attention(in_triton, sizes, own, softcap):
     test_state_scores.test_coarse_attention(sizes, NAN, own, softcap, in_triton)
 
 
-@pytest.mark.parametrize("own", quick_ones([False, True], [False]))
+@pytest.mark.parametrize("own", [False, True])
 def test_coarse_attention_over_several_splits(in_triton, own):
     """As exact as the reference in float32, and the same bits each time."""
-    given = test_state_scores.coarse(1, 2, 3, 4500, stages=2, dim=70, own=own)
+    given = test_state_scores.coarse(1, 2, 3, 300, stages=2, dim=70, own=own)
     wide = {key: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for key, x in given.items()}
     exact, plain = (REFERENCES["coarse_attention"](**asked) for asked in (wide, given))
-    found = in_triton("coarse_attention", **given)
+    found = in_triton("coarse_attention", **given, most=64)
     for got, near, true in zip(found, plain, exact):
         some = true.isfinite()
         assert torch.equal(got.isfinite(), some)
         error = [(x.double() - true)[some].square().mean().sqrt() for x in (got, near)]
         assert error[0] <= 2 * error[1]
-    assert all(map(torch.equal, found, in_triton("coarse_attention", **given)))
+    assert all(map(torch.equal, found, in_triton("coarse_attention", **given, most=64)))
 
 
 # -- choices -----------------------------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ LAUNCHES = {
 """Of the turn of a layer, at most: of one part, where a layer has several."""
 EIGHT = 8
 """Launches of each part of a layer of `heterocache`."""
-QUICK = ("quest, small", "sketch")
+QUICK = ("sketch",)
 LAYERS = 2
 APART = 3e-4
 """Of logits: a key that lies between two halves is rounded to another one, where what is read differs by its own rounding."""

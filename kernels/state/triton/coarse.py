@@ -172,8 +172,10 @@ def coarse_launches(
     mean: Tensor,
     softcap: float = 0.0,
     own: Tensor | None = None,
+    *,
+    most: int = SPLIT,
 ) -> tuple[tuple[Tensor, Tensor], list[Launch]]:
-    """`semkv::coarse_attention`."""
+    """`semkv::coarse_attention`; `most` units a program of the first launch."""
     demand("score", score, (torch.float32,))
     demand("codes", codes, CODES)
     demand_counts(count=count)
@@ -187,7 +189,7 @@ def coarse_launches(
     if not total.numel():
         return (value, total), []
     tile = min(ROWS, triton.next_power_of_2(queries))
-    split = min(SPLIT, max(BLOCK, triton.next_power_of_2(units)))
+    split = min(most, max(BLOCK, triton.next_power_of_2(units)))
     splits = max(1, -(-units // split))
     parts = (splits, batch * heads)
     sums = score.new_empty((*parts, stages, queries, VECTORS))
