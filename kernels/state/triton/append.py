@@ -147,14 +147,14 @@ def append_launches(
     arguments |= {"p_at": at, "heads": heads, "window": window}
     for name, (x, count) in given.items():
         arguments |= strides(name, x, count)
-    held = [-(-size * width // 8) if width else size for size, width in zip((dim, value_dim), bits)]
+    sizes = [-(-size * width // 8) if width else size for size, width in zip((dim, value_dim), bits)]
     constants = {
         "DIM": dim,
         "VALUE_DIM": value_dim,
         "K_BITS": bits[0],
         "V_BITS": bits[1],
-        "BLOCK": padded(held[0]),
-        "VALUE_BLOCK": padded(held[1]),
+        "BLOCK": padded(sizes[0]),
+        "VALUE_BLOCK": padded(sizes[1]),
     }
     return None, [Launch(append_tokens, (rows * heads, tokens), arguments, constants, 1, 1)]
 

@@ -113,7 +113,7 @@ def counted_choices(*given: Any, **named: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 def _join_sides(graph: Graph, node: Node) -> None:
     """The sum of products of the same numbers, above 0 and below, is one call."""
-    products = node.args
+    products = _args(node)
     if len(node.args) != 2 or node.kwargs or not all(_is(x, state_ops.products) for x in products):
         return
     queries = [x.args[0] for x in products]
@@ -127,7 +127,7 @@ def _join_sides(graph: Graph, node: Node) -> None:
 
 def _join_scale(graph: Graph, node: Node) -> None:
     """A number that the queries of a product are multiplied by, and their conversion to float32."""
-    q, x, scale, bits, alpha, *sides = node.args
+    q, x, scale, bits, alpha, *sides = _args(node)
     if _is(q, aten.mul.Tensor) and isinstance(q.args[1], (int, float)):
         q, alpha = q.args[0], alpha * q.args[1]
     if _is(q, aten.view.default) and _is(q.args[0], aten._to_copy.default):
@@ -140,7 +140,7 @@ def _join_scale(graph: Graph, node: Node) -> None:
 
 def _join_factor(graph: Graph, node: Node) -> None:
     """A number that the first of two matrices is multiplied by."""
-    views, x = [], node.args[0]
+    views, (x, other) = list[Any](), _args(node)
     while _is(x, aten.view.default) or _is(x, aten.expand.default):
         views.append(x)
         x = x.args[0]
@@ -150,14 +150,14 @@ def _join_factor(graph: Graph, node: Node) -> None:
         first = x.args[0]
         for view in reversed(views):
             first = graph.call_function(view.target, (first, *view.args[1:]))
-    _put(graph, node, product_of, (first, node.args[1], x.args[1]))
+    _put(graph, node, product_of, (first, other, x.args[1]))
 
 
 def _join_sum(graph: Graph, node: Node) -> None:
     """What is added to a product of matrices, of its size."""
     if len(node.args) != 2 or node.kwargs or not _is(node.args[1], aten._unsafe_view.default):
         return
-    added, view = node.args
+    added, view = _args(node)
     sizes = [x.meta["val"].shape for x in (added, view) if isinstance(x, Node) and "val" in x.meta]
     if _is(view.args[0], product_of) and len(sizes) == 2 and sizes[0] == sizes[1]:
         _put(graph, node, product_of, (*view.args[0].args, added))
@@ -165,7 +165,7 @@ def _join_sum(graph: Graph, node: Node) -> None:
 
 def _join_count(graph: Graph, node: Node) -> None:
     """How many units are read is one more result of their choice."""
-    read, axes = node.args[0], node.args[1]
+    read, axes, *_ = _args(node)
     if list(axes) != [-1] or node.kwargs or not _is(read, operator.getitem):
         return
     choice, place = read.args
@@ -181,9 +181,9 @@ def _make_once(module: GraphModule, node: Node, device: torch.device) -> None:
     if not isinstance(val, Tensor) or not all(isinstance(size, int) for size in val.shape):
         return
     if node.target in (aten.new_zeros.default, aten.zeros_like.default):
-        value = 0
+        value: Any = 0
     elif node.target == aten.scalar_tensor.default:
-        value = node.args[0]
+        (value,) = _args(node)
     else:
         return
     name = f"once_{node.name}"
@@ -195,13 +195,17 @@ def _make_once(module: GraphModule, node: Node, device: torch.device) -> None:
 # -- nodes -------------------------------------------------------------------------------------------------------------
 
 
+def _args(node: Node) -> tuple[Any, ...]:
+    return node.args
+
+
 def _is(x: Any, target: Any) -> bool:
     return isinstance(x, Node) and x.op == "call_function" and x.target == target
 
 
 def _given(product: Node) -> tuple[Any, Any, Any, Any]:
     """q, x, scale and bits of a product."""
-    given = dict(zip(("q", "x", "scale", "bits"), product.args)) | product.kwargs
+    given = dict(zip(("q", "x", "scale", "bits"), _args(product))) | product.kwargs
     return given["q"], given["x"], given.get("scale"), given.get("bits", 16)
 
 
