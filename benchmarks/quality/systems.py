@@ -427,8 +427,13 @@ def part(budget: float, name: str) -> str:
 
 
 def lean(report: Report) -> Report:
-    """A report without what the page does not read: counts by head and depth, and changes against every other variant."""
-    cells = [cell.model_copy(update={"zoom": None, "mass": None, "depths": []}) for cell in report.cells]
+    """A report without what the page does not read: counts by head and depth, changes against every other variant, and what follows from
+    a variant's name, its options and the commit."""
+    gone = {"zoom": None, "mass": None, "depths": [], "ratio": None}
+    cells = [
+        cell.model_copy(update=gone | {"cell": cell.cell.model_copy(update={"parameters": {}, "task": {}})})
+        for cell in report.cells
+    ]
     summaries = [summary.model_copy(update={"ahead": {}}) for summary in report.summaries]
     return report.model_copy(update={"cells": cells, "summaries": summaries})
 
