@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 import pytest
 
 from semkv.evaluation import Report
 from semkv.evaluation.schema import CellResult, Interval, Recovered
 from semkv.evaluation.settings import Cell, Variant
+from semkv.profiles.schema import Profile
+
+PROFILE = Path(__file__).parents[2] / "profiles/smollm2_135m"
 
 
 @pytest.fixture
@@ -124,22 +128,26 @@ def test_what_was_published_is_not_measured_again(scripts):
         assert sorted(one.accuracy.value for one in table.cells.values()) == [0.5, 0.6]
 
 
-def test_without_a_profile_what_was_published_with_one_stays(scripts, monkeypatch, tmp_path):
+def test_without_a_profile_what_was_published_with_one_stays(scripts, monkeypatch):
     module, _ = scripts
     ours, before = (cell(name, 0.05, "niah_single_1", 0.5) for name in ("quest", "sekv"))
     before = before.model_copy(update={"cell": before.cell.model_copy(update={"subject": "another profile"})})
     ours = ours.model_copy(update={"cell": ours.cell.model_copy(update={"subject": "now"})})
     written: list[Report] = []
     monkeypatch.setattr(module, "write_results", lambda name, report: written.append(report))
-    for profile, kept in ((None, ["quest", "sekv"]), (tmp_path, ["quest"])):
+    for profile, kept in ((None, ["quest", "sekv"]), (PROFILE, ["quest"])):
         table = module.Table.__new__(module.Table)
         table.asked = argparse.Namespace(model="gemma3", texts=None, profile=profile)
+        table.loaded = argparse.Namespace(profile=None if profile is None else Profile.load(PROFILE))
         table.cells, table.commits = {}, set()
         table._identities = dict.fromkeys(("plain", "profile", "codes"), "now")
         table.report = Report.model_construct(cells=[], summaries=[], commits=[], notes=[])
         table.take([ours, before])
         table.publish()
-        assert sorted(c.cell.variant.label for c in written.pop().cells) == kept
+        report = written.pop()
+        assert sorted(c.cell.variant.label for c in report.cells) == kept
+        assert [note for note in report.notes if "sketch" in note] == report.notes[1:], "the profile's sections"
+        assert len(report.notes) == (1 if profile is None else 2)
 
 
 def test_methods_that_read_a_profile_are_refused_without_one(scripts, monkeypatch, capsys):
