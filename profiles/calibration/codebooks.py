@@ -12,15 +12,23 @@ FLOOR = 1e-5
 SMALLEST = 1e-4
 """Of the widest channel of a head: narrower ones count as so wide."""
 LEVELS = 127
-"""A vector's numbers are stored as whole multiples, up to so many, of its scale."""
+"""A book's numbers are stored as whole multiples, up to so many, of its scale."""
 
 
-def root_of(moment: Tensor, rank: int) -> Tensor:
-    """Square roots float32 [H, D, rank] of second moments [H, D, D] along their largest directions; of zeros, columns of the identity."""
-    values, vectors = torch.linalg.eigh(moment.double())
+def space_of(queries: Tensor, keys: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """The space in which keys are compared: float32 [H, D, rank] into it and [H, rank, D] back, from second moments [H, D, D] of queries
+    and of keys about their mean.
+
+    Where root root^T is the queries' moment, the distance of two keys times `root` is the mean square by which their products with
+    queries differ. Of that space the `rank` directions are kept along which keys are longest there: no others lose less of the products
+    (Eckart & Young, 1936). Of queries that are all zero, the keys' own directions.
+    """
+    values, vectors = torch.linalg.eigh(queries.double())
     largest = values.amax(-1, keepdim=True)
-    values = torch.where(largest > 0, values.clamp(min=FLOOR * largest), 1.0)
-    return (vectors * values.sqrt()[..., None, :])[..., -rank:].float()
+    lengths = torch.where(largest > 0, values.clamp(min=FLOOR * largest), 1.0).sqrt()
+    root, inverse = vectors * lengths[..., None, :], (vectors / lengths[..., None, :]).mT
+    axes = torch.linalg.eigh(root.mT @ keys.double() @ root).eigenvectors[..., -rank:]
+    return (root @ axes).float(), (axes.mT @ inverse).float()
 
 
 def balance_of(moment: Tensor, variance: Tensor) -> Tensor:
@@ -38,14 +46,14 @@ def balance_of(moment: Tensor, variance: Tensor) -> Tensor:
 
 
 def learn(x: Tensor, stages: int, rounds: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Books of float32 x [H, n, D] as the profile stores them: uint8 [H, stages, VECTORS, D] and scales float16 [H, stages, VECTORS].
+    """Books of float32 x [H, n, D] as the profile stores them: uint8 [H, stages, VECTORS, D] and scales float16 [H, stages, 1].
 
     Each stage learns of what the stored vectors of those before it leave.
     """
     books, scales = [], []
     for _ in range(stages):
         book = centroids(x, rounds, generator)
-        scale = (book.abs().amax(-1) / LEVELS).clamp(min=1e-7).half()
+        scale = (book.abs().amax((-2, -1)) / LEVELS).clamp(min=1e-7).half()[:, None]
         code = (book / scale.float()[..., None]).round().clamp(-LEVELS, LEVELS)
         book = code * scale.float()[..., None]
         x = x - torch.take_along_dim(book, nearest(x, book)[..., None], 1)
@@ -71,4 +79,4 @@ def centroids(x: Tensor, rounds: int, generator: torch.Generator) -> Tensor:
     return book
 
 
-__all__ = ["balance_of", "centroids", "learn", "root_of"]
+__all__ = ["balance_of", "centroids", "learn", "space_of"]

@@ -170,10 +170,13 @@ def _codebooks(job: Job, program: Program, clock: Clock) -> tuple[float, int]:
     sites = [site for site in program.sites if site.treatment == "method"]
     count, heads = settings.sketch_vectors, sum(site.kv_heads for site in sites)
     generator = torch.Generator(device="cpu").manual_seed(0)
-    x = torch.randn(1, count, sites[0].key_dim // 2, generator=generator, dtype=torch.float32, device="cpu")
+    dim = max(site.key_dim for site in sites)
+    directions = settings.directions(dim)
+    x = torch.randn(1, count, directions, generator=generator, dtype=torch.float32, device="cpu")
     once = _timed(clock, lambda: centroids(x, 1, generator), 2)
     held = sum(site.kv_heads * (site.key_dim + site.value_dim) for site in sites) * 2 * count
-    books = settings.sketch_stages + 2 * settings.sketch_value_stages  # those of values have twice the dimensions
+    wider = max(site.value_dim for site in sites) / directions
+    books = settings.key_bytes(dim) + wider * settings.sketch_value_stages
     return once * heads * books * (settings.sketch_rounds + 1), held
 
 

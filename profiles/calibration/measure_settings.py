@@ -32,11 +32,11 @@ class MeasureSettings(Settings):
     keep: tokens that layer errors keep of a context. observation: those of them that are its last, and choose the rest.
     selectors: query heads per layer that choose, those with the best semantic scores; all where there are no scores.
     epsilon: of Eq. 8.
-    sketch_stages, sketch_value_stages: codebooks per KV head for keys and for values, and bytes of their codes. sketch_vectors: keys
-        that a head's codebooks are learned from, over all samples. sketch_rounds: of k-means per codebook. sketch_rank: directions of
-        the queries in which keys are compared; 0: half of the head's dimensions. sketch_share: tokens that
-        a code has to find, over the context's. sketch_records: contexts of identifiers, numbers and addresses (`records`) that codebooks
-        are learned from beside the text.
+    sketch_stages, sketch_value_stages: codebooks per KV head for keys and for values, and bytes of their codes; 0 for keys: one for each
+        16 of a head's dimensions, 4 to 16. sketch_vectors: keys that a head's codebooks are learned from, over all samples.
+        sketch_rounds: of k-means per codebook. sketch_rank: directions in which keys are compared; 0: half of the head's dimensions, at
+        most 64. sketch_share: tokens that a code has to find, over the context's. sketch_records: contexts of identifiers, numbers and
+        addresses (`records`) that codebooks are learned from beside the text.
     device_memory: bytes of the device that thresholds are for; None: of the CUDA device that the model is on, else 24 GB.
     memory_rows, memory_budget: R sequences and B selected tokens per KV head and layer that they are for (SpeContext: 2048).
     head_input: what SpeContext's retrieval head reads: embeddings and the `features` of the token before, as EAGLE-3 does, or the
@@ -67,7 +67,7 @@ class MeasureSettings(Settings):
     observation: int = Field(default=8, ge=1)
     selectors: int = Field(default=4, ge=1)
     epsilon: float = Field(default=1e-6, gt=0)
-    sketch_stages: int = Field(default=4, ge=1, le=16)
+    sketch_stages: int = Field(default=0, ge=0, le=16)
     sketch_value_stages: int = Field(default=1, ge=1, le=16)
     sketch_vectors: int = Field(default=16384, ge=256)
     sketch_rounds: int = Field(default=12, ge=1)
@@ -101,6 +101,14 @@ class MeasureSettings(Settings):
                 f"setting keep = {self.keep}: a context has {self.length} tokens, so nothing would be dropped"
             )
         return self
+
+    def key_bytes(self, dim: int) -> int:
+        """Codebooks for keys of `dim` dimensions."""
+        return self.sketch_stages or min(max(dim // 16, 4), 16)
+
+    def directions(self, dim: int) -> int:
+        """In which keys of `dim` dimensions are compared."""
+        return self.sketch_rank or min(-(-dim // 2), 64)
 
     def identity(self) -> str:
         """A hash of all settings."""

@@ -8,7 +8,7 @@ from torch import Tensor
 from semkv.profiles.schema import SketchSection
 from semkv.profiles.schema.codes import Codebooks
 
-from .codebooks import balance_of, learn, root_of
+from .codebooks import balance_of, learn, space_of
 from .interpreter import SiteCall, full_attention
 from .measure import Measure, Outcome, Subject, Sums
 from .weights import weight_blocks
@@ -17,7 +17,7 @@ SINKS, WINDOW = 4, 32
 """First and last tokens that are exact in every method: attention to them needs no code."""
 
 
-PARTS = ("mean", "balance", "root", "books", "scale", "value_mean", "value_books", "value_scale")
+PARTS = ("mean", "balance", "root", "back", "books", "scale", "value_mean", "value_books", "value_scale")
 """Of each site, as they are named in a profile."""
 
 
@@ -50,7 +50,12 @@ class Sketch(Measure):
     @property
     def rank(self) -> int:
         """R of the largest site."""
-        return self.settings.sketch_rank or -(-max(site.key_dim for site in self.sites.values()) // 2)
+        return self.settings.directions(max(site.key_dim for site in self.sites.values()))
+
+    @property
+    def stages(self) -> int:
+        """S of all sites, by the largest."""
+        return self.settings.key_bytes(max(site.key_dim for site in self.sites.values()))
 
     @property
     def samples(self) -> list[Tensor]:
@@ -102,21 +107,22 @@ class Sketch(Measure):
     def _learn(self, site: int, sums: Sums) -> None:
         """The site's tensors as the profile stores them; its keys and values are not needed after that."""
         keys, values = (sums.pop(f"{name}.{site}").float() for name in ("keys", "values"))
-        root = root_of(sums[f"queries.{site}"], min(keys.shape[-1], self.rank)).half()
         mean = keys.mean(1)
+        moment = (keys - mean[:, None]).mT @ (keys - mean[:, None])
+        root, back = (x.half() for x in space_of(sums[f"queries.{site}"], moment, min(keys.shape[-1], self.rank)))
         generator = torch.Generator(device="cpu").manual_seed(self.settings.seed + site)
         x = (keys - mean[:, None]) @ root.float()
-        books, scale = learn(x, self.settings.sketch_stages, self.settings.sketch_rounds, generator)
+        books, scale = learn(x, self.stages, self.settings.sketch_rounds, generator)
         own = values.mean(1)
         others = learn(values - own[:, None], self.settings.sketch_value_stages, self.settings.sketch_rounds, generator)
         balance = balance_of(sums[f"queries.{site}"], (keys - mean[:, None]).square().mean(1))
-        made = dict(zip(PARTS, (mean, balance, root, books, scale, own, *others), strict=True))
+        made = dict(zip(PARTS, (mean, balance, root, back, books, scale, own, *others), strict=True))
         for name, tensor in made.items():
             sums.append(f"sketch.{name}.{site}", tensor)
 
     def _books(self, site: int, sums: Sums, device: torch.device) -> Codebooks:
         if site not in self.known:
-            stored = SketchSection(stages=self.settings.sketch_stages, rank=self.rank, caught=())
+            stored = SketchSection(stages=self.stages, rank=self.rank, form=2, caught=())
             heads = list(range(self.sites[site].kv_heads))
             tensors = {name: sums[name].to(device) for name in (f"sketch.{part}.{site}" for part in PARTS)}
             self.known[site] = stored.codebooks(tensors, site, heads, stored.stages)
@@ -161,10 +167,11 @@ class Sketch(Measure):
             tensors[f"sketch.caught.{at}"] = shares.T.float().contiguous()
             rows.append(tuple(round(value, 6) for value in shares[-1].tolist()))
         section = SketchSection(
-            stages=self.settings.sketch_stages,
+            stages=self.stages,
             value_stages=self.settings.sketch_value_stages,
             rank=self.rank,
             balanced=True,
+            form=2,
             caught=tuple(rows),
             share=self.settings.sketch_share,
             sinks=SINKS,

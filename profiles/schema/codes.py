@@ -35,12 +35,12 @@ class Codebooks:
 
     A vector is the mean, plus a vector of the first stage's book, plus one of the second's, which stands for what the first left, and so
     on. For keys all but the mean is in a space in which the distance of two keys is the mean square by which products with this head's
-    queries differ: where root root^T is the second moment of the queries, |(k - k') root|^2 = E[(q.k - q.k')^2]. Of that space the R
-    directions are kept along which queries are longest.
+    queries differ: where root root^T is the second moment of the queries, |(k - k') root|^2 = E[(q.k - q.k')^2]. Of that space R
+    directions are kept (`semkv.profiles.calibration.codebooks.space_of`).
 
     mean float32 [H, D]; books float32 [H, S, VECTORS, R]; root float32 [H, D, R], None where vectors are compared as they are (R = D).
-    back: float32 [H, R, D] from that space; None: what is inverse to `root`. The first stages of a code are themselves a code, of fewer
-    bytes.
+    back: float32 [H, R, D] from that space; None: what is inverse to `root`, whose directions are those of the queries then. The first
+    stages of a code are themselves a code, of fewer bytes.
     """
 
     mean: Tensor

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field, model_validator
@@ -143,15 +143,17 @@ class SketchSection(Section):
 
     Tensors, for each site index `i` with treatment `method`:
     `sketch.mean.{i}` [Hkv, D], the mean key; `sketch.root.{i}` float16 [Hkv, D, R], a square root of the second moment of
-    the group's queries along their R longest directions;
-    `sketch.books.{i}` uint8 [Hkv, S, 256, R] and `sketch.scale.{i}` float16 [Hkv, S, 256]: a number n of a vector
-    stands for (n - 128) times the vector's scale. `sketch.value_mean.{i}` [Hkv, Dv], `sketch.value_books.{i}` [Hkv, S', 256, Dv] and
+    the group's queries, turned to R directions, and `sketch.back.{i}` float16 [Hkv, R, D] from there;
+    `sketch.books.{i}` uint8 [Hkv, S, 256, R] and `sketch.scale.{i}` float16 [Hkv, S, 1]: a number n of a book
+    stands for (n - 128) times its scale. `sketch.value_mean.{i}` [Hkv, Dv], `sketch.value_books.{i}` [Hkv, S', 256, Dv] and
     `sketch.value_scale.{i}`: the same of values, as they are. `sketch.caught.{i}` [Hkv, S]: `caught` with the first stages alone.
 
     Attributes
     ----------
     stages, value_stages: S and S', books of each head and bytes of a code. rank: R, at most D; None: D.
     balanced: there is `sketch.balance.{i}` [Hkv, D], by which keys that are held in 4 bits are multiplied (`KeyBalance`).
+    form: 1, of profiles from before: the R directions are those along which queries are longest, so that the pseudo-inverse of
+        `sketch.root` leads back and `sketch.back` is not there; each vector of a book has a scale, [Hkv, S, 256].
     caught: of the attention to far tokens that the best `share` of a context's tokens hold, how much those hold whose codes score best,
         on held-out samples; a row per site, empty where its treatment is not `method`.
     share: tokens chosen over tokens of the context. sinks, window: far tokens are those beyond the first and the last so many.
@@ -161,6 +163,7 @@ class SketchSection(Section):
     value_stages: int = Field(default=1, ge=1, le=16)
     rank: Annotated[int, Field(ge=1)] | None = None
     balanced: bool = False
+    form: Literal[1, 2] = 1
     caught: Rows
     share: Fraction = 0.05
     sinks: int = Field(default=4, ge=0)
@@ -181,18 +184,22 @@ class SketchSection(Section):
             if self.balanced:
                 shapes[f"sketch.balance.{at}"] = (heads, dim)
             shapes[f"sketch.root.{at}"] = (heads, dim, rank)
+            scales = VECTORS if self.form == 1 else 1
+            if self.form == 2:
+                shapes[f"sketch.back.{at}"] = (heads, rank, dim)
             shapes[f"sketch.books.{at}"] = (heads, self.stages, VECTORS, rank)
-            shapes[f"sketch.scale.{at}"] = (heads, self.stages, VECTORS)
+            shapes[f"sketch.scale.{at}"] = (heads, self.stages, scales)
             shapes[f"sketch.value_mean.{at}"] = (heads, site.value_dim)
             shapes[f"sketch.value_books.{at}"] = (heads, self.value_stages, VECTORS, site.value_dim)
-            shapes[f"sketch.value_scale.{at}"] = (heads, self.value_stages, VECTORS)
+            shapes[f"sketch.value_scale.{at}"] = (heads, self.value_stages, scales)
             shapes[f"sketch.caught.{at}"] = (heads, self.stages)
         return shapes
 
     def codebooks(self, tensors: Mapping[str, Tensor], site: int, heads: list[int], stages: int) -> Codebooks:
         """The first `stages` books of the keys of some KV heads of a site, from the profile's `tensors`."""
         mean, root = (tensors[f"sketch.{name}.{site}"][heads].float() for name in ("mean", "root"))
-        return Codebooks(mean, _vectors(tensors, "", site, heads)[:, :stages], root)
+        back = tensors[f"sketch.back.{site}"][heads].float() if self.form == 2 else None
+        return Codebooks(mean, _vectors(tensors, "", site, heads)[:, :stages], root, back)
 
     def balance(self, tensors: Mapping[str, Tensor], site: int) -> KeyBalance:
         """Of the keys of all KV heads of a site. Profiles that were made without `balanced` have a mean alone."""

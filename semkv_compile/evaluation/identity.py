@@ -32,7 +32,8 @@ def subject_identity(model: nn.Module, profile: Profile | None, config: CompileC
         # tensors is not there before the profile was saved.
         told = {"provenance", "measured", "choices", "tensors", "tensors_digest"}
         info = profile.info.model_dump(mode="json", exclude=told)
-        if profile.info.sketch is not None and not profile.info.sketch.balanced:
-            del info["sketch"]["balanced"]  # not there in rows from before
+        if (sketch := profile.info.sketch) is not None:  # not there in rows from before
+            for name in [name for name, first in (("balanced", False), ("form", 1)) if getattr(sketch, name) == first]:
+                del info["sketch"][name]
         parts["profile"] = [info, weights_digest(profile.tensors)]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from semkv.profiles.calibration.codebooks import FLOOR, centroids, learn, root_of
+from semkv.profiles.calibration.codebooks import FLOOR, centroids, learn, space_of
 from semkv.profiles.calibration.interpreter import full_attention, run_body
 from semkv.profiles.calibration.measure import Sums
+from semkv.profiles.calibration.measure_settings import MeasureSettings
 from semkv.profiles.calibration.sketch import SINKS, WINDOW, Sketch, caught_mass, chosen_tokens
 from semkv.profiles.schema.codes import Codebooks, nearest
 
@@ -14,31 +15,59 @@ def generator(seed=0):
     return torch.Generator().manual_seed(seed)
 
 
-def test_the_root_squared_is_the_moment():
-    x = torch.randn(2, 50, 6, generator=generator())
-    moment = x.mT @ x
-    root = root_of(moment, 6)
+def test_the_root_squared_is_the_moment_of_queries():
+    q, k = (torch.randn(2, 50, 6, generator=generator(seed)) for seed in (0, 1))
+    moment = q.mT @ q
+    root, back = space_of(moment, k.mT @ k, 6)
     torch.testing.assert_close(root @ root.mT, moment, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(root @ back, torch.eye(6).expand(2, -1, -1), rtol=1e-4, atol=1e-4)
 
 
-def test_fewer_directions_are_the_queries_longest():
-    """Products of queries with keys that are rebuilt from R directions of the root: exact where queries have no others."""
-    basis = torch.linalg.qr(torch.randn(2, 6, 6, generator=generator())).Q
-    q = torch.randn(2, 50, 3, generator=generator(1)) @ basis[..., :3].mT
-    k = torch.randn(2, 20, 6, generator=generator(2))
-    root = root_of(q.mT @ q, 3)
-    assert root.shape == (2, 6, 3)
-    inverse = Codebooks(torch.zeros(2, 6), torch.zeros(2, 1, 256, 3), root).inverse
-    torch.testing.assert_close(q @ (k @ root @ inverse).mT, q @ k.mT, rtol=1e-3, atol=1e-4)
+@pytest.mark.parametrize("of", ["queries", "keys"])
+def test_products_are_whole_where_queries_or_keys_have_no_other_directions(of):
+    basis = torch.linalg.qr(torch.randn(2, 6, 6, generator=generator())).Q[..., :3]
+    few = torch.randn(2, 50, 3, generator=generator(1)) @ basis.mT
+    many = torch.randn(2, 50, 6, generator=generator(2))
+    q, k = (few, many) if of == "queries" else (many, few)
+    root, back = space_of(q.mT @ q, k.mT @ k, 3)
+    assert (root.shape, back.shape) == ((2, 6, 3), (2, 3, 6))
+    torch.testing.assert_close(q @ (k @ root @ back).mT, q @ k.mT, rtol=1e-3, atol=3e-2 if of == "queries" else 1e-3)
+
+
+def test_no_other_directions_lose_less_of_the_products():
+    """Queries are longest where keys hardly differ, as in heads with normalised queries and keys."""
+    stretch = torch.tensor([10.0, 5.0, 2.0, 1.0, 0.5, 0.2])
+    q = torch.randn(1, 400, 6, generator=generator()) * stretch
+    k = torch.randn(1, 400, 6, generator=generator(1)) / stretch**2
+    whole = (q @ k.mT).square().sum()
+
+    def lost(root, back):
+        return float((q @ (k @ root @ back).mT - q @ k.mT).square().sum() / whole)
+
+    best = torch.linalg.svdvals(q[0].double() @ k[0].double().mT).square()
+    for rank in (1, 2, 4):
+        found = lost(*space_of(q.mT @ q, k.mT @ k, rank))
+        assert found == pytest.approx(float(best[rank:].sum() / best.sum()), rel=1e-2)
+        longest = torch.eye(6)[None, :, :rank]  # what queries alone would say
+        assert found < 0.9 * lost(longest, longest.mT)
 
 
 def test_directions_without_queries_do_no_harm():
     moment = torch.zeros(2, 4, 4)
     moment[0, 0, 0] = 9.0  # the second head has no queries at all
-    root = root_of(moment, 4)
+    root, back = space_of(moment, torch.eye(4).expand(2, -1, -1), 4)
     squared = root @ root.mT
     torch.testing.assert_close(squared[0].diagonal(), torch.tensor([9.0, *[9 * FLOOR] * 3]))
     torch.testing.assert_close(squared[1], torch.eye(4))
+    assert back.isfinite().all()
+
+
+def test_wider_heads_have_codes_of_more_bytes():
+    settings = MeasureSettings()
+    assert [settings.key_bytes(dim) for dim in (32, 64, 96, 128, 256, 576)] == [4, 4, 6, 8, 16, 16]
+    assert [settings.directions(dim) for dim in (32, 64, 96, 128, 256, 576)] == [16, 32, 48, 64, 64, 64]
+    asked = MeasureSettings(sketch_stages=2, sketch_rank=7)
+    assert (asked.key_bytes(256), asked.directions(256)) == (2, 7)
 
 
 def test_k_means_finds_groups_that_there_are():
@@ -139,7 +168,7 @@ def test_what_is_caught_follows_from_the_stored_tensors(subject, model, dense_we
             true = layer[:2, t, far]
             best += float(true[:, true.amax(0).argsort(descending=True)[:count]].sum())
             for stages in (1, 2, 3):
-                some = Codebooks(books.mean, books.books[:, :stages], books.root)
+                some = Codebooks(books.mean, books.books[:, :stages], books.root, books.back)
                 keys = some.decode(some.encode(call.k[:1, far]))[0]
                 guess = torch.stack([torch.softmax(keys @ call.q[h, t] * call.scale, 0) for h in range(2)])
                 caught[stages - 1] += float(true[:, guess.amax(0).argsort(descending=True)[:count]].sum())

@@ -23,8 +23,8 @@ def test_a_profile_of_a_small_model_has_less_than_ten_megabytes():
     sekv = SekvSection(
         routing_dims=(rows,) * 30, max_rank=training.max_rank, gate_hidden=training.gate_hidden, gate_summary_dim=rows
     )
-    assert measures.sketch_rank == 0, "half of the head's dimensions"
-    sketch = SketchSection(stages=measures.sketch_stages, rank=32, caught=((0.5,) * 3,) * 30)
+    stages, rank = measures.key_bytes(64), measures.directions(64)
+    sketch = SketchSection(stages=stages, rank=rank, form=2, balanced=True, caught=((0.5,) * 3,) * 30)
     hidden, features = 576, 3 * 576
     head = RetrievalHeadSection(
         hidden=hidden,
@@ -46,6 +46,7 @@ def test_a_profile_of_a_small_model_has_less_than_ten_megabytes():
             "sekv.offset.",
             "sekv.threshold.",
             "sketch.mean.",
+            "sketch.balance.",
             "sketch.value_mean.",
             "sketch.caught.",
         )
