@@ -127,11 +127,11 @@ class Profile:
 
         Read from the cells of the measured budget nearest to `budget` in ratio; a method's score is the mean over
         lengths that every method was measured at. Of equal scores, the one that was asked more questions, then the one
-        that moves less. `sekv` where nothing was measured.
+        that moves less. Where nothing was measured: `sketch` of a profile that has codes, else `sekv`.
         """
         cells = self.info.choices
         if not cells:
-            return "sekv"
+            return "sekv" if self.info.sketch is None else "sketch"
         if isinstance(budget, float):  # the table is of fractions
             nearest = min({cell.budget for cell in cells}, key=lambda b: max(b / budget, budget / b))
             cells = tuple(cell for cell in cells if cell.budget == nearest)

@@ -324,7 +324,11 @@ def test_equal_scores_go_to_more_questions_then_to_fewer_bytes():
 def test_best_method_compares_on_shared_lengths_only():
     table = (cell("sekv", 0.1, 0.8, 4096), cell("sekv", 0.1, 0.9, 1024), cell("snapkv", 0.1, 0.85, 1024))
     assert build(choices=table).best_method(0.1) == "sekv"
-    assert build().best_method(0.1) == "sekv"
+
+
+def test_what_is_best_where_nothing_was_measured():
+    assert build().best_method(0.1) == "sketch"
+    assert build(sketch=None).best_method(0.1) == "sekv"
 
 
 def test_pretrained_round_trip_is_local(tmp_path):
