@@ -63,21 +63,23 @@ class SketchRouter(PageRouter):
 
     def constants(self, site: AttentionSite) -> dict[str, Tensor]:
         books, values = self._books(site), self.values.get((site.store, site.first_head))
-        # [H, D, S * 256]: from a query to what each vector adds to a product with it
-        found = {"tables": books.inverse.mT @ books.books.flatten(1, 2).mT, "mean": books.mean}
+        # [H, D, R + 1] into the space of codes and to the mean's product, [H, R, S * 256] from there to what each vector adds
+        found = {
+            "inward": torch.cat([books.inverse.mT, books.mean[..., None]], -1),
+            "vectors": books.books.flatten(1, 2).mT.contiguous(),
+        }
         if values is not None:
             eye = torch.eye(site.group_size, dtype=torch.bool, device="cpu")
             found |= {"value_books": values.books, "value_mean": values.mean, "eye": eye}
         return found
 
     def scores(self, site: AttentionSite, q: Tensor, units: Units) -> Tensor:
-        asked, stages = q * site.scale, units.tensors["codes"].shape[-1]
-        tables = (asked @ units.constant("tables")).unflatten(-1, (stages, -1))
+        vectors, stages = units.constant("vectors"), units.tensors["codes"].shape[-1]
+        asked, of_mean = ((q * site.scale) @ units.constant("inward")).split([vectors.shape[-2], 1], -1)
+        tables = (asked @ vectors).unflatten(-1, (stages, -1))
         score, mass = state_ops.scores(state_ops.look_up(tables, units.tensors["codes"]), units.count)
         if self.has_rest(site):
-            units.passing["shift"] = (
-                mass + asked @ units.constant("mean")[..., None]
-            )  # from a score to the logit of a token
+            units.passing["shift"] = mass + of_mean  # from a score to the logit of a token
         return score
 
     def has_rest(self, site: AttentionSite) -> bool:

@@ -116,6 +116,20 @@ def test_scores(in_triton, sizes, garbage):
     test_state_scores.test_scores(sizes, garbage, in_triton)
 
 
+@pytest.mark.parametrize("sizes", test_state_scores.SIZES, ids=str)
+def test_what_is_added_to_a_total(on_device, sizes):
+    """A column of a larger tensor, as a product with several things is."""
+    from semkv.kernels.state.triton.graph import scores_and
+
+    rows, heads, queries, units = sizes
+    logits, count = test_state_scores.drawn(*sizes), torch.arange(units, units - rows, -1).clamp(min=0)
+    added = test_state_scores.drawn(rows, heads, queries, 5, seed=1).split([4, 1], -1)[1]
+    score, total = on_device(scores_and, logits, count, added)
+    expected = REFERENCES["scores"](logits, count)
+    torch.testing.assert_close(score, expected[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(total, expected[1] + added, rtol=1e-5, atol=1e-5)
+
+
 def test_scores_at_their_ends(in_triton):
     test_state_scores.test_scores_of_what_nobody_wants_are_not_nan(in_triton)
     test_state_scores.test_scores_are_as_exact_far_from_zero(in_triton)
@@ -215,7 +229,11 @@ def test_what_there_is_no_kernel_for_is_computed_by_pytorch():
     """Numbers of other kinds, and gaps between the last ones: no launch, the same results."""
     from semkv.ir import state_ops
     from semkv.kernels.state.triton import FORMS
-    from semkv.kernels.state.triton.graph import counted_choice, counted_choices, products_of
+    from semkv.kernels.state.triton.graph import counted_choice, counted_choices, products_of, scores_and
+
+    def with_total(logits, count, added):
+        score, total = REFERENCES["scores"](logits, count)
+        return score, total + added
 
     drawn = test_state_scores.drawn
     q, x, y = drawn(2, 3, 4, 10), drawn(2, 3, 20, 10, seed=1), drawn(2, 3, 20, 10, seed=2)
@@ -231,5 +249,6 @@ def test_what_there_is_no_kernel_for_is_computed_by_pytorch():
     assert none is None
     assert torch.equal(chosen, expected)
     assert torch.equal(read, expected.sum(-1))
+    assert all(map(torch.equal, scores_and(*given[:2], given[0][..., :1]), with_total(*given[:2], given[0][..., :1])))
     logits = given[0].double()
     assert all(map(torch.equal, FORMS[state_ops.scores](logits, given[1]), REFERENCES["scores"](logits, given[1])))

@@ -48,6 +48,7 @@ NOTHING = VIEWS | {
     "permute",
     "t",
     "split",
+    "split_with_sizes",
     "lift_fresh",
 }
 """Operators of PyTorch that launch nothing."""

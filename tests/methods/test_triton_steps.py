@@ -30,7 +30,7 @@ LAUNCHES = {
     "clusterkv": 8,
     "sekv": 7,
     "specontext": 6,
-    "sketch, raw": 9,
+    "sketch, raw": 10,
     "sentencekv": 10,
     "semanticache": 12,
     "infllm": 13,

@@ -11,10 +11,11 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from semkv.ir import state_ops
-from semkv.kernels.state.reference import choose_each_reference, choose_reference, products_reference
+from semkv.kernels.state.reference import choose_each_reference, choose_reference, products_reference, scores_reference
 from semkv.kernels.state.triton import FORMS, launched
 from semkv.kernels.state.triton.choose import choose_launches
 from semkv.kernels.state.triton.products import products_launches
+from semkv.kernels.state.triton.scores import scores_launches
 
 aten = torch.ops.aten
 
@@ -23,7 +24,8 @@ def in_triton(module: GraphModule, device: torch.device) -> GraphModule:
     """`module`, changed in place, as it runs on `device`.
 
     No launches of their own are: a number that queries are multiplied by; their conversion to float32; the two products of a bound, with
-    a query's numbers above 0 and with those below; a sum with a product of matrices; how many units are read. Tensors that follow from
+    a query's numbers above 0 and with those below; a sum with a product of matrices, or with the total of scores; how many units are read.
+    Tensors that follow from
     sizes alone are made once.
     """
     graph = module.graph
@@ -37,6 +39,8 @@ def in_triton(module: GraphModule, device: torch.device) -> GraphModule:
         _join_factor(graph, node)
     for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
         _join_sum(graph, node)
+    for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
+        _join_total(graph, node)
     for node in graph.find_nodes(op="call_function", target=state_ops.choose):
         counted = _put(graph, node, counted_choice, node.args, node.kwargs)
         _take(graph, counted, 0, list(counted.users))
@@ -95,7 +99,18 @@ def _choose_reference(*given: Any, each: bool = False, **named: Any) -> tuple[Te
     return chosen, None, chosen.sum(-1)
 
 
+def _scores_reference(logits: Tensor, count: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
+    score, total = scores_reference(logits, count)
+    return score, total + added
+
+
 _products, _choose = launched(products_launches, _products_reference), launched(choose_launches, _choose_reference)
+_scores = launched(scores_launches, _scores_reference)
+
+
+def scores_and(logits: Tensor, count: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
+    """`semkv::scores`, whose total is more by added [B, H, R, 1]."""
+    return _scores(logits, count, added)
 
 
 def counted_choice(*given: Any, **named: Any) -> tuple[Tensor, None, Tensor]:
@@ -163,6 +178,23 @@ def _join_sum(graph: Graph, node: Node) -> None:
         _put(graph, node, product_of, (*view.args[0].args, added))
 
 
+def _join_total(graph: Graph, node: Node) -> None:
+    """What is added to the total of scores, of its size."""
+    if len(node.args) != 2 or node.kwargs or not _is(node.args[0], operator.getitem):
+        return
+    total, added = _args(node)
+    scores, place = total.args
+    sizes = [x.meta["val"].shape for x in (total, added) if isinstance(x, Node) and "val" in x.meta]
+    alike = len(sizes) == 2 and sizes[0] == sizes[1]
+    if place != 1 or not _is(scores, state_ops.scores) or len(total.users) > 1 or not alike:
+        return
+    if scores < added:  # which is computed later
+        return
+    _put(graph, scores, scores_and, (*scores.args, added))
+    node.replace_all_uses_with(total)
+    graph.erase_node(node)
+
+
 def _join_count(graph: Graph, node: Node) -> None:
     """How many units are read is one more result of their choice."""
     read, axes, *_ = _args(node)
@@ -227,4 +259,4 @@ def _take(graph: Graph, node: Node, place: int, users: list[Node]) -> None:
         user.replace_input_with(node, item)
 
 
-__all__ = ["counted_choice", "counted_choices", "in_triton", "product_of", "products_of"]
+__all__ = ["counted_choice", "counted_choices", "in_triton", "product_of", "products_of", "scores_and"]
