@@ -226,7 +226,9 @@ class RowMemory:
     def _charged(self, counted: float | None = None) -> int:
         """Of what the charged notes of all processes take, the part that is `counted`; None: that of this process."""
         plan = self.placement.plan
-        held = sum(self.notes[name].nbytes for name in plan.charged if name in self.notes) if plan.charged else 0
+        if not plan.charged:
+            return 0
+        held = sum(self.notes[name].nbytes for name in plan.charged if name in self.notes)
         part = (plan.charge.counted if counted is None else counted) / plan.charge.here
         return held if part == 1 else round(held * part)
 

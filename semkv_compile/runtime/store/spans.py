@@ -73,6 +73,7 @@ class FoldedSpans:
         self._directions: tuple[Tables, Quantized | Tensor] | None = None
         self._there: DeviceIndex | None = None
         self._step: tuple[tuple[object, ...], dict[str, Tensor]] | None = None
+        self._places: tuple[Tables, int, Places] | None = None
         self.room = Roomy()
         self.known: tuple[tuple[object, ...], Tensor] | None = None
         """What a router has computed of the units, and of what."""
@@ -355,7 +356,10 @@ class FoldedSpans:
     @property
     def places(self) -> Places:
         """Where the tokens of each unit wait."""
-        return self.tables.places(self.host_tokens.length, self.retired.data[0])
+        tables, waiting = self.tables, self.host_tokens.length
+        if self._places is None or self._places[0] is not tables or self._places[1] != waiting:
+            self._places = tables, waiting, tables.places(waiting, self.retired.data[0])
+        return self._places[2]
 
     def step_tensors(self) -> dict[str, Tensor]:
         """What a step's graph reads of the units, in buffers: numbers beyond `count`, and beyond the tokens that wait, say nothing."""

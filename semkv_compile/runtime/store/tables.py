@@ -150,7 +150,7 @@ class Tables:
 
     # -- what follows from them ----------------------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def count(self) -> int:
         """M."""
         return self.lengths.shape[1]
