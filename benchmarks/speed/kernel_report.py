@@ -36,6 +36,7 @@ from semkv.kernels.state.triton.products import look_up_launches, products_launc
 from semkv.kernels.state.triton.scores import scores_launches
 from semkv.kernels.state.triton.unfold import unfold_launches
 from semkv.kernels.surprisal.triton import surprisal_launches
+from semkv.profiles.calibration import MeasureSettings
 
 RESULTS, PAGE = ROOT / "benchmarks/results/kernels.json", ROOT / "docs/kernels.md"
 START, END = "<!-- start of the table -->", "<!-- end of the table -->"
@@ -103,11 +104,12 @@ def gate_scores(model: tuple[int, int, int]) -> Iterator[tuple[str, Specializati
 
 
 def sketch_scores(model: tuple[int, int, int]) -> Iterator[tuple[str, Specialization]]:
-    """Codes of 4 bytes."""
-    q_heads, kv_heads, _ = model
-    tables = empty(kv_heads, q_heads // kv_heads, 4, 256, dtype=torch.float32)
-    _, launches = sketch_scores_launches(tables, empty(kv_heads, 65536, 4, dtype=torch.uint8))
-    yield "sketch scores: codes of 4 bytes", launches[0].specialization
+    """Codes of as many bytes as calibration gives heads of this size."""
+    q_heads, kv_heads, dim = model
+    stages = MeasureSettings().key_bytes(dim)
+    tables = empty(kv_heads, q_heads // kv_heads, stages, 256, dtype=torch.float32)
+    _, launches = sketch_scores_launches(tables, empty(kv_heads, 65536, stages, dtype=torch.uint8))
+    yield f"sketch scores: codes of {stages} bytes", launches[0].specialization
     yield "sketch scores: normalisation", launches[1].specialization
 
 
@@ -185,13 +187,15 @@ def state(model: tuple[int, int, int]) -> Iterator[tuple[str, Specialization]]:
         yield f"state: products, {bits} bits", products_launches(q, codes, scale, bits)[1][0].specialization
         bounds = products_launches(q, codes, scale, bits, y=codes, y_scale=scale)
         yield f"state: bounds, {bits} bits", bounds[1][0].specialization
+    stages = MeasureSettings().key_bytes(dim)
     tables, codes = (
-        empty(1, kv_heads, group, 4, 256, dtype=torch.float32),
-        empty(1, kv_heads, waiting, 4, dtype=torch.uint8),
+        empty(1, kv_heads, group, stages, 256, dtype=torch.float32),
+        empty(1, kv_heads, waiting, stages, dtype=torch.uint8),
     )
-    yield "state: look-ups", look_up_launches(tables, codes)[1][0].specialization
+    yield f"state: look-ups, {stages} bytes", look_up_launches(tables, codes)[1][0].specialization
     score = empty(1, kv_heads, group, waiting, dtype=torch.float32)
-    yield "state: scores", scores_launches(score, one)[1][0].specialization
+    added = empty(1, kv_heads, group, 65, dtype=torch.float32)[..., 64:]
+    yield "state: scores", scores_launches(score, one, added)[1][0].specialization
     yield "state: choice of tokens", choose_launches(score, one, one)[1][0].specialization
     cost, least = places(1, waiting), empty(kv_heads, group, dtype=torch.float32)
     each = choose_launches(score, one, one, least, cost, each=True)
@@ -207,7 +211,8 @@ def state(model: tuple[int, int, int]) -> Iterator[tuple[str, Specialization]]:
     yield "state: places of tokens", of_tokens[0].specialization
     yield "state: places of spans", of_spans[0].specialization
     yield "state: copies in 8 bits", of_tokens[1].specialization
-    books, shift = empty(kv_heads, 4, 256, dim, dtype=torch.float32), empty(1, kv_heads, group, 1, dtype=torch.float32)
+    books, shift = empty(kv_heads, 1, 256, dim, dtype=torch.float32), empty(1, kv_heads, group, 1, dtype=torch.float32)
+    codes = empty(1, kv_heads, waiting, 1, dtype=torch.uint8)
     mean = empty(kv_heads, dim, dtype=torch.float32)
     _, launches = coarse_launches(score, shift, chosen, one, codes, books, mean)
     yield "state: weights by code", launches[0].specialization

@@ -32,7 +32,7 @@ def sketch_logits(
     p_code = p_codes + (kv_head.to(tl.int64) * units + o_unit) * STAGES
     p_row = p_tables + row.to(tl.int64)[:, None] * STAGES * VECTORS
     logits = tl.zeros([ROWS, BLOCK], tl.float32)
-    for stage in tl.static_range(STAGES):
+    for stage in tl.range(0, STAGES, loop_unroll_factor=4):
         code = tl.load(p_code + stage, mask=there, other=0).to(tl.int32)
         logits += tl.load(p_row + stage * VECTORS + code[None, :], mask=both, other=0.0)
 
