@@ -214,8 +214,9 @@ def page(model: str, report: Report, peers: Peers | None) -> Path:
         "says how many texts and questions a line is of: few in the first round, in which all take part; more for the best. "
         "Each is compared with all questions that the full cache was asked, so that a line of few may be a few points off. "
         "A method without a line has no room to work in at that budget and length.",
-        "For semkv every layer holds and reads no more than the budget, indexes included; for kvpress it is the share of the context's "
-        "pairs that attention sees, with what follows on top. `auto`: what the profile takes at the budget. "
+        "For semkv every layer holds and reads no more than the budget, indexes included; layers with a sliding window keep that window, "
+        "and no budget counts them. For kvpress it is the share of the context's pairs that attention sees, with what follows on top. "
+        "`auto`: what the profile takes at the budget. "
         f"{', '.join(f'`{name}`' for name in STRICT)} run with `strict`, so that nothing is whole; `omnikv` then computes the "
         "attention of its few filter layers on the host, over all tokens, which no budget counts. `ceiling`: true attention chooses, its "
         "index not charged.",
