@@ -21,11 +21,13 @@ def space_of(queries: Tensor, keys: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
     Where root root^T is the queries' moment, the distance of two keys times `root` is the mean square by which their products with
     queries differ. Of that space the `rank` directions are kept along which keys are longest there: no others lose less of the products
-    (Eckart & Young, 1936). Of queries that are all zero, the keys' own directions.
+    (Eckart & Young, 1936). Of queries that are all zero, the keys' own directions. Queries are 16 long, but for a power of two, so that
+    both tensors fit half precision whatever size they are.
     """
     values, vectors = torch.linalg.eigh(queries.double())
     largest = values.amax(-1, keepdim=True)
-    lengths = torch.where(largest > 0, values.clamp(min=FLOOR * largest), 1.0).sqrt()
+    unit = torch.where(largest > 0, largest.sqrt().log2().round().exp2() / 16, 1.0)
+    lengths = torch.where(largest > 0, values.clamp(min=FLOOR * largest), 1.0).sqrt() / unit
     root, inverse = vectors * lengths[..., None, :], (vectors / lengths[..., None, :]).mT
     axes = torch.linalg.eigh(root.mT @ keys.double() @ root).eigenvectors[..., -rank:]
     return (root @ axes).float(), (axes.mT @ inverse).float()

@@ -25,8 +25,7 @@ def in_triton(module: GraphModule, device: torch.device) -> GraphModule:
 
     No launches of their own are: a number that queries are multiplied by; their conversion to float32; the two products of a bound, with
     a query's numbers above 0 and with those below; a sum with a product of matrices, or with the total of scores; how many units are read.
-    Tensors that follow from
-    sizes alone are made once.
+    Tensors that follow from sizes alone are made once.
     """
     graph = module.graph
     for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):

@@ -15,12 +15,16 @@ def generator(seed=0):
     return torch.Generator().manual_seed(seed)
 
 
-def test_the_root_squared_is_the_moment_of_queries():
+@pytest.mark.parametrize("size", [1e-8, 1.0, 1e8])
+def test_the_root_squared_is_the_moment_of_queries(size):
+    """In a unit of about a sixteenth of their own size: both ways fit half precision."""
     q, k = (torch.randn(2, 50, 6, generator=generator(seed)) for seed in (0, 1))
-    moment = q.mT @ q
+    moment = size**2 * (q.mT @ q)
     root, back = space_of(moment, k.mT @ k, 6)
-    torch.testing.assert_close(root @ root.mT, moment, rtol=1e-4, atol=1e-3)
+    unit = torch.linalg.eigvalsh(moment)[:, -1].sqrt().log2().round().exp2()[:, None, None] / 16
+    torch.testing.assert_close(root @ root.mT * unit**2 / size**2, moment / size**2, rtol=1e-4, atol=1e-3)
     torch.testing.assert_close(root @ back, torch.eye(6).expand(2, -1, -1), rtol=1e-4, atol=1e-4)
+    assert max(float(x.half().abs().amax()) for x in (root, back)) < 100
 
 
 @pytest.mark.parametrize("of", ["queries", "keys"])
@@ -57,7 +61,9 @@ def test_directions_without_queries_do_no_harm():
     moment[0, 0, 0] = 9.0  # the second head has no queries at all
     root, back = space_of(moment, torch.eye(4).expand(2, -1, -1), 4)
     squared = root @ root.mT
-    torch.testing.assert_close(squared[0].diagonal(), torch.tensor([9.0, *[9 * FLOOR] * 3]))
+    torch.testing.assert_close(
+        squared[0].diagonal(), torch.tensor([9.0, *[9 * FLOOR] * 3]) * 4**2
+    )  # a sixteenth of about 3 is 4 / 16
     torch.testing.assert_close(squared[1], torch.eye(4))
     assert back.isfinite().all()
 
