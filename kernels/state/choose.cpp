@@ -48,10 +48,11 @@ void choose_head(const Call& call, int64_t task) {
   std::memset(chosen, 0, call.units);
   if (call.each) std::memset(each, 0, call.queries * call.units);
   const int64_t from = task * (call.units + LANES);
+  const bool own = call.each;
   select(head, call.keys + from, call.places + from, [&](uint32_t place, bool is) {
     const int64_t unit = place & ~PARTLY;
     chosen[unit] = is;
-    if (call.each)
+    if (own)
       for (int64_t query = 0; query < call.queries; ++query)
         each[query * call.units + unit] = is & (head.scores(query)[unit] > head.threshold(query));
   });
