@@ -329,6 +329,13 @@ def at(grid: Grid, budget: float) -> Grid:
     return grid.model_copy(update={"variants": tuple(v for v in grid.variants if v.budget in (None, budget))})
 
 
+SAME = (
+    " Where gain differs by exactly 0.0, both sides keep the same memory: the budget raises SeKV's alpha until the anchors fit and "
+    "shortens its window, so neither acts at a budget that is this tight; thresholds between which no head lies do not act either."
+)
+"""Of switches that switch nothing at a budget."""
+
+
 class Systems:
     """The three grids of some budgets, and what follows from their rows: of each budget a report of each, and the changes."""
 
@@ -531,7 +538,7 @@ def write_page(name: str, title: str) -> Path:
     for system in SAID:
         found = [one for one in content["changes"] if one["system"] == system]
         paragraphs += [f"## {system}: what the paper says", said_table(found)]
-    listed = "; ".join(f"{name} ({why})" for name, why in content["refused"].items())
+    listed = "\n".join(f"- {name}: {why}" for name, why in content["refused"].items())
     left = ", ".join(f"{100 * budget:g} %" for budget in BUDGETS if budget not in budgets)
     switched = {(one["label"], one["budget"]) for one in content["changes"] if one["answers"] or one["gain"]}
     parts = {SWITCHED: SWITCHED_LINES.values(), WHOLE: (WHOLE_LINES,)}
@@ -552,13 +559,18 @@ def write_page(name: str, title: str) -> Path:
         + " In brackets 95 % intervals, clustered by context. `paper` of methods that "
         'compress a prompt once is `generated="kept"`: what is generated stays beside the budget, as the last column says. '
         "`omnikv, strict` computes the attention of its few filter layers on the host, over all tokens, which no budget counts.",
-        *([f"Left out: {listed}."] if listed else []),
         *([f"Not measured yet: {left}."] if left else []),
         *([f"Not measured yet: parts, switched one at a time at {', '.join(without)}."] if without else []),
         "## Answers and gain",
         *paragraphs,
         "*seen*: the interval lies on the side that the paper names (for *equal*: within 5 points); *not seen*: it lies beyond; *open*: "
-        "it holds both, or no question tells the two apart. Switches act on one profile, where papers train each variant anew.",
+        "it holds both, or no question tells the two apart. Switches act on one profile, where papers train each variant anew."
+        + (
+            SAME
+            if any(one["gain"] and not one["gain"]["low"] < one["gain"]["high"] for one in content["changes"])
+            else ""
+        ),
+        *(["## Left out", listed] if listed else []),
         "## Provenance",
         provenance_of(reports[part(budgets[-1], "text")], *reports.values()),
     )

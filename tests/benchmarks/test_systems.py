@@ -149,7 +149,21 @@ def test_the_page_says_what_is_not_measured_yet(systems, monkeypatch):
     systems.write_page("systems_model", "a model")
     text = "\n".join(written[0])
     assert "Not measured yet: 5 %, 10 %, 20 %." in text
-    assert "Left out: cake at 50 %" in text
+    assert "## Left out\n- cake at 50 %: fewer tokens than the method needs" in text
+    assert systems.SAME not in text
+    change = {
+        "system": "SeKV",
+        "label": "sekv",
+        "base": "sketch",
+        "budget": 0.5,
+        "way": "lower",
+        "text": "",
+        "answers": None,
+    }
+    for high, said in ((0.0, True), (0.1, False)):
+        content["changes"] = [change | {"gain": {"value": 0.0, "low": 0.0, "high": high, "samples": 1, "contexts": 1}}]
+        systems.write_page("systems_model", "a model")
+        assert (systems.SAME in "\n".join(written[-1])) == said
     assert text.index("`sketch`") < text.index("`sekv`")
     assert "### 50 %" in text
     assert "### 10 %" not in text
