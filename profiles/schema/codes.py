@@ -72,17 +72,20 @@ class Codebooks:
         return Codebooks((self.mean - balance.mean.to(self.mean)) * scale, self.books, root, back)
 
     @cached_property
-    def _biases(self) -> Tensor:
-        """float32 [H, S, 1, VECTORS] of `_nearest`."""
-        return -self.books.square().sum(-1)[:, :, None]
+    def biases(self) -> Tensor:
+        """float32 [H, S, VECTORS]: the vectors' square lengths below 0."""
+        return -self.books.square().sum(-1)
+
+    def inward(self, x: Tensor) -> Tensor:
+        """Vectors [H, n, D] in the space of the books: float32 [H, n, R]."""
+        rest = x.float() - self.mean[:, None].to(x.device)
+        return rest if self.root is None else rest @ self.root.to(x.device)
 
     def encode(self, x: Tensor) -> Tensor:
         """Codes uint8 [H, n, S] of vectors [H, n, D], where these are: stage by stage the nearest one."""
-        rest = x.float() - self.mean[:, None].to(x.device)
-        rest = rest if self.root is None else rest @ self.root.to(x.device)
-        found = []
-        for book, bias in zip(self.books.to(x.device).unbind(1), self._biases.to(x.device).unbind(1)):
-            code = _nearest(rest, book, bias)
+        rest, found = self.inward(x), []
+        for book, bias in zip(self.books.to(x.device).unbind(1), self.biases.to(x.device).unbind(1)):
+            code = _nearest(rest, book, bias[:, None])
             found.append(code)
             if len(found) < self.stages:
                 rest = rest - book.gather(1, code[..., None].expand(-1, -1, book.shape[-1]))

@@ -199,7 +199,7 @@ class SketchSection(Section):
         """The first `stages` books of the keys of some KV heads of a site, from the profile's `tensors`."""
         mean, root = (tensors[f"sketch.{name}.{site}"][heads].float() for name in ("mean", "root"))
         back = tensors[f"sketch.back.{site}"][heads].float() if self.form == 2 else None
-        return Codebooks(mean, _vectors(tensors, "", site, heads)[:, :stages], root, back)
+        return Codebooks(mean, _vectors(tensors, "", site, heads)[:, :stages].contiguous(), root, back)
 
     def balance(self, tensors: Mapping[str, Tensor], site: int) -> KeyBalance:
         """Of the keys of all KV heads of a site. Profiles that were made without `balanced` have a mean alone."""
@@ -209,7 +209,7 @@ class SketchSection(Section):
     def value_codebooks(self, tensors: Mapping[str, Tensor], site: int, heads: list[int], stages: int) -> Codebooks:
         """The same of values."""
         mean = tensors[f"sketch.value_mean.{site}"][heads].float()
-        return Codebooks(mean, _vectors(tensors, "value_", site, heads)[:, :stages])
+        return Codebooks(mean, _vectors(tensors, "value_", site, heads)[:, :stages].contiguous())
 
 
 def _vectors(tensors: Mapping[str, Tensor], kind: str, site: int, heads: list[int]) -> Tensor:

@@ -23,6 +23,7 @@ from semkv.kernels.log_softmax.cpp import log_softmax_library
 from semkv.kernels.mixed_attention.call import DTYPES
 from semkv.kernels.mixed_attention.cpp import attention_library
 from semkv.kernels.mixed_attention.dispatch import form_of, mixed_attention
+from semkv.kernels.residual_codes.cpp import residual_codes_library
 from semkv.kernels.segments import Segment, fuse, segments_library, whole
 from semkv.kernels.selection.cpp import selection_library
 from semkv.kernels.sketch_scores.cpp import SIZES, lookup_library, together
@@ -39,6 +40,7 @@ from semkv.kernels.state.unfold import unfold_library
 ROUTING = (
     *(code_library, coding_library, log_softmax_library, selection_library, gather_library),
     *(products_library, scores_library, choose_library, unfold_library, factored_library, bmm_library),
+    residual_codes_library,
 )
 """Objects for methods that choose among units: in steps of several tokens, and in those of one."""
 

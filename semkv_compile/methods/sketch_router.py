@@ -9,6 +9,7 @@ from torch import Tensor
 
 from semkv.ir import state_ops
 from semkv.ir.site import AttentionSite
+from semkv.kernels.residual_codes.cpp import residual_codes_cpp, residual_codes_here
 from semkv.kernels.sketch_scores import sketch_logits
 from semkv.methods.page_routers import PageRouter, ungrouped
 from semkv.profiles.schema.codes import Codebooks
@@ -44,8 +45,8 @@ class SketchRouter(PageRouter):
 
     def build(self, site: AttentionSite, folding: Folding, mean_k: Tensor | None) -> dict[str, Tensor]:
         values = self.values.get((site.store, site.first_head))
-        made = {"codes": self._books(site).encode(folding.k)}
-        return made if values is None else made | {"values": values.encode(folding.v)}
+        made = {"codes": _encoded(self._books(site), folding.k)}
+        return made if values is None else made | {"values": _encoded(values, folding.v)}
 
     def score(self, site: AttentionSite, q: Tensor, spans: UnitsView, step: Step) -> Tensor:
         if not step.kernels:
@@ -125,3 +126,10 @@ class SketchRouter(PageRouter):
             for name, make in (("mean", lambda: values.mean), ("books", lambda: values.books))
         )
         return ungrouped(site, Codebooks(mean, books).average(grouped_weights, named), tokens), mass
+
+
+def _encoded(books: Codebooks, x: Tensor) -> Tensor:
+    """Codes uint8 [H, n, S] of vectors [H, n, D]; when a step folds, they are few, and PyTorch's time is that of its many calls."""
+    if residual_codes_here(x, books.books):
+        return residual_codes_cpp(books.inward(x), books.books, books.biases)
+    return books.encode(x)

@@ -20,6 +20,7 @@ from semkv.kernels.coding.cpp import coding_library
 from semkv.kernels.cpp import BuildError, Library, compiler, library, team
 from semkv.kernels.linear.cpp import linear_library
 from semkv.kernels.mixed_attention.cpp import attention_library
+from semkv.kernels.residual_codes.cpp import residual_codes_library
 from semkv.kernels.segments.tape import segments_library
 from semkv.kernels.state.coarse import coarse_library
 from semkv.kernels.state.factored import factored_library
@@ -208,6 +209,7 @@ def test_every_form_of_the_vectors_compiles(processor: str) -> None:
         code_library(),
         factored_library(),
         coding_library(),
+        residual_codes_library(),
         segments_library(),
     ):
         flags = [flag for flag in cpp.FLAGS if flag not in ("-O3", "-march=native")]
