@@ -58,10 +58,11 @@ struct Call {
 
 // One row of queries of a part of the units.
 struct Line {
-  const float* score;
-  const uint8_t* hidden;
-  float shift, softcap;
+  const float* score = nullptr;
+  const uint8_t* hidden = nullptr;
+  float shift = 0, softcap = 0;
 
+  Line() = default;
   Line(const Call& call, int64_t place, int64_t query, int64_t first) : softcap((float)call.softcap) {
     const int64_t row = place / call.heads, head = place % call.heads;
     score = call.score + row * call.score_strides[0] + head * call.score_strides[1] + query * call.score_strides[2] + first;
@@ -87,6 +88,8 @@ struct Line {
   }
 };
 
+// Stages: where the compiler knows them, else 0.
+template <int64_t Stages>
 void sum_part(const Call& call, int64_t task) {
   const int64_t number = task % call.parts, group = task / call.parts % call.groups, place = task / call.parts / call.groups;
   const int64_t row = place / call.heads, head = place % call.heads, first = number * call.part;
@@ -96,10 +99,12 @@ void sum_part(const Call& call, int64_t task) {
   float* sums = call.of(place, group, number);
   float *tops = sums + call.sums(), *masses = tops + TOGETHER;
   std::memset(sums, 0, call.sums() * sizeof(float));
+  const int64_t stages = call.stages, code_stride = call.code_strides[2];
+  Line lines[TOGETHER];
   for (int64_t query = 0; query < TOGETHER; ++query) {
     tops[query] = NONE, masses[query] = 0;
     if (query >= queries) continue;
-    const Line line(call, place, group * TOGETHER + query, first);
+    const Line& line = lines[query] = Line(call, place, group * TOGETHER + query, first);
     Piece most = Piece{} + NONE;
     for (int64_t n = 0; n < count; n += PIECE) most = larger(line.scores(n, count - n), most);
     tops[query] = largest(line.logits(most));
@@ -111,15 +116,15 @@ void sum_part(const Call& call, int64_t task) {
     Piece weights[TOGETHER] = {};
     for (int64_t query = 0; query < queries; ++query) {
       if (tops[query] == NONE) continue;
-      const Line line(call, place, group * TOGETHER + query, first);
+      const Line& line = lines[query];
       weights[query] = exponential_of(line.logits(line.scores(n, count - n)) - tops[query]);
       totals[query][n / PIECE % PIECES] += weights[query];
     }
     turn(weights);
-    for (int64_t i = 0; i < some; ++i) {
+    const uint8_t* code = codes + n * code_stride;
+    for (int64_t i = 0; i < some; ++i, code += code_stride) {
       const Each weight = each_at((const float*)weights + i * TOGETHER);
-      const uint8_t* code = codes + (n + i) * call.code_strides[2];
-      for (int64_t stage = 0; stage < call.stages; ++stage) {
+      for (int64_t stage = 0; stage < (Stages ? Stages : stages); ++stage) {
         float* into = sums + (stage * VECTORS + code[stage]) * TOGETHER;
         store(into, each_at(into) + weight);
       }
@@ -232,7 +237,7 @@ void add_columns(const Call& call, int64_t task) {
 
 extern "C" void coarse_attention(const Call* call) {
   const int64_t groups = call->rows * call->heads * call->groups;
-  share(*call, sum_part, groups * call->parts);
+  share(*call, call->stages == 1 ? sum_part<1> : call->stages == 2 ? sum_part<2> : call->stages == 4 ? sum_part<4> : sum_part<0>, groups * call->parts);
   share(*call, merge, groups);
   share(*call, add_columns, groups * ((call->dim + CHUNK * LANES - 1) / (CHUNK * LANES)));
 }
