@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from semkv.ir.state_ops import EMPTY
 from semkv.runtime.store.quantization import quantize
 from semkv.runtime.store.token_store import TokenStore, plain
 
@@ -95,3 +96,31 @@ def test_in_codes_it_holds_the_codes_of_what_it_was_given(page, bits):
     assert (store.length, copy.length) == (12, 21)
     assert torch.equal(store.k.codes, codes_k.codes[:, 9:])
     assert set(copy.to_tensors()) == {"k", "k_scale", "v", "v_scale", "positions"}
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "codes", "scored"])
+def test_what_stays_moves_to_the_front_of_the_same_buffers(kind):
+    """Where pops leave the number of places as it is: behind the tokens are zeros, and positions that hide them."""
+    k, v, positions = tokens(13)
+    if kind == "bfloat16":
+        k, v = k.bfloat16(), v.bfloat16()
+    if kind == "codes":
+        k, v = quantize(k, 8), quantize(v, 8)
+    scores = torch.arange(26.0).view(2, 13) if kind == "scored" else None
+    for taken in (1, 5, 11, 12):
+        store = TokenStore(k, v, positions, 4, scores=scores)
+        store.hold(7)
+        before, held = store.tensors, dict(store.tensors)
+        popped = store.pop_front(taken)
+        assert store.tensors is before
+        assert all(store.tensors[name] is x for name, x in held.items())
+        expected = TokenStore(
+            k[:, taken:], v[:, taken:], positions[:, taken:], 4, scores=None if scores is None else scores[:, taken:]
+        )
+        for name, x in expected.to_tensors().items():
+            assert torch.equal(held[name][:, : 13 - taken], x)
+            behind = held[name][:, 13 - taken :]
+            assert torch.equal(behind, torch.full_like(behind, EMPTY if name == "positions" else 0))
+        assert torch.equal(popped[0], plain(k[:, :taken]))
+        assert torch.equal(popped[1], plain(v[:, :taken]))
+        assert popped[2].tolist() == [list(range(taken))]

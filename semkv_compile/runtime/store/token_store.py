@@ -152,16 +152,19 @@ class TokenStore:
 
     def pop_front(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
         """Take the oldest `count` tokens out, as numbers; pages that fall empty are freed."""
-        k, v = (plain(x[:, :count]).clone() for x in (self.k, self.v))
+        k, v = (dequantize(x[:, :count]) if self.bits else x[:, :count].clone() for x in (self.k, self.v))
         positions = self.positions[:, :count].clone()
-        rest = {name: x[:, count : self.length] for name, x in self._held.items()}
-        self.length -= count
+        before, self.length = self.length, self.length - count
         capacity = self._held["k"].shape[1]
         if self._ahead:
             capacity = self._with_one_more()
         elif not self.reserve:
             capacity = self._pages(self.length) * self.page_size
-        self._held = {name: _grown(name, x, capacity) for name, x in rest.items()}
+        if all(capacity == x.shape[1] and _on_cpu(x) for x in self._held.values()):
+            for name, x in self._held.items():
+                _shift(name, x, count, before)
+        else:
+            self._held = {name: _grown(name, x[:, count:before], capacity) for name, x in self._held.items()}
         return k, v, positions
 
     def clone(self) -> TokenStore:
@@ -183,6 +186,18 @@ def _grown(name: str, x: Tensor, capacity: int) -> Tensor:
     out[:, : x.shape[1]] = x
     out[:, x.shape[1] :] = EMPTY if name == "positions" else 0
     return out
+
+
+def _on_cpu(x: Tensor) -> bool:
+    return type(x) is Tensor and x.is_cpu
+
+
+def _shift(name: str, x: Tensor, count: int, length: int) -> None:
+    """Move tokens `count` to `length` of x [H, capacity, ...] to its front. By NumPy, which looks where sides overlap: tokens are few, and
+    PyTorch's time would be that of its calls."""
+    numbers = (x.view(torch.uint8) if x.dtype == torch.bfloat16 else x).numpy()
+    numbers[:, : length - count] = numbers[:, count:length]
+    numbers[:, length - count : length] = EMPTY if name == "positions" else 0
 
 
 __all__ = ["TokenStore", "plain"]
