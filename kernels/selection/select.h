@@ -1,5 +1,5 @@
 // Selection under a budget: units in order of their best score, as long as their costs fit. Nothing is sorted, and most units are read
-// once: a sample tells a score below which the cut cannot lie, and a radix search among the units above it finds the cut.
+// once: a sample tells a score below which the cut cannot lie, and the cut's bits are found one by one among the units above it.
 //
 // A `Head` has `units`; `allowance`; `costs()`, whether units have costs of their own; `cost(place)`, 1 where not, at least 0, for a number
 // that may have PARTLY; and `rows(use)`, which calls use(scores, threshold) for each of its rows of scores: it wants what is above that.
