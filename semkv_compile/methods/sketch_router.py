@@ -128,8 +128,12 @@ class SketchRouter(PageRouter):
         return ungrouped(site, Codebooks(mean, books).average(grouped_weights, named), tokens), mass
 
 
+FEW = 64
+"""Vectors that a step folds, at most: PyTorch's time is that of its many calls. Those of a prompt are coded alike on every device."""
+
+
 def _encoded(books: Codebooks, x: Tensor) -> Tensor:
-    """Codes uint8 [H, n, S] of vectors [H, n, D]; when a step folds, they are few, and PyTorch's time is that of its many calls."""
-    if residual_codes_here(x, books.books):
+    """Codes uint8 [H, n, S] of vectors [H, n, D]."""
+    if x.shape[1] <= FEW and residual_codes_here(x, books.books):
         return residual_codes_cpp(books.inward(x), books.books, books.biases)
     return books.encode(x)
