@@ -46,7 +46,6 @@ EARLIER = (
 MEASURED_EARLIER = {
     "ablation_mixed",
     "ablations",
-    "grid",
     "peers",
     "quality",
     "reports_compresskv",

@@ -43,7 +43,7 @@ from semkv.evaluation.schema import Interval, Row, Summary
 from semkv.evaluation.settings import build_variants, settle_auto
 from semkv.evaluation.store import RowStore
 from semkv.evaluation.subject import Subject
-from semkv.evaluation.tables import markdown, percent, size
+from semkv.evaluation.tables import markdown, percent
 from semkv.methods.auto import AUTO
 
 SPARSE = ("single", "multi", "confusable")
@@ -101,7 +101,7 @@ SHOWN = (
 """Methods in the picture: more than these cannot be told apart."""
 REFUSED = "grid_refused.json"
 NOTES = ROOT / "benchmarks" / "quality" / "grid_notes.md"
-"""Why a system is below what its paper compares it with, with the evidence: words by hand, figures in braces by `notes`."""
+"""Why a system is below what its paper compares it with: words by hand, figures in braces by `notes`."""
 HOURS = "about 2 h with one process, 1 h with two on two cores"
 """From empty rows, on the machine of the recorded run."""
 ROW_SECONDS = 0.5
@@ -331,51 +331,18 @@ def nowhere(part: Part, report: Report) -> list[str]:
 
 
 def notes(report: Report) -> str:
-    """The notes with their figures, from this report and those on the papers.
-
-    `{answers[LABEL at BUDGET]}` in percent, of one family after a comma; `{moved[LABEL at BUDGET]}` bytes of a step; `{updates[TAU]}`
-    percent of HeteroCache's checks; `{reported[METHOD, PART, LABEL at BUDGET]}` answers in percent in a part of a method's report;
-    `{ahead[LABEL at BUDGET]}` points ahead of the mean of the rivals; `{units[LABEL at BUDGET]}` and `{unfolded[...]}` tokens of a unit,
-    and unfolded per head, in HeteroCache's report.
-    """
+    """The notes with their figures: `{answers[LABEL at BUDGET]}` in percent, `{ahead[LABEL at BUDGET]}` points ahead of the mean of the
+    rivals."""
     unknown = "(not measured)"
     answers: dict[str, str] = defaultdict(lambda: unknown)
-    moved: dict[str, str] = defaultdict(lambda: unknown)
-    updates: dict[str, str] = defaultdict(lambda: unknown)
-    reported: dict[str, str] = defaultdict(lambda: unknown)
     ahead: dict[str, str] = defaultdict(lambda: unknown)
-    units: dict[str, str] = defaultdict(lambda: unknown)
-    unfolded: dict[str, str] = defaultdict(lambda: unknown)
     for system in RIVALS:
         for label in (system, *FORMS.get(system, {})):
             for budget, lead in mean_leads(leads(report, label, system)).items():
                 ahead[f"{label} at {100 * budget:g} %"] = f"{lead:+.0f}"
     for summary in report.summaries:
         answers[place(summary.variant)] = f"{100 * summary.accuracy.value:.0f}"
-        moved[place(summary.variant)] = size(summary.moved_per_step)
-    for cell in report.cells:
-        answers[f"{place(cell.cell.variant)}, {cell.cell.family}"] = f"{100 * cell.accuracy.value:.0f}"
-    for method in SYSTEMS:
-        theirs = RESULTS / f"reports_{method}.json"
-        found = json.loads(theirs.read_text(encoding="utf-8")) if theirs.exists() else {}
-        for part, of in found.get("reports", {}).items():
-            for summary in Report.model_validate(of).summaries:
-                name = f"{method}, {part}, {place(summary.variant)}"
-                reported[name] = f"{100 * summary.accuracy.value:.0f}"
-        for line in found.get("room", []):
-            name = f"{line['label']} at {100 * line['budget']:g} %"
-            units[name], unfolded[name] = spread(line["unit"]), spread(line["unfolded"])
-        for line in found.get("drift", []):
-            updates[f"{line['tau_drift']:g}"] = f"{100 * line['per_check']:.0f}"
-    text = NOTES.read_text(encoding="utf-8").replace("../../docs/results/", "")
-    return text.format(
-        answers=answers, moved=moved, updates=updates, reported=reported, ahead=ahead, units=units, unfolded=unfolded
-    )
-
-
-def spread(values: list[float]) -> str:
-    low, high = f"{min(values):.0f}", f"{max(values):.0f}"
-    return low if low == high else f"{low} to {high}"
+    return NOTES.read_text(encoding="utf-8").format(answers=answers, ahead=ahead)
 
 
 def effort(rows: Path) -> str:
