@@ -13,7 +13,7 @@ from typing import Any, Literal
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from benchmarks.lib.grids import table
+from benchmarks.lib.grids import as_text, table
 from benchmarks.lib.places import RESULTS
 from benchmarks.quality.quality import points
 from semkv.evaluation import Report
@@ -150,7 +150,7 @@ def write_parts(name: str, reports: Mapping[str, Report], figures: Mapping[str, 
     """`benchmarks/results/NAME.json`: several reports by name, and the figures that are no cells of a grid."""
     content = {"reports": {key: report.model_dump(mode="json") for key, report in reports.items()}, **figures}
     RESULTS.mkdir(parents=True, exist_ok=True)
-    (RESULTS / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    (RESULTS / f"{name}.json").write_text(as_text(content), encoding="utf-8")
 
 
 def draw_curves(

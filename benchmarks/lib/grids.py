@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -276,10 +276,42 @@ def named(name: str, arguments: argparse.Namespace) -> str:
     return f"{name}_{re.sub(r'[^a-z0-9]+', '_', Path(arguments.model).name.split('.')[0].lower())}"
 
 
+def lean(report: Report, ahead: Collection[str] = ()) -> Report:
+    """A report without what no table reads: counts by head and depth, parameters that follow from a variant's options and the commit, and
+    changes against other variants, but for those of the labels `ahead`."""
+    gone = {"zoom": None, "mass": None, "depths": []}
+    cells = [
+        cell.model_copy(update=gone | {"cell": cell.cell.model_copy(update={"parameters": {}})})
+        for cell in report.cells
+    ]
+    summaries = [x if x.variant.label in ahead else x.model_copy(update={"ahead": {}}) for x in report.summaries]
+    return report.model_copy(update={"cells": cells, "summaries": summaries})
+
+
+def as_text(content: Any) -> str:
+    """Results as JSON: each number with the six digits that a measurement has at most, each item of a list on a line of its own."""
+
+    def rounded(x: Any) -> Any:
+        if isinstance(x, Mapping):
+            return {key: rounded(value) for key, value in x.items()}
+        if isinstance(x, list | tuple):
+            return [rounded(value) for value in x]
+        return float(f"{x:.6g}") if isinstance(x, float) else x
+
+    def lines(x: Any) -> str:
+        if isinstance(x, dict) and any(isinstance(value, dict | list) for value in x.values()):
+            return "{" + ",".join(f"\n{json.dumps(key)}: {lines(value)}" for key, value in x.items()) + "\n}"
+        if isinstance(x, list) and any(isinstance(value, dict | list) for value in x):
+            return "[" + ",".join(f"\n {json.dumps(value)}" for value in x) + "\n]"
+        return json.dumps(x)
+
+    return lines(rounded(content)) + "\n"
+
+
 def write_results(name: str, report: Report) -> None:
     """`benchmarks/results/NAME.json`."""
     RESULTS.mkdir(parents=True, exist_ok=True)
-    (RESULTS / f"{name}.json").write_text(report.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    (RESULTS / f"{name}.json").write_text(as_text(report.model_dump(mode="json")), encoding="utf-8")
 
 
 def read_results(name: str) -> Report:

@@ -26,6 +26,7 @@ from benchmarks.lib.grids import (
     LENGTH,
     Bench,
     at_a_glance,
+    lean,
     parser,
     provenance_of,
     read_results,
@@ -85,6 +86,7 @@ RIVALS = {
     "specontext": ("quest", "shadowkv", "clusterkv"),
 }
 """The methods that each system's own paper compares it with."""
+COMPARED = {label for system in RIVALS for label in (system, *FORMS.get(system, {}))}
 
 
 SHOWN = (
@@ -386,7 +388,7 @@ def main() -> None:
         reports = {part.name: measuring.run(part) for part in (leaders, *settings)} | {first.name: methods}
         for name, report in reports.items():
             if report.cells:
-                write_results(name, report)
+                write_results(name, report if name == leaders.name else lean(report, COMPARED))
         (RESULTS / REFUSED).write_text(json.dumps(measuring.refused, indent=1) + "\n", encoding="utf-8")
     pictures = pictures_of(methods, reports["grid_leaders"], len(measuring.bench.compiled.program.stores))
     path = write_document(

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lib.claims import WAYS, verdict, write_parts
-from benchmarks.lib.grids import Bench, parser, provenance_of, read_parts, table, write_document
+from benchmarks.lib.grids import Bench, lean, parser, provenance_of, read_parts, table, write_document
 from benchmarks.lib.places import RESULTS
 from benchmarks.quality.quality import points
 from benchmarks.quality.real import GAIN, gained
@@ -159,18 +159,6 @@ class Systems:
 def part(budget: float, name: str) -> str:
     """The name of one budget's report on `text`, or on questions that are `unseen` or `seen`."""
     return f"{name} {budget:g}"
-
-
-def lean(report: Report) -> Report:
-    """A report without what the page does not read: counts by head and depth, changes against every other variant, and what follows from
-    a variant's name, its options and the commit."""
-    gone = {"zoom": None, "mass": None, "depths": [], "ratio": None}
-    cells = [
-        cell.model_copy(update=gone | {"cell": cell.cell.model_copy(update={"parameters": {}, "task": {}})})
-        for cell in report.cells
-    ]
-    summaries = [summary.model_copy(update={"ahead": {}}) for summary in report.summaries]
-    return report.model_copy(update={"cells": cells, "summaries": summaries})
 
 
 def merged(before: Mapping[str, Any], systems: Systems) -> dict[str, Any]:

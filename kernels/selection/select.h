@@ -6,12 +6,12 @@
 
 namespace {
 
-constexpr int ROUND = 8;        // bits of a key that a search finds before it takes aside the keys that have them
-constexpr int64_t FEW = 512;    // where they are no more
-constexpr int64_t SAMPLES = 2048, SHARE = 8;  // a sample is one unit in SHARE, and SAMPLES at most
-constexpr int64_t MOST_SAMPLES = SAMPLES + SAMPLES / SHARE + 1;  // as its stride is whole
-constexpr int64_t LEAST_SAMPLES = 256;        // where it would be smaller, none is taken
-constexpr uint32_t PARTLY = 1u << 31;         // beside the number of a unit that some row does not want
+constexpr int ROUND = 8;                                         // bits of a key that are found before the keys that have them
+constexpr int64_t FEW = 512;                                     // are taken aside, where they are no more
+constexpr int64_t SAMPLES = 2048, SHARE = 8;                     // a sample is one unit in SHARE, and SAMPLES at most
+constexpr int64_t MOST_SAMPLES = SAMPLES + SAMPLES / SHARE + 1;  // or a few more, as its stride is whole
+constexpr int64_t LEAST_SAMPLES = 256;                           // where it would be smaller, none is taken
+constexpr uint32_t PARTLY = 1u << 31;                            // beside the number of a unit that some row does not want
 constexpr float NONE = -__builtin_inff(), LOWEST = -__FLT_MAX__;
 
 // The best score that is wanted of a unit, or NONE; whether some row does not want it.
@@ -89,7 +89,8 @@ inline PieceWords words_from(const uint32_t* from) {
 }
 
 // Take aside keys from `least` to `most` and their places, if they are FEW at most; how many they are, or more than FEW.
-inline int64_t take(uint32_t least, uint32_t most, const uint32_t* keys, const uint32_t* places, int64_t count, uint32_t* few, uint32_t* of_few) {
+inline int64_t take(uint32_t least, uint32_t most, const uint32_t* keys, const uint32_t* places, int64_t count, uint32_t* few,
+                    uint32_t* of_few) {
   int64_t kept = 0;
   for (int64_t n = 0; n < count && kept <= FEW; n += PIECE) {
     const PieceWords key = words_from(keys + n);

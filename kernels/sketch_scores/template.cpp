@@ -20,43 +20,12 @@ struct Call {
 template <int64_t Stages>
 inline Together looked_up(const float* table, const uint8_t* code, int64_t stages) {
   Together sum = {};
-  auto add = [&](int64_t bytes) {
+  for (int64_t s = 0; s < (Stages ? Stages : stages); ++s) {
     Together x;
-    std::memcpy(&x, (const char*)table + bytes, sizeof(x));
+    std::memcpy(&x, table + (s * VECTORS + code[s]) * ROWS, sizeof(x));
     sum += x;
-  };
-  constexpr uint64_t EACH = sizeof(Together);
-  if (Stages == 4 || Stages == 2) {  // all codes of a unit in one load
-    uint64_t all = 0;
-    std::memcpy(&all, code, Stages);
-    for (int64_t s = 0; s < Stages; ++s) add(s * VECTORS * EACH + (all * EACH >> 8 * s & 255 * EACH));
-    return sum;
   }
-  for (int64_t s = 0; s < stages; ++s) add((s * VECTORS + code[s]) * EACH);
   return sum;
-}
-
-// Sums of sixteen units, each with those of its ROWS queries, as a register of units for each query. Where they go through memory, a
-// register is loaded from bytes that are on their way there in parts, and waits for them.
-template <int64_t Rows, typename Vector>
-inline void turned(const Vector* sums, Floats* lines) {
-  for (int64_t n = 0; n < Rows; ++n) {
-    if constexpr (Rows == 8) {
-      lines[n] = __builtin_shufflevector(sums[2 * n], sums[2 * n + 1], 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    } else {
-      const auto low = __builtin_shufflevector(sums[4 * n], sums[4 * n + 1], 0, 1, 2, 3, 4, 5, 6, 7);
-      const auto high = __builtin_shufflevector(sums[4 * n + 2], sums[4 * n + 3], 0, 1, 2, 3, 4, 5, 6, 7);
-      lines[n] = __builtin_shufflevector(low, high, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    }
-  }
-  for (int64_t left = ROWS; left > 1; left /= 2) {  // what is of every second query first
-    Floats made[ROWS];
-    for (int64_t n = 0; n < ROWS / 2; ++n) {
-      made[n] = evens(lines[2 * n], lines[2 * n + 1]);
-      made[n + ROWS / 2] = odds(lines[2 * n], lines[2 * n + 1]);
-    }
-    for (int64_t n = 0; n < ROWS; ++n) lines[n] = made[n];
-  }
 }
 
 // Stages: where the compiler knows them, else 0.
@@ -71,11 +40,10 @@ void part_of(const Call& call, int64_t task) {
   auto some = [&](int64_t n, int64_t there) __attribute__((always_inline)) {
     Together sums[LANES];
     for (int64_t i = 0; i < LANES; ++i) sums[i] = looked_up<Stages>(table, codes + (n + (i < there ? i : 0)) * call.stages, call.stages);
-    Floats lines[ROWS];
-    turned<ROWS>(sums, lines);
-    for (int64_t row = 0; row < rows; ++row) std::memcpy(out + row * call.count + n, &lines[row], there * sizeof(float));
+    for (int64_t row = 0; row < rows; ++row)
+      for (int64_t i = 0; i < there; ++i) out[row * call.count + n + i] = sums[i][row];
   };
-  int64_t n = 0;
+  int64_t n = 0;  // whole registers of units apart: their number is one that the compiler knows
   for (; n + LANES <= count; n += LANES) some(n, LANES);
   if (n < count) some(n, count - n);
 }

@@ -237,7 +237,8 @@ void add_columns(const Call& call, int64_t task) {
 
 extern "C" void coarse_attention(const Call* call) {
   const int64_t groups = call->rows * call->heads * call->groups;
-  share(*call, call->stages == 1 ? sum_part<1> : call->stages == 2 ? sum_part<2> : call->stages == 4 ? sum_part<4> : sum_part<0>, groups * call->parts);
+  const int64_t stages = call->stages;
+  share(*call, stages == 1 ? sum_part<1> : stages == 2 ? sum_part<2> : stages == 4 ? sum_part<4> : sum_part<0>, groups * call->parts);
   share(*call, merge, groups);
   share(*call, add_columns, groups * ((call->dim + CHUNK * LANES - 1) / (CHUNK * LANES)));
 }

@@ -1,13 +1,17 @@
 """The tables that the quality and ablation benchmarks write, from reports built by hand."""
 
+import json
+
 import pytest
 
+from benchmarks.lib import grids
 from semkv.evaluation import Grid, Report, Variant
 from semkv.evaluation.environment import describe, now
 from semkv.evaluation.report import build_report
 from semkv.evaluation.runner import cell_of
 from semkv.evaluation.schema import Answer, Row, Usage
 from semkv.evaluation.store import RowStore
+from semkv.evaluation.tables import markdown
 
 USAGE = Usage(
     device=10, full=100, budget_used=0.9, workspace=0, host=50, disk=0, reserved=0, window=0, moved=5.0, steps=5
@@ -100,3 +104,25 @@ def test_every_option_exists(scripts):
     variants: list[Variant] = [*ablations.grid(1, 64, with_grids=True).variants, *quality.grids(1, 64)[1].variants]
     for variant in variants:
         assert find_method(variant.method, variant.options).name == variant.method
+
+
+def test_results_are_written_in_six_digits_and_read_again(tmp_path, monkeypatch):
+    """What tables show is there afterwards, a cell is a line, and of what no table reads only the changes that are asked for stay."""
+    budgets = (0.1, 0.2)
+    variants = (Variant(method="full"), *(Variant(method=m, budget=b) for m in ("sekv", "quest") for b in budgets))
+    grid = Grid(variants=variants, families=("single",), lengths=(64,), samples=30)
+    report = report_of(grid, {"full": [*range(10)], "sekv": [0, 1, 2], "quest": [1, 5]})
+    monkeypatch.setattr(grids, "RESULTS", tmp_path)
+    grids.write_results("some", grids.lean(report, {"sekv"}))
+    found = Report.model_validate_json((tmp_path / "some.json").read_text())
+    assert markdown(found) == markdown(report)
+    assert {s.variant.label for s in found.summaries if s.ahead} == {"sekv"}
+    assert all(not cell.depths for cell in found.cells)
+    assert sum(line.startswith(' {"cell"') for line in (tmp_path / "some.json").read_text().splitlines()) == len(
+        found.cells
+    )
+    assert json.loads(grids.as_text({"a": [{"b": 1 / 3, "c": [2, None]}], "d": (1e-9 / 7, True), "e": {}})) == {
+        "a": [{"b": 0.333333, "c": [2, None]}],
+        "d": [1.42857e-10, True],
+        "e": {},
+    }

@@ -91,7 +91,8 @@ def test_a_budget_alone_is_a_part_of_the_whole(systems):
 def test_what_is_measured_again_takes_the_place_of_its_budgets(systems):
     """Of the others everything stays, in the order of the sentences."""
     now = systems.Systems.__new__(systems.Systems)
-    new = Report.model_construct(title="new", cells=[], summaries=[Summary.model_construct(ahead={"sekv": None})])
+    summary = Summary.model_construct(variant=Variant.model_construct(label="cake"), ahead={"sekv": None})
+    new = Report.model_construct(title="new", cells=[], summaries=[summary])
     now.budgets, now.reports = (0.05,), {systems.part(0.05, "text"): new}
     now.bench = SimpleNamespace(refused={"omnikv, strict at 5 %": "too small"})
     first, *_, last = [(system, one) for system, said in systems.SAID.items() for one in said]

@@ -152,7 +152,9 @@ class TokenStore:
 
     def pop_front(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
         """Take the oldest `count` tokens out, as numbers; pages that fall empty are freed."""
-        k, v = (dequantize(x[:, :count]) if self.bits else x[:, :count].clone() for x in (self.k, self.v))
+        k, v = (
+            dequantize(x[:, :count]) if isinstance(x, Quantized) else x[:, :count].clone() for x in (self.k, self.v)
+        )
         positions = self.positions[:, :count].clone()
         before, self.length = self.length, self.length - count
         capacity = self._held["k"].shape[1]
