@@ -52,7 +52,7 @@ def compile(
     model: a Hugging Face causal LM, or any module from ids [B, T] to logits [B, T, vocab], in evaluation mode.
     profile: what `semkv-profile` learned about this model; methods that are trained need it.
     method: a name of `semkv.methods.METHODS`, or `auto`: what the profile measured to be best at this budget. Default: with a profile
-        the same, or `sekv` where it measured nothing; `full` without one.
+        the same; where it measured nothing, `sketch` if it has codes, else `sekv`; `full` without one.
     budget: a fraction in (0, 1] of the full KV, or a whole number of tokens per KV head and layer. A hard cap on what is
         on the device in a decode step.
     device: where to run; default: where the model is.

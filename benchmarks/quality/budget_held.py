@@ -362,7 +362,8 @@ def page(report: dict[str, Any]) -> Path:
         lines = []
         for name in dict.fromkeys(row["method"] for row in rows):
             own = {row["budget"]: row for row in rows if row["method"] == name}
-            lines.append([f"`{name}`", *[cell for budget in BUDGETS for cell in cells_of(own[budget])]])
+            form = ", strict" if next(iter(own.values()))["options"].get("strict") else ""
+            lines.append([f"`{name}`{form}", *[cell for budget in BUDGETS for cell in cells_of(own[budget])]])
         columns = [f"{budget:.0%}, {what}" for budget in BUDGETS for what in ("holds", "reads")]
         model = "The bundled model" if layers == 4 else "A random Llama"
         parts += [f"## {layers} layers", f"{model}.", table(["method", *columns], lines)]

@@ -453,7 +453,7 @@ def page(report: dict[str, Any]) -> Path:
         "step's unfolded tokens that the step before had unfolded. A contender's own choice among random keys looks elsewhere in every "
         "step; with an overlap in its name it pays for that choice and then takes one that overlaps so, as text does. "
         f"`{DROPPING}` is the method as its paper has it: tokens that are not kept are gone, and no step chooses. The other methods fold "
-        "them and choose in every step.",
+        "them and choose in every step: `compresskv` with `recoverable`, `specontext` with `strict`.",
         f"## {full.tokens:,} tokens, 10 % of the KV",
         "Bars: 20 times faster than `DynamicCache` with SDPA and 4 times faster than our own `full`, which has to be 5 times "
         "faster than theirs. What meets its bar is in bold, here and below.",

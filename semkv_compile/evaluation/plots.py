@@ -183,7 +183,7 @@ def _fraction(variant: Variant) -> float | None:
 def _heat(axes: Axes, values: np.ndarray, *, low: float, high: float, numbers: bool):
     """An image with one cell per value; NaN cells are hatched, not coloured."""
     axes.set_facecolor("#F2F2F2")
-    image = axes.imshow(np.ma.masked_invalid(values), cmap=colormaps["cividis"], vmin=low, vmax=high, aspect="auto")
+    image = axes.imshow(np.ma.masked_invalid(values), cmap=colormaps["viridis"], vmin=low, vmax=high, aspect="auto")
     axes.tick_params(labelsize=7, colors=INK, length=0)
     axes.set_xticks(np.arange(values.shape[1] + 1) - 0.5, minor=True)
     axes.set_yticks(np.arange(values.shape[0] + 1) - 0.5, minor=True)
