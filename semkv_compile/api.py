@@ -67,13 +67,19 @@ def compile(
         heads where `config.latents` asks for latents.
     CaptureError: the model cannot be rewritten without risk of a wrong answer.
     """
-    check_budget(budget)
+    _check_types(model, profile, config)
+    budget = check_budget(budget)
     settings = config or CompileConfig()
     ranks = None if group is None else ranks_of(group)
     target = None if device is None else usable(device)
     if method == AUTO:
         method = measured_best(profile, budget)
     elif method is None:
+        if profile is None and budget is not None:
+            raise ConfigError(
+                f"budget {budget} without a method: without a profile the default is 'full', which keeps everything; name a method that a "
+                "budget is enough for, such as method='sekv', or pass a profile"
+            )
         method = _default_method(profile, budget)
     chosen = find_method(method, settings.method_options)
     model = unwrapped(model)
@@ -103,6 +109,15 @@ def compile(
         generation_config=own_configuration(getattr(model, "generation_config", None)),
         live=live,
     )
+
+
+def _check_types(model: object, profile: object, config: object) -> None:
+    if isinstance(model, CompiledModel):
+        raise ConfigError("this model is compiled already: compiled.with_method(name, budget) is it under another one")
+    if profile is not None and not isinstance(profile, Profile):
+        raise ConfigError(f"profile is a {type(profile).__name__}: pass semkv.Profile.load(folder)")
+    if config is not None and not isinstance(config, CompileConfig):
+        raise ConfigError(f"config is a {type(config).__name__}: pass semkv.CompileConfig(...)")
 
 
 def _default_method(profile: Profile | None, budget: float | int | None) -> str:
@@ -147,4 +162,6 @@ def explain(compiled: CompiledModel, state: State | None = None, *, verbose: boo
     """
     from semkv.describe import describe
 
+    if not isinstance(compiled, CompiledModel):
+        raise ConfigError(f"explain: a {type(compiled).__name__}; pass what semkv.compile or semkv.load returned")
     return describe(compiled, state, verbose=verbose)

@@ -27,6 +27,7 @@ from semkv.kernels.mixed_attention.dispatch import form_of
 from semkv.kernels.tuning import Tuning
 from semkv.live.model import LiveModel
 from semkv.methods import Method, find_method
+from semkv.methods.auto import AUTO, measured_best
 from semkv.model.huggingface import register_causal_lm
 from semkv.passes.base import PassOptions
 from semkv.profiles.schema import Profile
@@ -80,7 +81,7 @@ class CompiledModel(Generation):
         layouts of kernels that an artifact brought. `live`: the model that it was captured from, to be followed."""
         super().__init__()
         register_causal_lm(CompiledModel)
-        check_budget(budget)
+        budget = check_budget(budget)
         if method.compresses and budget is None:
             raise BudgetError(
                 f"method {method.name!r} compresses, so it needs a budget: a fraction of the full KV such as 0.1, "
@@ -159,8 +160,11 @@ class CompiledModel(Generation):
     def with_method(
         self, method: str, budget: float | int | None = None, *, config: CompileConfig | None = None, **options: Any
     ) -> CompiledModel:
-        """The same program under another method or budget; weights and graphs are shared, nothing is captured again."""
+        """The same program under another method or budget; weights and graphs are shared, nothing is captured again. `auto`: what the
+        profile measured to be best at this budget."""
         self._follow()
+        if method == AUTO:
+            method = measured_best(self.profile, budget)
         settings = config or self.settings
         options = (config.method_options if config else {}) | options  # those of `self.settings` are of another method
         source = self._source.evolve(stage="found", prefill=None, extend=None, decode=None, selector=None)

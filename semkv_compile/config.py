@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from numbers import Integral
 from typing import Any, Literal
 
 import torch
@@ -135,6 +136,8 @@ def check_budget(budget: float | int | None) -> float | int | None:
     """Return `budget` when it is None, a fraction in (0, 1] or a positive whole number of tokens; raise `BudgetError` else."""
     if budget is None:
         return None
+    if isinstance(budget, Integral) and not isinstance(budget, (bool, int)):  # NumPy's
+        budget = int(budget)
     if isinstance(budget, bool) or not isinstance(budget, (int, float)):
         raise BudgetError(
             f"budget {budget!r}: expected a fraction of the full KV in (0, 1] or a whole number of tokens"
@@ -147,4 +150,4 @@ def check_budget(budget: float | int | None) -> float | int | None:
         raise BudgetError(
             f"budget {budget}: a fraction of the full KV must lie in (0, 1]; for a number of tokens per KV head pass an int"
         )
-    return budget
+    return float(budget)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, StoppingCriteria
@@ -254,6 +255,17 @@ HOLES = torch.tensor([[1, 1, 0, 1, 1]])
         ({"method": "snapkv", "budget": float("nan")}, BudgetError, r"budget nan: a fraction"),
         ({"method": "snapkv", "budget": True}, BudgetError, "budget True: expected a fraction"),
         ({"method": "snapkv"}, BudgetError, "'snapkv' compresses, so it needs a budget"),
+        ({"budget": 0.1}, ConfigError, r"budget 0\.1 without a method: .* such as method='sekv'"),
+        (
+            {"method": "snapkv", "budget": 0.1, "profile": "a/folder"},
+            ConfigError,
+            r"pass semkv\.Profile\.load\(folder\)",
+        ),
+        (
+            {"method": "compresskv", "budget": 0.1},
+            ConfigError,
+            r"retrieval heads and layer errors: .* --steps retrieval-heads,layer-errors .*'allocation': 'uniform'",
+        ),
         (
             {"method": "full", "budget": 0.5},
             BudgetError,
@@ -310,6 +322,26 @@ def test_bad_arguments_are_refused_before_any_work(model, monkeypatch, arguments
     config = semkv.CompileConfig(method_options=arguments.pop("options", {}))
     with pytest.raises(error, match=message):
         semkv.compile(model, config=config, **arguments)
+
+
+def test_what_is_no_model_or_configuration_is_refused(model, full):
+    with pytest.raises(ConfigError, match=r"compiled already: compiled\.with_method"):
+        semkv.compile(full)
+    with pytest.raises(ConfigError, match=r"config is a dict: pass semkv\.CompileConfig"):
+        semkv.compile(model, config={"floor": 0})
+    with pytest.raises(ConfigError, match="explain: a LlamaForCausalLM"):
+        semkv.explain(model)
+
+
+@pytest.mark.parametrize(("budget", "kind"), [(np.int64(100), int), (np.float64(0.25), float)])
+def test_numbers_of_numpy_are_numbers(full, budget, kind):
+    assert type(full.with_method("snapkv", budget).budget) is kind
+
+
+def test_auto_after_compilation():
+    model, _ = semkv.bundled.load()
+    compiled = semkv.compile(model, semkv.bundled.profile(), method="quest", budget=0.1)
+    assert compiled.with_method("auto", 0.1).method.name == semkv.bundled.profile().best_method(0.1)
 
 
 def test_a_model_in_training_mode_is_refused(model):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from semkv.cli.common import output_console, progress_bar
+from semkv.cli.common import output_console, progress_bar, read_text
 
 if TYPE_CHECKING:
     from semkv.config import CompileConfig
@@ -51,9 +51,10 @@ def run_bench(request: BenchRequest) -> None:
     from semkv.planning.decoder import decoder_of
 
     entries = entries_of(request)
+    text = None if request.text is None else read_text(request.text, "--text")
     started = now()
     loaded = load_model(request.model, request.profile, device=request.device)
-    ids = prompt_ids(loaded, request)
+    ids = prompt_ids(loaded, request, text)
     full = compile_model(loaded.model, loaded.profile, method="full", config=request.config)
     check_tokens(loaded.model, full, ids)
     timings = []
@@ -99,19 +100,18 @@ def entries_of(request: BenchRequest) -> list[Variant]:
     return list(found.values())
 
 
-def prompt_ids(loaded: Any, request: BenchRequest) -> Any:
-    """Ids [B, T], every row the same: the start of the text, or random tokens of a fixed seed."""
+def prompt_ids(loaded: Any, request: BenchRequest, text: str | None) -> Any:
+    """Ids [B, T], every row the same: the start of `text`, or random tokens of a fixed seed."""
     import torch
 
     from semkv.errors import ConfigError
 
     device = next(loaded.model.parameters()).device
-    if request.text is None:
+    if text is None:
         vocabulary = loaded.model.config.get_text_config().vocab_size
         generator = torch.Generator(device="cpu").manual_seed(0)
         row = torch.randint(vocabulary, (1, request.tokens), generator=generator, dtype=torch.int64, device="cpu")
     else:
-        text = request.text.read_text(encoding="utf-8")
         row = torch.tensor(
             [loaded.tokenizer(text, add_special_tokens=False)["input_ids"][: request.tokens]],
             dtype=torch.int64,
@@ -139,7 +139,7 @@ def print_timings(console: Console, timings: list[Timing], floors: list[float | 
     from semkv.evaluation.tables import size
 
     percentiles = [f"p{p}" for p in PERCENTILES]
-    first = timings[0]
+    first, on_disk = timings[0], any(timing.nbytes["disk"] for timing in timings)
     title = f"{first.rows} row(s) of {first.tokens:,} tokens, {len(first.step_ms)} steps; milliseconds"
     times = simple_table(
         title,
@@ -154,6 +154,7 @@ def print_timings(console: Console, timings: list[Timing], floors: list[float | 
         "a layer holds",
         "a layer reads",
         "host",
+        *(["disk"] if on_disk else []),
     )
     moves = simple_table("Folded tokens, per step", "method", "budget", "overlap", "moved")
     for timing, floor in zip(timings, floors):
@@ -169,7 +170,8 @@ def print_timings(console: Console, timings: list[Timing], floors: list[float | 
             f"{100 * peak / timing.full_bytes:.1f}",
             f"{100 * timing.device_share:.1f} / {100 * timing.device_share_mean:.1f}",
             f"{100 * timing.attended_share:.1f} / {100 * timing.attended_share_mean:.1f}",
-            size(timing.nbytes["host"] + timing.nbytes["disk"]),
+            size(timing.nbytes["host"]),
+            *([size(timing.nbytes["disk"])] if on_disk else []),
         )
         moves.add_row(*named, f"{timing.overlap:.0%}", size(timing.moved_bytes))
     for table in (times, moves):

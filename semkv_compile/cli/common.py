@@ -113,6 +113,16 @@ def parse_size(text: str | None, option: str) -> int | None:
         raise ConfigError(f"{option}: {error}") from None
 
 
+def read_text(path: Path, option: str) -> str:
+    """The text of a file that `option` names; `ConfigError` where there is none, or it is not UTF-8."""
+    if not path.is_file():
+        raise ConfigError(f"{option} {path}: no such file")
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{option} {path}: not readable as UTF-8 ({error}); convert it") from None
+
+
 def quiet_libraries() -> None:
     """Keep model libraries from writing progress bars and notices between ours."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

@@ -54,4 +54,15 @@ def load_gguf(path: Path) -> tuple[Any, Any]:
     return model.eval(), tokenizer
 
 
-__all__ = ["gguf_file", "load_gguf"]
+def gguf_config(path: Path) -> Any:
+    """The configuration that a GGUF file holds. Raises ConfigError where transformers cannot read it."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+    except Exception as error:  # as above
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(f"model {path}: this GGUF file cannot be read ({type(error).__name__}: {first})") from error
+
+
+__all__ = ["gguf_config", "gguf_file", "load_gguf"]

@@ -234,8 +234,9 @@ def export_command(
     profile: Annotated[Path | None, typer.Option(help=PROFILE_HELP)] = None,
     method: Annotated[str, typer.Option(help="How memory is kept; `full` keeps every token.")] = "full",
     budget: Annotated[
-        str, typer.Option(help="Fraction of the full KV, or tokens per KV head and layer; `full` takes none.")
-    ] = "0.1",
+        str | None,
+        typer.Option(help="Fraction of the full KV, or tokens per KV head and layer. Default: 0.1; `full` takes none."),
+    ] = None,
     format: Annotated[
         str, typer.Option(help="onnx: standard operators, for onnxruntime. aoti: a package for this CPU, for torch.")
     ] = "onnx",
@@ -246,7 +247,7 @@ def export_command(
 ) -> None:
     """Write a model's decode step as a folder that runs without semkv: the step, and step.json, which says what goes in and out."""
     with plain_errors():
-        parsed = parse_budgets(budget, "--budget")
+        parsed = [None] if budget is None else parse_budgets(budget, "--budget")
         if len(parsed) != 1:
             refuse(f"--budget {budget!r}: expected one budget")
         if tokens < 1:
@@ -273,7 +274,9 @@ def export_command(
     """,
 )
 def plan_command(
-    model: Annotated[str, typer.Option(help="`bundled`, a config.json, its folder, or a Hugging Face name.")],
+    model: Annotated[
+        str, typer.Option(help="`bundled`, a config.json, its folder, a GGUF file, or a Hugging Face name.")
+    ],
     gpu: Annotated[str, typer.Option(help="A name such as h100, numbers as in the examples, or a name and numbers.")],
     context: Annotated[str, typer.Option(help="Tokens of each row; 128K is 131072.")],
     batch: Annotated[int, typer.Option(help="Rows at once.")] = 1,

@@ -29,8 +29,12 @@ def load_model(
     """The bundled model, a local folder, a GGUF file or a folder with one, or a Hugging Face name, in evaluation mode.
 
     profile: as in `load_profile`.
-    Raises ConfigError where the model or its tokenizer cannot be loaded, ProfileError for a damaged profile.
+    Raises ConfigError where the model or its tokenizer cannot be loaded or there is no such device, ProfileError for a damaged profile.
     """
+    if device is not None:
+        from semkv.capture.device import usable
+
+        usable(device)
     loaded_profile = load_profile(name, profile)
     model, tokenizer = load_weights(name)
     if dtype is not None:

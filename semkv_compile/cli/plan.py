@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from semkv.cli.common import output_console, parse_size, quiet_libraries
-from semkv.errors import ConfigError
+from semkv.cli.gguf import gguf_config, gguf_file
+from semkv.errors import BudgetError, ConfigError
 
 if TYPE_CHECKING:
     from semkv.planning.deployment import Deployment, Fleet
@@ -84,8 +85,12 @@ def run_plan(request: PlanRequest) -> None:
     from semkv.planning.decoder import decoder_of, load_config
     from semkv.planning.plan import plan_memory
 
+    _check_budget(request.workload.budget)
     source = str(bundled.folder() / "model") if request.model == "bundled" else request.model
-    decoder = decoder_of(load_config(source), dtype=request.dtype, weights=request.weights)
+    weights = gguf_file(Path(source).expanduser())
+    config = load_config(source) if weights is None else gguf_config(weights)
+    dtype = request.dtype or ("float32" if weights is not None else None)  # in which `load_gguf` has its weights
+    decoder = decoder_of(config, dtype=dtype, weights=request.weights)
     if request.latents:
         decoder = decoder.on_latents()
     plan = plan_memory(decoder, machine, request.workload)
@@ -108,6 +113,15 @@ def run_plan(request: PlanRequest) -> None:
         console.print(f"\nplan: {request.json}")
     if request.report is not None:
         console.print(f"picture: {write_picture(request.report, plan)}")
+
+
+def _check_budget(budget: float | int | None) -> None:
+    """Raise `BudgetError` for a number of tokens in which no method can live."""
+    from semkv.methods import METHODS
+
+    least = min(method.minimum_tokens for method in METHODS.values() if method.compresses)
+    if isinstance(budget, int) and budget < least:
+        raise BudgetError(f"--budget {budget}: no method can live in fewer than {least} tokens per KV head and layer")
 
 
 def plan_values(plan: MemoryPlan) -> dict[str, Any]:

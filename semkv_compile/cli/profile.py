@@ -233,12 +233,17 @@ def profile(
             **_over(defaults[0], training), seed=seed, router_init="random" if random_init else "covariance"
         )
         measures = MeasureSettings.checked(**_over(defaults[1], measuring), seed=seed)
+        here = own_device(device, ranks)
+        if here != "cpu":
+            from semkv.capture.device import usable
+
+            usable(here)
         if workers is not None:
             import torch
 
             from semkv.evaluation.workers import check_workers
 
-            check_workers(workers, torch.device(device))
+            check_workers(workers, torch.device(here))
         work = output.with_name(output.name + ".resume")
         chosen = tuple(step for step in ALL_STEPS if step in named) or ALL_STEPS
         if not (resume or dry_run):
@@ -257,7 +262,7 @@ def profile(
                 with_tasks,
                 settings,
                 measures,
-                own_device(device, ranks),
+                here,
                 report,
                 workers,
                 latents,

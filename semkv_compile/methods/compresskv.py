@@ -26,8 +26,8 @@ from semkv.runtime.prompt.record import RowRecord
 Selection = Literal["semantic", "classic", "classic_top_k", "all"]
 
 MISSING = (
-    "method 'compresskv' needs a profile with {section}: measure it with `semkv-profile MODEL --steps {step} -o OUT`, or run "
-    "the ablation without it with method_options={{{option}}}"
+    "method 'compresskv' needs a profile with {}: measure them with `semkv-profile MODEL --steps {} -o OUT`, or run the ablation without "
+    "them with method_options={{{}}}"
 )
 
 
@@ -104,14 +104,14 @@ class CompressKV(OncePerPrompt):
             object.__setattr__(self, "minimum_tokens", 40)
 
     def check(self, profile: Profile | None) -> None:
+        missing = []
         if self.selection != "all" and (profile is None or profile.info.retrieval_heads is None):
-            raise ConfigError(
-                MISSING.format(section="retrieval heads", step="retrieval-heads", option="'selection': 'all'")
-            )
+            missing.append(("retrieval heads", "retrieval-heads", "'selection': 'all'"))
         if self.allocation == "errors" and (profile is None or profile.info.layer_errors is None):
-            raise ConfigError(
-                MISSING.format(section="layer errors", step="layer-errors", option="'allocation': 'uniform'")
-            )
+            missing.append(("layer errors", "layer-errors", "'allocation': 'uniform'"))
+        if missing:
+            sections, steps, options = zip(*missing)
+            raise ConfigError(MISSING.format(" and ".join(sections), ",".join(steps), ", ".join(options)))
 
     def components(self, program: Program, profile: Profile | None) -> Components:
         votes = self._votes(self._chosen(program, profile))

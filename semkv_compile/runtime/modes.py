@@ -20,7 +20,7 @@ AUTOCAST = ("cpu", "cuda")
 def undisturbed(function: Callable[P, R]) -> Callable[P, R]:
     """`function` in modes of its own: without gradients, without autocast, with the CPU as the default device, and with ordinary tensors
     where its caller is in `torch.inference_mode`: what it makes outlives that mode, and inference tensors could not be changed outside
-    of it.
+    of it. Where the caller is under `torch.compile`, it runs as it is: it has graphs of its own.
 
     All of these belong to the calling thread and are as before when it returns. The default dtype belongs to all threads, so that it
     cannot be set here: tensors say theirs.
@@ -41,7 +41,7 @@ def undisturbed(function: Callable[P, R]) -> Callable[P, R]:
                 modes.enter_context(HOST)
                 return function(*args, **kwargs)
 
-    return run
+    return torch.compiler.disable(run)
 
 
 __all__ = ["undisturbed"]

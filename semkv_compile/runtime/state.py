@@ -12,7 +12,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor
 
-from semkv.errors import ConfigError, StateError
+from semkv.errors import ConfigError, InputError, StateError
 from semkv.ir.memory import Entries
 from semkv.ir.site import AttentionSite
 from semkv.runtime.decode.join import stack_rows
@@ -296,9 +296,13 @@ class State(Contents):
 
     @undisturbed
     def select(self, rows: list[int]) -> State:
-        """A state of the given rows, copied; a row may be taken several times."""
+        """A state of the given rows, copied; a row may be taken several times. `InputError` where there is none, or not that one."""
         with self.in_use():
             self.check_whole()
+            wrong = [row for row in rows if not -len(self.rows) <= row < len(self.rows)]
+            if wrong or not rows:
+                said = f"row {wrong[0]}" if wrong else "no rows"
+                raise InputError(f"select: {said} of a state whose rows are 0 to {len(self.rows) - 1}")
             copy = State(self.placement, [self.rows[row].clone() for row in rows], self.logits[rows].clone())
             copy.pending = None if self.pending is None else self.pending[rows].clone()
             return copy

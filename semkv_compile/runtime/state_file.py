@@ -48,10 +48,7 @@ def read_state(path: str | os.PathLike[str], placement: Placement) -> tuple[list
     """(rows, logits, unread tokens) of a state that this model, or one compiled alike, saved; `ArtifactError` for any other."""
     program = placement.program
     meta, tensors = load_tensors(path, "state", program_fingerprint(program))
-    if meta.get("compiled") != _identity(placement):
-        raise ArtifactError(
-            f"{path}: a state of {meta.get('compiled')}, expected one of {_identity(placement)}; compile with the same settings and profile"
-        )
+    _check_identity(path, meta.get("compiled"), _identity(placement))
     facts = meta.get("rows")
     logits = tensors.get("logits")
     if not isinstance(facts, list) or logits is None or logits.shape != (len(facts), program.vocab_size):
@@ -75,6 +72,35 @@ def read_state(path: str | os.PathLike[str], placement: Placement) -> tuple[list
             raise ArtifactError(f"{path}: unread tokens outside of the vocabulary; save the state again")
         pending = pending.clone().to(placement.device)
     return rows, logits.clone().to(placement.device), pending
+
+
+def _check_identity(path: str | os.PathLike[str], found: object, own: dict[str, Any]) -> None:
+    """Raise `ArtifactError`, with what differs, where a state's facts are not `own`."""
+    if found == own:
+        return
+    theirs = found if isinstance(found, dict) else {}
+    same = ("plan", "calibrated")  # which follow from the others
+    said = _differing(theirs, own, [name for name in {**own, **theirs} if name not in same])
+    said = said or _differing_parts(theirs.get("plan"), own["plan"]) or ["another profile"]
+    raise ArtifactError(
+        f"{path}: a state of a model that was compiled otherwise: {'; '.join(said)}; compile with the same settings and profile"
+    )
+
+
+def _differing(theirs: Mapping[str, Any], own: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+    """Of facts by name, those that differ, in words."""
+    return [
+        f"{name} {theirs.get(name)!r}, expected {own.get(name)!r}"
+        for name in names
+        if theirs.get(name) != own.get(name)
+    ]
+
+
+def _differing_parts(theirs: Any, own: list[list[Any]]) -> list[str]:
+    """What differs in the first parts of plans that do."""
+    if not isinstance(theirs, list) or [part[:4] for part in theirs] != [part[:4] for part in own]:
+        return [] if theirs == own else ["heads or layers are divided otherwise"]
+    return next((_differing(x[4], y[4], [*y[4]]) for x, y in zip(theirs, own) if x != y), [])
 
 
 def _identity(placement: Placement) -> dict[str, Any]:
@@ -113,9 +139,8 @@ def _tensors(part: object, name: str) -> Iterator[tuple[str, Tensor]]:
                 yield from _tensors(getattr(part, each.name), f"{name}.{each.name}")
 
 
-def _composition(components: Components) -> str:
-    """A part's components in words: routers and choosers of forms by their class, as weights are no words."""
-    named = ("router", "forms")
+def _composition(components: Components) -> dict[str, str]:
+    """A part's components in words, by name: routers and choosers of forms by their class, as weights are no words."""
     own = {field.name: getattr(components, field.name) for field in fields(components)}  # not what is computed of them
-    plain = {name: value for name, value in own.items() if name not in named}
-    return repr(plain | {name: type(getattr(components, name)).__name__ for name in named})
+    named = ("router", "forms")
+    return {name: type(value).__name__ if name in named else repr(value) for name, value in own.items()}

@@ -122,6 +122,7 @@ def test_nothing_is_timed_while_tokens_differ(pair):
         (["--methods", "abacus"], "abacus"),
         (["--batch", "0"], "a --batch of at least 1"),
         (["--gpu", "abacus"], "gpu 'abacus' is not known"),
+        (["--text", "nowhere.txt"], "--text nowhere.txt: no such file"),
     ],
 )
 def test_refusals_are_one_line(run, tiny_model, options, said):
@@ -155,6 +156,7 @@ def test_folded_tokens_on_disk(run, tiny_model, tmp_path):
     )
     assert result.exit_code == 0, result.output
     assert "Folded tokens, per step" in result.output
+    assert result.output.splitlines()[1].split()[-2:] == ["host", "disk"]
     (row,) = json.loads((tmp_path / "bench.json").read_text())["timings"]
     assert row["nbytes"]["disk"] > 0
     assert row["moved_bytes"] > 0

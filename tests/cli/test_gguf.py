@@ -117,6 +117,12 @@ def test_what_is_no_model_is_refused(folder, tmp_path):
         load_weights(str(tmp_path))
 
 
+def test_a_plan_reads_its_sizes(folder, run):
+    result = run("plan", "--model", folder / "tiny.gguf", "--gpu", "h100", "--context", 64, "--budget", "full")
+    assert result.exit_code == 0, result.output
+    assert "2 layers; KV 256 B per token" in result.output  # 2 layers, 2 KV heads of 8, keys and values in float32
+
+
 def test_a_folder_with_a_configuration_is_read_as_such(folder, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "also.gguf").write_bytes(b"GGUF")

@@ -129,6 +129,7 @@ def test_options_reach_the_plan(run, config, tmp_path):
         (["--waits", "zip"], "form 'zip' is not one of int8, raw, none"),
         (["--model", "./nowhere"], "model ./nowhere: no configuration"),
         (["--budget", "7.5"], "a fraction of the full KV must lie in"),
+        (["--budget", "5"], "no method can live in fewer than 24 tokens"),
     ],
 )
 def test_refusals_are_one_line(run, config, options, said):

@@ -53,6 +53,37 @@ def test_eval_refuses(run, arguments, message):
     refused(run("eval", *NOTHING, *arguments), message)
 
 
+@pytest.mark.parametrize("device", ["cuda:77", "abacus"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("eval", *NOTHING),
+        ("bench", "--methods", "quest", "--context", "64"),
+    ],
+)
+def test_devices_that_there_are_not(run, command, device):
+    refused(run(*command, "--device", device), f"device '{device}' cannot be used here")
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "message"),
+    [
+        (None, (), "text.txt: no such file"),
+        (b"\xff\xfe", (), "text.txt: not readable as UTF-8"),
+        (b"the old book . " * 6000, (), "with --tokens 256 behind them they are more than the model's 16384 positions"),
+        (b"the old book", ("--tokens", "17000"), "with --tokens 17000 behind them they are more than"),
+        (b"the old book", ("--method", "full", "--budget", "0.5"), "'full' keeps everything: pass no budget"),
+    ],
+)
+def test_export_refuses_before_it_exports(run, tmp_path, content, options, message):
+    pytest.importorskip("onnxscript")
+    text = tmp_path / "text.txt"
+    if content is not None:
+        text.write_bytes(content)
+    refused(run("export", "bundled", tmp_path / "out", "--method", "quest", "--text", text, *options), message)
+    assert not (tmp_path / "out").exists()
+
+
 def test_eval_refuses_outputs_that_cannot_be_written(run, tmp_path):
     (tmp_path / "file").write_text("")
     refused(run("eval", "--json", tmp_path), f"--json {tmp_path}: expected a file, but there is a folder")

@@ -52,6 +52,27 @@ def test_a_deep_copy_of_a_compiled_model_has_weights_of_its_own(model, full, ids
     assert torch.equal(full(ids(20)).logits, expected)
 
 
+@pytest.mark.parametrize("method", ["full", "snapkv", "quest", "sekv"])
+def test_a_deep_copy_of_a_model_that_has_generated(full, ids, method):
+    compiled = full if method == "full" else full.with_method(method, 100)
+    before = compiled.generate(ids(200), max_new_tokens=6, **NEW)
+    copied = copy.deepcopy(compiled)
+    assert copied.placement.steps.program is copied.program is not compiled.program
+    assert torch.equal(copied.generate(ids(200), max_new_tokens=6, **NEW), before)
+
+
+def test_a_compiled_model_under_torch_compile_runs_as_it_is(full, ids):
+    assert torch.equal(torch.compile(full)(ids(20)).logits, full(ids(20)).logits)
+
+
+def test_rows_that_there_are_not(full, ids):
+    state = full.prefill(ids(9, 2))
+    with pytest.raises(InputError, match="select: row 2 of a state whose rows are 0 to 1"):
+        state.select([0, 2])
+    with pytest.raises(InputError, match="select: no rows"):
+        state.select([])
+
+
 class Waits(StoppingCriteria):
     """Stands still in the middle of a step's end until it may go on."""
 

@@ -171,14 +171,15 @@ def _check_tokens(value: int, demand: Demand) -> None:
         )
 
 
+LESS = {"mixed": "whole=False"}
+"""Options of methods that keep parts whole; all others have `strict`."""
+
+
 def _refuse(value: float, demand: Demand) -> None:
     share = demand.smallest_fraction
-    hint = (
-        f"use a fraction of at least {share:g}"
-        if share <= 1
-        else "no fraction but 1.0, which keeps every token, is enough"
-    )
+    hint = f"use a fraction of at least {share:g}" if share <= 1 else "use 1.0, which keeps every token"
     raise BudgetError(
-        f"budget {value} can never serve: of every token {demand.method!r} keeps {demand.whole + demand.index:.1%} of the KV on the "
-        f"device, and it needs {demand.minimum} tokens per KV head beside that: {hint}, or a mode of the method that keeps less"
+        f"budget {value} can never serve: of every token {demand.method!r} keeps {min(1.0, demand.whole + demand.index):.1%} of the KV on "
+        f"the device, and it needs {demand.minimum} tokens per KV head beside that: {hint}, or {LESS.get(demand.method, 'strict=True')}, "
+        "with which it keeps less"
     )

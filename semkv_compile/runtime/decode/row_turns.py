@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -153,8 +155,14 @@ class GraphedSteps:
         between: Callable[[GraphModule], Callable[..., tuple[Tensor, ...]]] | None = None,
         turns: Callable[[GraphModule], Callable[[], Callable[..., tuple[Tensor, ...]]]] | None = None,
     ) -> None:
+        self.program, self._made_by = program, (prepare, between, turns)
         self.graphs, self.layers = StepGraphs(program, prepare), Layers.of(program)
         self.many = None if between is None or turns is None else ManyRows(program, self.graphs, between, turns)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GraphedSteps:
+        """Those of a copy of the program; their graphs are made anew."""
+        made = memo[id(self)] = GraphedSteps(copy.deepcopy(self.program, memo), *self._made_by)
+        return made
 
     def reasons(self) -> list[str]:
         """Why graphs of steps that have run were not one call of C++ the last time, each reason once: nodes that have no instructions."""

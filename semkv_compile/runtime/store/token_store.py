@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,10 @@ def plain(x: Tensor | Quantized) -> Tensor:
 
 PAGES_AHEAD = 4
 """Pages that a store without a budget has room for at a time, at least."""
+
+
+FEW = 1 << 17
+"""Numbers below which NumPy copies them: PyTorch's time would be that of its calls."""
 
 
 class TokenStore:
@@ -184,9 +190,10 @@ def _parts(name: str, x: Tensor | Quantized) -> dict[str, Tensor]:
 
 def _grown(name: str, x: Tensor, capacity: int) -> Tensor:
     """x [H, n, ...] with room up to `capacity`: zeros, and positions of no token."""
-    out = x.new_empty((x.shape[0], capacity, *x.shape[2:]))
-    out[:, : x.shape[1]] = x
-    out[:, x.shape[1] :] = EMPTY if name == "positions" else 0
+    out, length = x.new_empty((x.shape[0], capacity, *x.shape[2:])), x.shape[1]
+    old, new = (_numbers(x), _numbers(out)) if _on_cpu(x) and x.numel() < FEW else (x, out)
+    new[:, :length] = old
+    new[:, length:] = EMPTY if name == "positions" else 0
     return out
 
 
@@ -194,10 +201,14 @@ def _on_cpu(x: Tensor) -> bool:
     return type(x) is Tensor and x.is_cpu
 
 
+def _numbers(x: Tensor) -> Any:
+    """x as NumPy has it, which looks where sides of an assignment overlap."""
+    return (x.view(torch.uint8) if x.dtype == torch.bfloat16 else x).numpy()
+
+
 def _shift(name: str, x: Tensor, count: int, length: int) -> None:
-    """Move tokens `count` to `length` of x [H, capacity, ...] to its front. By NumPy, which looks where sides overlap: tokens are few, and
-    PyTorch's time would be that of its calls."""
-    numbers = (x.view(torch.uint8) if x.dtype == torch.bfloat16 else x).numpy()
+    """Move tokens `count` to `length` of x [H, capacity, ...] to its front."""
+    numbers = _numbers(x)
     numbers[:, : length - count] = numbers[:, count:length]
     numbers[:, length - count : length] = EMPTY if name == "positions" else 0
 
