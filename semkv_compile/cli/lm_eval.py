@@ -16,7 +16,7 @@ def run_lm_eval(arguments: list[str]) -> None:
     ConfigError: the harness is not installed.
     """
     if find_spec("lm_eval") is None:
-        raise ConfigError("lm-evaluation-harness is not installed: pip install '.[lm-eval]' in semkv's folder")
+        raise ConfigError("lm-evaluation-harness is not installed: pip install 'semkv[lm-eval]'")
     from lm_eval.__main__ import cli_evaluate
 
     import semkv.cli.lm_eval_model  # noqa: F401 - registers the model

@@ -46,6 +46,7 @@ def check(monkeypatch):
     def check_app(program, arguments):
         monkeypatch.setattr("semkv.bundled.load", starts)
         monkeypatch.setattr("semkv.cli.models._pretrained", starts)
+        monkeypatch.setattr("semkv.capture.device.usable", lambda device: device)  # a page may be of a GPU
         monkeypatch.setattr("semkv.cli.lm_eval.run_lm_eval", harness)
         monkeypatch.setattr("semkv.cli.serve.check_vllm", lambda: True)
         monkeypatch.setattr("semkv.cli.serve.check_ray", lambda *_: None)
