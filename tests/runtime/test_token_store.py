@@ -16,9 +16,16 @@ def tokens(count: int, first: int = 0) -> tuple[torch.Tensor, torch.Tensor, torc
     return k, k[..., :2] + 100, torch.arange(first, first + count)[None]
 
 
+@pytest.fixture(params=["here", "elsewhere"])
+def device(request, monkeypatch):
+    """A CPU, and what is done on other devices."""
+    if request.param == "elsewhere":
+        monkeypatch.setattr("semkv.runtime.store.token_store._on_cpu", lambda x: False)
+
+
 @pytest.mark.parametrize("reserve", [False, True])
 @pytest.mark.parametrize("page", [1, 4, 8])
-def test_appends_and_pops_like_a_list(page, reserve):
+def test_appends_and_pops_like_a_list(page, reserve, device):
     store = TokenStore(*tokens(5), page, reserve=reserve)
     expected, newest = list(range(5)), 5
     for added, taken in ((1, 0), (3, 4), (0, 2), (9, 1), (1, 12), (6, 3)):
@@ -99,7 +106,7 @@ def test_in_codes_it_holds_the_codes_of_what_it_was_given(page, bits):
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "codes", "scored"])
-def test_what_stays_moves_to_the_front_of_the_same_buffers(kind):
+def test_what_stays_moves_to_the_front_of_the_same_buffers(kind, device):
     """Where pops leave the number of places as it is: behind the tokens are zeros, and positions that hide them."""
     k, v, positions = tokens(13)
     if kind == "bfloat16":

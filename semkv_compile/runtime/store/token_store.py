@@ -168,7 +168,7 @@ class TokenStore:
             capacity = self._with_one_more()
         elif not self.reserve:
             capacity = self._pages(self.length) * self.page_size
-        if all(capacity == x.shape[1] and _on_cpu(x) for x in self._held.values()):
+        if all(capacity == x.shape[1] for x in self._held.values()):  # then a recorded step finds them where they were
             for name, x in self._held.items():
                 _shift(name, x, count, before)
         else:
@@ -208,8 +208,9 @@ def _numbers(x: Tensor) -> Any:
 
 def _shift(name: str, x: Tensor, count: int, length: int) -> None:
     """Move tokens `count` to `length` of x [H, capacity, ...] to its front."""
-    numbers = _numbers(x)
-    numbers[:, : length - count] = numbers[:, count:length]
+    numbers = _numbers(x) if _on_cpu(x) else x
+    moved = numbers[:, count:length]
+    numbers[:, : length - count] = moved if _on_cpu(x) else moved.clone()
     numbers[:, length - count : length] = EMPTY if name == "positions" else 0
 
 
