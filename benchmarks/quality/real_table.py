@@ -63,8 +63,11 @@ PLAIN = (
     "clusterkv",
 )
 """Methods that read no profile, so that their rows stay when the profile is made again."""
-CODES = ("sketch", "mixed")
-"""Methods that read the profile's sketch: rows of the others stay when that is learned again."""
+CODES = ("sketch",)
+"""Methods that read the profile's sketch alone: their rows stay when other sections are learned, and those of others when the sketch is."""
+WHOLE = ("mixed",)
+"""Methods that read both."""
+GROUPS = ("plain", "profile", "codes", "whole")
 BOTH = ("full", "streaming_llm")
 """What recovered gain is measured between."""
 BOOKS = {"schema_version", "fingerprint", "model", "measured", "provenance", "tensors", "tensors_digest"}
@@ -108,14 +111,25 @@ def tasks_of(model: str, texts: Path | None, haystack: Path | None, tokens: int)
 
 
 def group_of(method: str) -> str:
-    """What of a profile a method reads: `plain` nothing, `profile` not its sketch, `codes` that too."""
-    return "plain" if method in PLAIN else "codes" if method in CODES else "profile"
+    """What of a profile a method reads: `plain` nothing, `profile` all but its sketch, `codes` that alone, `whole` both."""
+    if method in PLAIN:
+        return "plain"
+    return "codes" if method in CODES else "whole" if method in WHOLE else "profile"
 
 
 def without_sketch(profile: Profile) -> Profile:
     """The profile as methods read it that have no codes."""
     tensors = {name: x for name, x in profile.tensors.items() if not name.startswith("sketch.")}
     return replace(profile, info=profile.info.model_copy(update={"sketch": None}), tensors=tensors)
+
+
+def only_sketch(profile: Profile) -> Profile:
+    """The profile as methods read it that have codes alone."""
+    tensors = {name: x for name, x in profile.tensors.items() if name.startswith("sketch.")}
+    others = dict.fromkeys(
+        name for name in type(profile.info).model_fields if name not in BOOKS | {"sketch", "choices"}
+    )
+    return replace(profile, info=profile.info.model_copy(update=others), tensors=tensors)
 
 
 class Table:
@@ -148,7 +162,7 @@ class Table:
         whole = self.loaded.profile
         if reads == "plain" or whole is None:
             return None
-        return whole if reads == "codes" else without_sketch(whole)
+        return {"codes": only_sketch, "profile": without_sketch}.get(reads, lambda profile: profile)(whole)
 
     def compiled(self, reads: str) -> Any:
         """The model with the profile of one group."""
@@ -169,7 +183,7 @@ class Table:
     def run(self, variants: Sequence[Variant], size: Size, length: int, title: str) -> list[CellResult]:
         """Cells of these variants at one length, those of methods that read no profile from rows of their own."""
         found: dict[tuple[str, str], CellResult] = {}
-        for reads in ("plain", "profile", "codes"):
+        for reads in GROUPS:
             own = [v for v in variants if group_of(v.method) == reads]
             for families, samples in ((self.needles, size.questions), (("perplexity",), size.texts)):
                 known = [self._known(v, family, length, samples, reads) for v in own for family in families]
@@ -211,7 +225,7 @@ class Table:
     def publish(self) -> None:
         """Write benchmarks/results/real_MODEL.json."""
         best: dict[tuple[Any, ...], CellResult] = {}
-        now = {self._identity(reads) for reads in ("plain", "profile", "codes")}
+        now = {self._identity(reads) for reads in GROUPS}
         for cell in self.cells.values():  # what gain is measured between was measured with the profile and without
             of, variant = cell.cell, cell.cell.variant
             if self.asked.profile is not None and of.subject not in now:  # of a profile before

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+import semkv
 from semkv.evaluation import Report
+from semkv.evaluation.identity import subject_identity
 from semkv.evaluation.schema import CellResult, Interval, Recovered
 from semkv.evaluation.settings import Cell, Variant
 from semkv.profiles.schema import Profile
@@ -140,7 +143,7 @@ def test_without_a_profile_what_was_published_with_one_stays(scripts, monkeypatc
         table.asked = argparse.Namespace(model="gemma3", texts=None, profile=profile)
         table.loaded = argparse.Namespace(profile=None if profile is None else Profile.load(PROFILE))
         table.cells, table.commits = {}, set()
-        table._identities = dict.fromkeys(("plain", "profile", "codes"), "now")
+        table._identities = dict.fromkeys(module.GROUPS, "now")
         table.report = Report.model_construct(cells=[], summaries=[], commits=[], notes=[])
         table.take([ours, before])
         table.publish()
@@ -148,6 +151,27 @@ def test_without_a_profile_what_was_published_with_one_stays(scripts, monkeypatc
         assert sorted(c.cell.variant.label for c in report.cells) == kept
         assert [note for note in report.notes if "sketch" in note] == report.notes[1:], "the profile's sections"
         assert len(report.notes) == (1 if profile is None else 2)
+
+
+def test_rows_stay_when_what_their_methods_do_not_read_is_learned_again(scripts):
+    """A row is of the model, the profile and the settings: of the profile each group has what its methods read."""
+    module, _ = scripts
+    model, _ = semkv.bundled.load()
+    whole = semkv.bundled.profile()
+    found: dict[str, list[str]] = {}
+    learned = whole.info.sketch.model_copy(update={"share": 0.5})
+    for profile in (
+        whole,
+        module.only_sketch(whole),
+        replace(whole, info=whole.info.model_copy(update={"sketch": learned})),
+    ):
+        table = module.Table.__new__(module.Table)
+        table.loaded = argparse.Namespace(profile=profile)
+        for group in module.GROUPS:
+            identity = subject_identity(model, table.profile(group), None)
+            found.setdefault(group, []).append(identity)
+    same = {group: (one == other, one == codes) for group, (one, other, codes) in found.items()}
+    assert same == {"plain": (True, True), "profile": (False, True), "codes": (True, False), "whole": (False, False)}
 
 
 def test_methods_that_read_a_profile_are_refused_without_one(scripts, monkeypatch, capsys):
