@@ -46,7 +46,6 @@ EARLIER = (
 TIMES = "Measured before codes of `sketch` and `mixed` had their form of today; their lines are to be measured again."
 STEPS = "Measured before decode steps became graphs of tensors; to be measured again."
 MEASURED_EARLIER = {
-    "ablation_mixed": EARLIER,
     "ablations": EARLIER,
     "decode_cpu": STEPS,
     "gpu": STEPS,
@@ -54,7 +53,6 @@ MEASURED_EARLIER = {
     "peers": EARLIER,
     "profile_resume": TIMES,
     "profiler_memory": TIMES,
-    "quality": EARLIER,
     "reports_compresskv": EARLIER,
     "reports_heterocache": EARLIER,
     "reports_sekv": EARLIER,

@@ -98,9 +98,12 @@ def _differing(theirs: Mapping[str, Any], own: Mapping[str, Any], names: Sequenc
 
 def _differing_parts(theirs: Any, own: list[list[Any]]) -> list[str]:
     """What differs in the first parts of plans that do."""
-    if not isinstance(theirs, list) or [part[:4] for part in theirs] != [part[:4] for part in own]:
-        return [] if theirs == own else ["heads or layers are divided otherwise"]
-    return next((_differing(x[4], y[4], [*y[4]]) for x, y in zip(theirs, own) if x != y), [])
+    whole = isinstance(theirs, list) and all(
+        isinstance(part, list) and isinstance(part[-1], dict) for part in theirs if part
+    )
+    if not whole or [part[:-1] for part in theirs] != [part[:-1] for part in own]:
+        return ["its layers or heads are composed otherwise"]
+    return next((_differing(x[-1], y[-1], [*y[-1]]) for x, y in zip(theirs, own) if x != y), [])
 
 
 def _identity(placement: Placement) -> dict[str, Any]:

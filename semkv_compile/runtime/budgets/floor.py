@@ -171,15 +171,16 @@ def _check_tokens(value: int, demand: Demand) -> None:
         )
 
 
-LESS = {"mixed": "whole=False"}
-"""Options of methods that keep parts whole; all others have `strict`."""
+LESS = {"mixed": "whole=False"} | dict.fromkeys(("heterocache", "omnikv", "specontext"), "strict=True")
+"""Options with which methods that keep parts whole keep less."""
 
 
 def _refuse(value: float, demand: Demand) -> None:
     share = demand.smallest_fraction
     hint = f"use a fraction of at least {share:g}" if share <= 1 else "use 1.0, which keeps every token"
+    less = LESS.get(demand.method, "a mode of the method")
     raise BudgetError(
         f"budget {value} can never serve: of every token {demand.method!r} keeps {min(1.0, demand.whole + demand.index):.1%} of the KV on "
-        f"the device, and it needs {demand.minimum} tokens per KV head beside that: {hint}, or {LESS.get(demand.method, 'strict=True')}, "
+        f"the device, and it needs {demand.minimum} tokens per KV head beside that: {hint}, or {less}, "
         "with which it keeps less"
     )

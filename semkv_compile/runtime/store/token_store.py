@@ -21,10 +21,6 @@ PAGES_AHEAD = 4
 """Pages that a store without a budget has room for at a time, at least."""
 
 
-FEW = 1 << 17
-"""Numbers below which NumPy copies them: PyTorch's time would be that of its calls."""
-
-
 class TokenStore:
     """Keys [Hkv, n, D], values [Hkv, n, Dv] and positions [Hkv|1, n] of exact tokens, grown a page at a time.
 
@@ -190,10 +186,9 @@ def _parts(name: str, x: Tensor | Quantized) -> dict[str, Tensor]:
 
 def _grown(name: str, x: Tensor, capacity: int) -> Tensor:
     """x [H, n, ...] with room up to `capacity`: zeros, and positions of no token."""
-    out, length = x.new_empty((x.shape[0], capacity, *x.shape[2:])), x.shape[1]
-    old, new = (_numbers(x), _numbers(out)) if _on_cpu(x) and x.numel() < FEW else (x, out)
-    new[:, :length] = old
-    new[:, length:] = EMPTY if name == "positions" else 0
+    out = x.new_empty((x.shape[0], capacity, *x.shape[2:]))
+    out[:, : x.shape[1]] = x
+    out[:, x.shape[1] :] = EMPTY if name == "positions" else 0
     return out
 
 
@@ -201,17 +196,15 @@ def _on_cpu(x: Tensor) -> bool:
     return type(x) is Tensor and x.is_cpu
 
 
-def _numbers(x: Tensor) -> Any:
-    """x as NumPy has it, which looks where sides of an assignment overlap."""
-    return (x.view(torch.uint8) if x.dtype == torch.bfloat16 else x).numpy()
-
-
 def _shift(name: str, x: Tensor, count: int, length: int) -> None:
-    """Move tokens `count` to `length` of x [H, capacity, ...] to its front."""
-    numbers = _numbers(x) if _on_cpu(x) else x
-    moved = numbers[:, count:length]
-    numbers[:, : length - count] = moved if _on_cpu(x) else moved.clone()
-    numbers[:, length - count : length] = EMPTY if name == "positions" else 0
+    """Move tokens `count` to `length` of x [H, capacity, ...] to its front. On a CPU by NumPy, which looks where sides overlap: tokens are
+    few, and PyTorch's time would be that of its calls."""
+    there: Any = x
+    if _on_cpu(x):
+        there = (x.view(torch.uint8) if x.dtype == torch.bfloat16 else x).numpy()
+    moved = there[:, count:length]
+    there[:, : length - count] = moved if _on_cpu(x) else moved.clone()
+    there[:, length - count : length] = EMPTY if name == "positions" else 0
 
 
 __all__ = ["TokenStore", "plain"]
