@@ -66,14 +66,14 @@ class StepError(SemkvError):
 
     def __init__(self, errors: dict[int, Exception], logits: Any) -> None:
         listed = "; ".join(f"row {row}: {error}" for row, error in sorted(errors.items()))
-        super().__init__(
-            f"{len(errors)} rows of a step failed ({listed}); the others have taken their token: error.logits"
-        )
+        all_failed = logits is not None and len(errors) == len(logits)
+        others = "no other row was in it" if all_failed else "the others have taken their token: error.logits"
+        super().__init__(f"{len(errors)} rows of a step failed ({listed}); {others}")
         self.errors, self.logits = errors, logits
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Without the logits: errors cross from a pool's processes to the one that waits."""
-        return StepError, (self.errors, None), {**vars(self), "logits": None}
+        return StepError, (self.errors, None), {**vars(self), "logits": None, "args": self.args}
 
 
 class StateError(SemkvError, RuntimeError):

@@ -30,7 +30,8 @@ def run_explain(model: str, profile: Path | None, method: str | None, budget: in
 def run_info(path: Path) -> None:
     """Print what the folder at `path` is and holds. Raises ConfigError where it is neither profile nor artifact."""
     if not path.is_dir():
-        raise ConfigError(f"{path}: no such folder; give the folder of a profile or of a compiled artifact")
+        said = "a file" if path.exists() else "no such folder"
+        raise ConfigError(f"{path}: {said}; give the folder of a profile or of a compiled artifact")
     from semkv.artifact.manifest import is_artifact
 
     if is_artifact(path):
@@ -38,9 +39,12 @@ def run_info(path: Path) -> None:
     elif (path / "profile.json").is_file():
         lines = profile_lines(path)
     else:
-        raise ConfigError(
-            f"{path}: holds neither profile.json nor a semkv manifest.json; give a profile or an artifact"
+        said = (
+            "is an exported step"
+            if (path / "step.json").is_file()
+            else "holds neither profile.json nor a semkv manifest.json"
         )
+        raise ConfigError(f"{path}: {said}; give a profile or an artifact")
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column()

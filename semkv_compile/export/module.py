@@ -48,7 +48,7 @@ class StepModule(nn.Module):
             ranking = None if self.selector is None else self._ranking(ids, positions, held)
             step = _Step(self, numbers, held, ranking)
             hidden = self.body(ids, positions, step)
-            logits = self.head(hidden[:, -1:])[:, -1]
+            logits = self.head(hidden[:, -1:])[:, -1] + step.nothing[:, None]
         return (logits, positions + 1, numbers + self.step, *(held[name] for name in self.layout.written))
 
     def _ranking(self, ids: Tensor, positions: Tensor, held: dict[str, Tensor]) -> Tensor:
@@ -74,6 +74,8 @@ class _Step(TextInputs):
 
     def __init__(self, module: StepModule, numbers: Tensor, held: dict[str, Tensor], ranking: Tensor | None) -> None:
         self.module, self.numbers, self.held, self.ranking = module, numbers, held, ranking
+        self.nothing = torch.zeros_like(numbers[0, 0], dtype=torch.float32)
+        """float32 [B], zeros that are read from the place of each new token: where it has none, the step fails."""
 
     def attend(
         self, site: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, terms: Mapping[str, Tensor]
@@ -97,6 +99,10 @@ class _Step(TextInputs):
         if turn.ranked:
             tensors[RANKING], numbers = self._ranked(turn, numbers, k.shape[1])
         own = {name: x[asking] for name, x in terms.items()}
+        if layer.owner:
+            there = tensors["recent.positions"]  # [B, Hkv|1, capacity]
+            place = numbers[NUMBERS.index("at")].view(-1, 1, 1).expand(-1, there.shape[1], -1)
+            self.nothing = self.nothing + 0.0 * there.gather(2, place).float().sum((1, 2))
         out, _ = attend_step(layer, q[:, asking], k[:, heads], v[:, heads], positions, numbers, tensors, own)
         return out
 

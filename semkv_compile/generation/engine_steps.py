@@ -58,6 +58,8 @@ class EngineSteps(Reader):
         before that did not come to its end. All other rows have taken their token.
         """
         self._follow_for(input_ids)
+        if isinstance(states, State):
+            raise InputError("step takes a list of states, got one State: step([state], ids)")
         states = list(states)
         self._check_states(states)
         failed: dict[int, Exception] = {}  # by state
@@ -95,10 +97,12 @@ class EngineSteps(Reader):
         """The ids [b, 1] of each state; a call with other ids, or of too many rows, is refused as a whole."""
         sizes = [len(state.rows) for state in states]
         if not isinstance(input_ids, Tensor) or input_ids.shape not in ((sum(sizes),), (sum(sizes), 1)):
-            shape = tuple(input_ids.shape) if isinstance(input_ids, Tensor) else type(input_ids).__name__
+            shape = tuple(input_ids.shape) if isinstance(input_ids, Tensor) else f"are a {type(input_ids).__name__}"
             raise InputError(
-                f"input_ids {shape}: the states have {sum(sizes)} rows, so [{sum(sizes)}] or [{sum(sizes)}, 1] is expected"
+                f"input_ids {shape}: the states have {sum(sizes)} rows, so a tensor [{sum(sizes)}] or [{sum(sizes)}, 1] is expected"
             )
+        if input_ids.is_floating_point() or input_ids.is_complex() or input_ids.dtype == torch.bool:
+            raise InputError(f"input_ids of {input_ids.dtype}: expected whole numbers")
         self.placement.check_rows(sum(sizes))
         return input_ids.reshape(-1, 1).split(sizes)
 
@@ -149,8 +153,11 @@ class EngineSteps(Reader):
         ------
         ConfigError: no numbers of tokens from 1 on, or a prompt longer than `length`.
         """
-        if not 1 <= (length if prompt is None else prompt) <= length:
-            raise ConfigError(f"request_bytes({length}, prompt={prompt}): expected 1 <= prompt <= length, in tokens")
+        own = length if prompt is None else prompt
+        if not (isinstance(length, int) and isinstance(own, int) and 1 <= own <= length):
+            raise ConfigError(
+                f"request_bytes({length!r}, prompt={prompt!r}): expected 1 <= prompt <= length, in tokens"
+            )
         return request_bytes(self.placement, self.dtype, prompt, length)
 
     def release(self, request: State | Prompt) -> None:

@@ -80,6 +80,7 @@ class Prompt:
 
         Raises
         ------
+        InputError: fewer tokens were read than it was begun with; it goes on.
         StateError: it has ended before, nothing was read, or the weights have changed. BudgetError, CapacityError: as `prefill`.
         """
         reading, model = self._open(), self._model
@@ -87,6 +88,10 @@ class Prompt:
         model._check_weights(self._weights, "this prompt")
         if not reading.read:
             raise StateError("a prompt of no tokens has no state: feed it at least one")
+        if self._tokens is not None and reading.read < self._tokens:
+            raise InputError(
+                f"this prompt was begun with {self._tokens} tokens and has {reading.read}: feed it the rest, or release it"
+            )
         self._end("it was finished: go on from its state")
         record = reading.finish()
         record.logits = self._logits

@@ -152,7 +152,12 @@ class Reader(PromptInputs):
         release: they serve this one only, and let go of each layer as it is built, so that both are never held in full.
         """
         self._follow()
-        return self._state([record] if isinstance(record, RowRecord) else record, release=release)
+        records = [record] if isinstance(record, RowRecord) else record
+        if not isinstance(records, (list, tuple)) or not all(isinstance(one, RowRecord) for one in records):
+            raise InputError(
+                f"compress takes a record of `prefill_record`, or a list of them, got a {type(record).__name__}"
+            )
+        return self._state(list(records), release=release)
 
     def _state(self, records: list[RowRecord], *, release: bool = False) -> State:
         """`compress` of checked records."""

@@ -295,14 +295,18 @@ class State(Contents):
         )
 
     @undisturbed
-    def select(self, rows: list[int]) -> State:
+    def select(self, rows: Sequence[int] | Tensor) -> State:
         """A state of the given rows, copied; a row may be taken several times. `InputError` where there is none, or not that one."""
+        rows = rows.tolist() if isinstance(rows, Tensor) else rows
+        if not isinstance(rows, (list, tuple)) or any(isinstance(x, bool) or not isinstance(x, int) for x in rows):
+            raise InputError(f"select({rows!r}): expected a list of whole numbers, such as [0, 0, 1]")
         with self.in_use():
             self.check_whole()
             wrong = [row for row in rows if not -len(self.rows) <= row < len(self.rows)]
             if wrong or not rows:
                 said = f"row {wrong[0]}" if wrong else "no rows"
                 raise InputError(f"select: {said} of a state whose rows are 0 to {len(self.rows) - 1}")
+            rows = list(rows)
             copy = State(self.placement, [self.rows[row].clone() for row in rows], self.logits[rows].clone())
             copy.pending = None if self.pending is None else self.pending[rows].clone()
             return copy
@@ -339,10 +343,10 @@ class State(Contents):
 
         Raises
         ------
-        ConfigError: a negative number. BudgetError: the budget has no room for so many; the state is as it was.
+        ConfigError: no whole number from 0 on. BudgetError: the budget has no room for so many; the state is as it was.
         """
-        if tokens < 0:
-            raise ConfigError(f"reserve({tokens}): expected a number of tokens from 0 on")
+        if not isinstance(tokens, int) or tokens < 0:
+            raise ConfigError(f"reserve({tokens!r}): expected a number of tokens from 0 on")
         with self.in_use():
             self.check_room([tokens] * len(self.rows))
             rows = [row.clone() for row in self.rows]  # an error leaves the state as it was

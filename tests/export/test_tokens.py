@@ -12,7 +12,7 @@ import torch
 import semkv
 from semkv.compiled import CompiledModel
 from semkv.config import CompileConfig
-from tests.export.steps import BUDGETS, differences
+from tests.export.steps import BUDGETS, differences, in_onnxruntime, reserved
 
 needs_onnx = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("onnx", "onnxscript", "onnxruntime")),
@@ -55,6 +55,18 @@ def test_tokens_in_4_bits(full: CompiledModel, tmp_path: Path) -> None:
 def test_rows_that_are_exact_share_a_batch_with_others(tiny: CompiledModel, tmp_path: Path) -> None:
     compiled = tiny.with_method("quest", 0.25)
     assert differences(compiled, tmp_path / "step", "onnx", ((900, 100),)) == []
+
+
+@needs_onnx
+@pytest.mark.parametrize("method", ["full", pytest.param("quest", marks=pytest.mark.slow)])
+def test_a_token_without_a_place_makes_the_step_fail(tiny: CompiledModel, tmp_path: Path, method: str) -> None:
+    """Its memory would be without that token, and what follows be wrong."""
+    compiled = tiny if method == "full" else tiny.with_method("quest", 0.25)
+    compiled.export(tmp_path / "step")
+    compiled.export_state(reserved(compiled, (600,), 16), tmp_path / "step" / "state.safetensors")
+    in_onnxruntime(tmp_path / "step", 16)
+    with pytest.raises(Exception, match=r"(?i)out of (range|bounds)|GatherElements"):
+        in_onnxruntime(tmp_path / "step", 100)
 
 
 @pytest.mark.slow

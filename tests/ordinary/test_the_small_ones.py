@@ -71,6 +71,38 @@ def test_rows_that_there_are_not(full, ids):
         state.select([0, 2])
     with pytest.raises(InputError, match="select: no rows"):
         state.select([])
+    for wrong in (1, [0.5], ["0"], [True]):
+        with pytest.raises(InputError, match="expected a list of whole numbers"):
+            state.select(wrong)
+    assert state.select(torch.tensor([1, 0, 0])).lengths == [9, 9, 9]
+
+
+def test_what_is_no_number_of_tokens_no_record_and_no_list_of_states(full, ids):
+    state = full.prefill(ids(9))
+    for wrong in ("3", 2.5, -1):
+        with pytest.raises(ConfigError, match="expected a number of tokens from 0 on"):
+            state.reserve(wrong)
+    with pytest.raises(ConfigError, match=r"request_bytes\(10\.5, prompt=None\): expected 1 <= prompt"):
+        full.request_bytes(10.5)
+    for wrong in (ids(9), state, [state]):
+        with pytest.raises(InputError, match="compress takes a record of `prefill_record`, or a list of them, got a"):
+            full.compress(wrong)
+    with pytest.raises(InputError, match=r"takes a list of states, got one State: step\(\[state\], ids\)"):
+        full.step(state, torch.tensor([5]))
+    with pytest.raises(InputError, match=r"are a list: the states have 1 rows, so a tensor \[1\]"):
+        full.step([state], [5])
+    with pytest.raises(InputError, match=r"input_ids of torch\.float32: expected whole numbers"):
+        full.step([state], torch.tensor([5.0]))
+    assert state.lengths == [9]
+
+
+def test_a_prompt_that_is_not_read_to_the_end_it_was_begun_with(full, ids):
+    prompt = full.begin(10)
+    prompt.feed(ids(7)[0])
+    with pytest.raises(InputError, match="begun with 10 tokens and has 7: feed it the rest, or release it"):
+        prompt.finish()
+    prompt.feed(ids(3, seed=1)[0])
+    assert prompt.finish().lengths == [10]
 
 
 class Waits(StoppingCriteria):
