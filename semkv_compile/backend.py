@@ -162,7 +162,7 @@ class _Regrounded(nn.Module):
     def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         given: dict[str, Any] = {"ids": input_ids, "positions": position_ids, "float": None, "unread": None}
         given |= {f"size:{axis}": size for axis, size in enumerate(input_ids.shape)}
-        result = self.gm(
+        result = self.gm.forward(  # a call of it prints errors, also those of trials at sizes that do not fit
             *(getattr(self, f"{HELD}{n}") if role == "weight" else given[role] for n, role in enumerate(self.roles))
         )
         if not isinstance(result, (tuple, list)):

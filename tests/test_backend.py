@@ -10,6 +10,7 @@ from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from semkv import bundled
 from semkv.backend import semkv
 from semkv.ir.graph import attention_nodes
 
@@ -73,6 +74,15 @@ def test_a_row_alone_may_come_first_or_last(shapes, recorded):
         with torch.set_grad_enabled(recorded):
             got, expected = fast(ids(rows, tokens), use_cache=False), model(ids(rows, tokens), use_cache=False)
         torch.testing.assert_close(got.logits, expected.logits, rtol=1e-9, atol=1e-10)
+
+
+def test_trials_at_sizes_that_do_not_fit_print_nothing(capfd):
+    model, _ = bundled.load()
+    with torch.no_grad():
+        compiled(model, fullgraph=False)(input_ids=ids(1, 64), use_cache=False)
+        with pytest.raises(BackendCompilerFailed, match="the first call had prompts of one token"):
+            compiled(tiny())(ids(2, 1), use_cache=False)
+    assert "Traceback" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("part", [(slice(None), slice(-9, None)), (slice(1, 2), slice(3, 12))])

@@ -75,7 +75,7 @@ def test_a_state_of_another_calibration_is_refused(whole, name, options, tensors
     compiled.prefill(prompt(300, 300)).save(tmp_path / "state")
     other = compile_model(model, Profile(profile.info, changed), method=name, budget=0.6, config=settings)
     with pytest.raises(
-        ArtifactError, match=r"'calibrated': .* expected one of .*; compile with the same settings and profile"
+        ArtifactError, match=r"compiled otherwise: another profile; compile with the same settings and profile"
     ):
         other.load_state(tmp_path / "state")
     same = compile_model(model, profile, method=name, budget=0.6, config=settings)

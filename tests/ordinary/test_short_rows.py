@@ -309,7 +309,7 @@ REFUSED = {
         "omnikv",
         {},
         0.5,
-        r"'omnikv' keeps 10\d\.\d%.*no fraction but 1\.0, which keeps every token",
+        r"'omnikv' keeps 100\.0%.*use 1\.0, which keeps every token, or strict=True",
     ),
 }
 
