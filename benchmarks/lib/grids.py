@@ -46,7 +46,6 @@ EARLIER = (
 TIMES = "Measured before codes of `sketch` and `mixed` had their form of today; their lines are to be measured again."
 STEPS = "Measured before decode steps became graphs of tensors; to be measured again."
 MEASURED_EARLIER = {
-    "ablations": EARLIER,
     "decode_cpu": STEPS,
     "gpu": STEPS,
     "long_generation": STEPS,
