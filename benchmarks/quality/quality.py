@@ -39,8 +39,6 @@ PARTS = (
     ("sekv, raw spans only", {"forms": "raw"}),
     ("sekv, coarse entries", {"coarse": True}),
 )
-REMAINS = "sekv, elastic residency"
-"""In results of version 0.1: `sekv` as it is now."""
 
 
 def grids(samples: int | None, length: int) -> tuple[Grid, Grid]:
@@ -110,12 +108,7 @@ def write_page(methods: Report, parts: Report) -> Path:
         "## Parts of sekv",
         "`oracle selection` unfolds the spans with the most true attention: the ceiling of any router under this "
         "segmentation and budget. The other rows change one thing each; `sekv` itself stores spans in the smallest "
-        "faithful form and attends to coarse entries."
-        + (
-            f" `{REMAINS}` is the form that remains: each layer unfolds in its own part of the budget."
-            if any(s.variant.label == REMAINS for s in parts.summaries)
-            else ""
-        ),
+        "faithful form and attends to no coarse entries.",
         markdown(parts),
         "## Provenance",
         provenance_of(methods, parts),
