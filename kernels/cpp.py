@@ -97,8 +97,6 @@ class Library:
         self._future: Future[ctypes.CDLL] | None = None
         self._process = 0
         self._warned = False
-        self._loaded: ctypes.CDLL | None = None
-        """Once it is there: every call of a kernel asks."""
 
     @cached_property
     def identity(self) -> str:
@@ -129,12 +127,8 @@ class Library:
 
         asked: by name; then it raises `BuildError` instead.
         """
-        if self._loaded is not None:
-            return None
-        future = self.start()
-        reason = future.exception()
+        reason = self.start().exception()
         if reason is None:
-            self._loaded = future.result()
             return None
         if asked or not isinstance(reason, BuildError):
             raise reason
@@ -145,7 +139,7 @@ class Library:
 
     def function(self, name: str) -> Callable[..., None]:
         """One of its functions, after a wait for the compiler. Raises `BuildError`."""
-        return getattr(self.start().result() if self._loaded is None else self._loaded, name)
+        return getattr(self.start().result(), name)
 
     def _load(self) -> ctypes.CDLL:
         if not _whole(self.path):

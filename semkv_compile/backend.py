@@ -117,14 +117,14 @@ def _roles(inputs: list[Node], examples: Sequence[Any]) -> list[str]:
                 f"backend 'semkv': the graph reads a size {symbol} that is none of the ids' {tuple(sizes)}"
             )
         roles[place] = f"size:{sizes.index(symbol)}"
-    if shape[1] == 1:  # which Dynamo fixes in any case
-        raise CaptureError(
-            "backend 'semkv': the first call had prompts of one token, whose length Dynamo fixes; call it with at least two first"
-        )
     if not isinstance(shape[1], torch.SymInt):
+        instead = (
+            "call it with prompts of at least two tokens first, as one token is always fixed"
+            if shape[1] == 1
+            else "call torch.compile(..., backend='semkv', dynamic=True)"
+        )
         raise CaptureError(
-            f"backend 'semkv': Dynamo fixed the length at {shape[1]} tokens, and what a mask means is read at several lengths; "
-            "call torch.compile(..., backend='semkv', dynamic=True)"
+            f"backend 'semkv': Dynamo fixed the length at {shape[1]} tokens, and what a mask means is read at several lengths; {instead}"
         )
     return roles
 

@@ -301,7 +301,7 @@ def planned(
     check_choices(program, plan, method.name)
     minimum = in_pages(method.minimum_tokens, settings.page_size)
     counted = tuple(store for store in program.stores if store.treatment == "method")
-    demand = Demand.of(method.name, *plan.of_all(counted), cap, minimum, program.max_positions)
+    demand = Demand.of(method.name, *plan.of_all(counted), cap, minimum, program.max_positions, method.keeps_less)
     return program, plan, with_floor(cap, demand, settings.floor), minimum
 
 

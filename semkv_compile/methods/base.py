@@ -24,7 +24,8 @@ class Method(ABC):
     """A way to hold a long context in a small memory; subclasses are frozen dataclasses of its parameters.
 
     name: under which `semkv.compile(method=...)` finds it. compresses: whether it needs a budget. minimum_tokens: the
-    smallest budget that it can live in, in tokens per KV head and layer. needs_indexer: whether it serves only models that choose
+    smallest budget that it can live in, in tokens per KV head and layer. keeps_less: the option, as it is written, with which a method
+    that keeps parts whole keeps less. needs_indexer: whether it serves only models that choose
     themselves which tokens attention reads. presets: values of several options under one name, which
     `with_options({"preset": NAME})` sets; options given beside it have the last word.
 
@@ -35,6 +36,7 @@ class Method(ABC):
     name: ClassVar[str]
     compresses: ClassVar[bool] = True
     minimum_tokens: ClassVar[int] = 0
+    keeps_less: ClassVar[str] = ""
     needs_indexer: ClassVar[bool] = False
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
 

@@ -56,6 +56,7 @@ class HeteroCache(OncePerPrompt):
 
     name: ClassVar[str] = "heterocache"
     minimum_tokens: ClassVar[int] = 40
+    keeps_less: ClassVar[str] = "strict=True"
     divides_heads: ClassVar[bool] = True
 
     def check(self, profile: Profile | None) -> None:

@@ -160,6 +160,7 @@ class Mixed(Sketch):
 
     name: ClassVar[str] = "mixed"
     minimum_tokens: ClassVar[int] = 24
+    keeps_less: ClassVar[str] = "whole=False"
     divides_heads: ClassVar[bool] = True
     steps: ClassVar[str] = "retrieval-heads,sketch,sekv"
 

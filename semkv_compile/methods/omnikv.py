@@ -140,6 +140,7 @@ class OmniKV(Method):
 
     name: ClassVar[str] = "omnikv"
     minimum_tokens: ClassVar[int] = 40
+    keeps_less: ClassVar[str] = "strict=True"
 
     def __post_init__(self) -> None:
         super().__post_init__()

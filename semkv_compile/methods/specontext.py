@@ -38,6 +38,7 @@ class SpeContext(Method):
 
     name: ClassVar[str] = "specontext"
     minimum_tokens: ClassVar[int] = 40
+    keeps_less: ClassVar[str] = "strict=True"
 
     def check(self, profile: Profile | None) -> None:
         if self.retrieval == "head" and (profile is None or profile.info.retrieval_head is None):

@@ -99,7 +99,7 @@ def _differing(theirs: Mapping[str, Any], own: Mapping[str, Any], names: Sequenc
 def _differing_parts(theirs: Any, own: list[list[Any]]) -> list[str]:
     """What differs in the first parts of plans that do."""
     whole = isinstance(theirs, list) and all(
-        isinstance(part, list) and isinstance(part[-1], dict) for part in theirs if part
+        isinstance(part, list) and part and isinstance(part[-1], dict) for part in theirs
     )
     if not whole or [part[:-1] for part in theirs] != [part[:-1] for part in own]:
         return ["its layers or heads are composed otherwise"]

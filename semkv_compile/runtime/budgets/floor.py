@@ -32,7 +32,7 @@ class Demand:
 
     method: its name. minimum: the smallest budget of a part. least: that of a row, so that each of its parts has as much. whole: for
     each token, by heads that keep every token. index: for each token, by charged notes, and `index_share` of the budget at most.
-    longest: tokens of the longest row. parts: those that share what the rest leaves.
+    longest: tokens of the longest row. parts: those that share what the rest leaves. less: the option with which the method keeps less.
     """
 
     method: str
@@ -43,6 +43,7 @@ class Demand:
     index_share: float
     longest: int
     parts: tuple[SharingPart, ...] = ()
+    less: str = ""
 
     @classmethod
     def of(
@@ -53,6 +54,7 @@ class Demand:
         budget: Budget,
         minimum: int,
         longest: int | None,
+        less: str = "",
     ) -> Demand:
         """Of `plan` for the counted `stores`; `minimum` is in tokens of whole pages."""
         full = max(1, sum(budget.full_bytes(store, 1) for store in stores))
@@ -71,7 +73,7 @@ class Demand:
             least += budget.page_size * whole / full
         index, share = plan.charge.token_nbytes / full, plan.charge.share
         rows = UNBOUNDED if longest is None else longest
-        return cls(method, minimum, least, whole / full, index, share, rows, tuple(sharing))
+        return cls(method, minimum, least, whole / full, index, share, rows, tuple(sharing), less)
 
     def served(self, cap: float, tokens: int | float) -> bool:
         """Whether a cap of so many tokens per KV head serves a row of `tokens` tokens."""
@@ -171,16 +173,11 @@ def _check_tokens(value: int, demand: Demand) -> None:
         )
 
 
-LESS = {"mixed": "whole=False"} | dict.fromkeys(("heterocache", "omnikv", "specontext"), "strict=True")
-"""Options with which methods that keep parts whole keep less."""
-
-
 def _refuse(value: float, demand: Demand) -> None:
     share = demand.smallest_fraction
     hint = f"use a fraction of at least {share:g}" if share <= 1 else "use 1.0, which keeps every token"
-    less = LESS.get(demand.method, "a mode of the method")
+    less = f", or {demand.less}, with which it keeps less" if demand.less else ""
     raise BudgetError(
         f"budget {value} can never serve: of every token {demand.method!r} keeps {min(1.0, demand.whole + demand.index):.1%} of the KV on "
-        f"the device, and it needs {demand.minimum} tokens per KV head beside that: {hint}, or {less}, "
-        "with which it keeps less"
+        f"the device, and it needs {demand.minimum} tokens per KV head beside that: {hint}{less}"
     )

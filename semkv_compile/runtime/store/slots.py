@@ -8,7 +8,6 @@ from torch.nn.functional import pad
 
 from semkv.ir import state_ops
 from semkv.ir.state_ops import EMPTY
-from semkv.kernels.gather.cpp import copies_tokens, copy_tokens_cpp
 from semkv.kernels.state.reference import unfold_reference
 from semkv.runtime.host.pool import RoomKinds
 from semkv.runtime.store.quantization import Quantized
@@ -16,8 +15,6 @@ from semkv.runtime.store.roomy import room_for
 from semkv.runtime.views import UnitsView
 
 NAMES = ("k", "v", "k_scale", "v_scale")
-NOTHING = {"positions": EMPTY, "places": -1}
-"""In a slot that holds nothing; in its other tensors are zeros."""
 
 
 class Slots:
@@ -77,13 +74,14 @@ class Slots:
         """What is held first, and as much as fits."""
         have = self.positions.shape[1]
         order = (self.places < 0).to(torch.uint8).argsort(dim=1, stable=True)[:, : min(slots, have)]
-        kept = order.shape[1]
-        fresh = {name: x.new_empty(x.shape[0], slots, *x.shape[2:]) for name, x in self.tensors.items()}
-        for name, x in fresh.items():
-            x[:, kept:] = NOTHING.get(name, 0)
-        if kept:
-            olds = [x if x.dim() == 3 else x[..., None] for x in self.tensors.values()]
-            _copy_rows(olds, [x.view(self.heads, slots, -1) for x in fresh.values()], order)
+        fresh = {name: x.new_zeros(x.shape[0], slots, *x.shape[2:]) for name, x in self.tensors.items()}
+        fresh["positions"].fill_(EMPTY)
+        fresh["places"].fill_(-1)
+        firsts = have * torch.arange(self.heads, dtype=torch.int64, device=order.device)
+        rows = (order + firsts[:, None]).flatten()  # among the slots of all heads
+        for name, x in self.tensors.items():
+            kept = x.flatten(0, 1).index_select(0, rows)  # whole rows, which `gather` copies number by number
+            fresh[name][:, : order.shape[1]] = kept.unflatten(0, order.shape)
         self.tensors = fresh
 
     def hold(self, chosen: Tensor, spans: UnitsView) -> tuple[int, int]:
@@ -177,21 +175,6 @@ class Slots:
         copy.__dict__.update(self.__dict__)
         copy.tensors = {name: x.clone() for name, x in self.tensors.items()}
         return copy
-
-
-def _copy_rows(olds: list[Tensor], news: list[Tensor], order: Tensor) -> None:
-    """Make rows order int64 [H, n] of olds [H, N, D] the first n of each head of news [H, C, D]."""
-    heads, kept = order.shape
-    head = torch.arange(heads, dtype=torch.int64, device=order.device)[:, None].expand(-1, kept)
-    flat, nothing = [x.flatten(0, 1) for x in news], [None] * len(olds)
-    if copies_tokens(olds, nothing, flat):
-        at = head * news[0].shape[1] + torch.arange(kept, dtype=torch.int64, device=order.device)
-        copy_tokens_cpp(olds, nothing, flat, head.flatten(), order.flatten(), at.flatten())
-        return
-    rows = (order + head * olds[0].shape[1]).flatten()  # among the slots of all heads
-    for old, new in zip(olds, news):
-        found = old.flatten(0, 1).index_select(0, rows)  # whole rows, which `gather` copies number by number
-        new[:, :kept] = found.unflatten(0, order.shape)
 
 
 def unfold(
