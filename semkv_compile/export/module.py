@@ -48,7 +48,8 @@ class StepModule(nn.Module):
             ranking = None if self.selector is None else self._ranking(ids, positions, held)
             step = _Step(self, numbers, held, ranking)
             hidden = self.body(ids, positions, step)
-            logits = self.head(hidden[:, -1:])[:, -1] + step.nothing[:, None]
+            logits = self.head(hidden[:, -1:])[:, -1]
+            logits = logits + step.nothing[:, None].to(logits.dtype)
         return (logits, positions + 1, numbers + self.step, *(held[name] for name in self.layout.written))
 
     def _ranking(self, ids: Tensor, positions: Tensor, held: dict[str, Tensor]) -> Tensor:
