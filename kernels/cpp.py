@@ -29,7 +29,9 @@ from semkv.io.cache_folder import FOLDER, cache_folder
 from semkv.io.files import replace_file
 
 COMPILERS = ("g++", "clang++")
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fPIC", "-shared", "-w")
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-if-conversion", "-fno-math-errno", "-fPIC", "-shared", "-w")
+"""Without conversion of branches into conditional moves: tuned for Skylake and what followed it, GCC 12 puts an increment, which changes
+the flags, between a comparison and the move that goes by it, so that the other function of two was called."""
 MISSING = f"no C++ compiler was found ({' or '.join(COMPILERS)})"
 SHARED = tuple(Path(__file__).parent / name for name in ("vectors.h", "threads.h", "products.h"))
 """What comes before every template."""

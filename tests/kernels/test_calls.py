@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import platform
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from semkv.errors import InputError
 from semkv.ir import ops
 from semkv.ir.memory import Entries
-from semkv.kernels import calls
+from semkv.kernels import calls, cpp
 from semkv.kernels.calls import OPERATORS, Call, Operand, Operator, UnsupportedCall, call, demand, flat, run
 from semkv.kernels.cpp import compiler
 from semkv.kernels.linear.cpp import FEW_TOKENS, describe_linear, linear_cpp
@@ -22,7 +23,8 @@ from semkv.kernels.mixed_attention.cpp import (
     describe_attention,
     mixed_attention_cpp,
 )
-from semkv.kernels.state.bmm import bmm, describe_bmm
+from semkv.kernels.state import bmm as bmm_module
+from semkv.kernels.state.bmm import bmm, bmm_library, describe_bmm
 from semkv.runtime.store.quantization import quantize
 
 pytestmark = pytest.mark.usefixtures("filled_with_nan")
@@ -286,7 +288,7 @@ def close(found: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 
 @NEEDS_CPP
 @pytest.mark.parametrize("batch", [(), (3,), (2, 3)], ids=str)
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 8])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 8])
 @pytest.mark.parametrize("sizes", [(1, 1), (1, 20), (17, 1), (13, 33), (64, 300), (128, 1030)], ids=str)
 @pytest.mark.parametrize("turned", [False, True])
 def test_products_of_few_rows(batch, rows, sizes, turned):
@@ -294,6 +296,19 @@ def test_products_of_few_rows(batch, rows, sizes, turned):
     a = drawn(*batch, rows, inner)
     b = drawn(*batch, columns, inner, seed=1).mT if turned else drawn(*batch, inner, columns, seed=1)
     close(made(describe_bmm, {"a": a, "b": b}), a, b)
+
+
+@NEEDS_CPP
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="processors of x86-64")
+@pytest.mark.parametrize("processor", ["haswell", "skylake", "skylake-avx512", "znver3"])
+def test_products_of_few_rows_tuned_for_another_processor(processor, monkeypatch):
+    """GCC 12 takes the wrong function for two rows where it tunes for Skylake, if it is let."""
+    monkeypatch.setattr(cpp, "FLAGS", (*cpp.FLAGS, f"-mtune={processor}"))
+    made_here = cpp.Library(f"state-bmm-{processor}", bmm_library().source)
+    monkeypatch.setattr(bmm_module, "bmm_library", lambda: made_here)
+    for rows in range(1, 9):
+        a, b = drawn(3, rows, 13), drawn(3, 13, 40, seed=1)
+        close(made(describe_bmm, {"a": a, "b": b}), a, b)
 
 
 @NEEDS_CPP
