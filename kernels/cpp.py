@@ -29,9 +29,10 @@ from semkv.io.cache_folder import FOLDER, cache_folder
 from semkv.io.files import replace_file
 
 COMPILERS = ("g++", "clang++")
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-if-conversion", "-fno-math-errno", "-fPIC", "-shared", "-w")
-"""Without conversion of branches into conditional moves: tuned for Skylake and what followed it, GCC 12 puts an increment, which changes
-the flags, between a comparison and the move that goes by it, so that the other function of two was called."""
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fPIC", "-shared", "-w")
+GCC_FLAGS = ("-fno-if-conversion",)
+"""Branches stay branches: tuned for Skylake and what followed it, GCC 12 puts an increment, which changes the processor's flags, between a
+comparison and the conditional move that goes by it, so that the other function of two was called."""
 MISSING = f"no C++ compiler was found ({' or '.join(COMPILERS)})"
 SHARED = tuple(Path(__file__).parent / name for name in ("vectors.h", "threads.h", "products.h"))
 """What comes before every template."""
@@ -69,6 +70,11 @@ def compiler() -> Compiler | None:
     return None
 
 
+def flags_of(found: Compiler) -> tuple[str, ...]:
+    """What a compiler is given. Clang, which is what g++ is on some systems, does not know all of it."""
+    return FLAGS if "clang" in found.version else (*FLAGS, *GCC_FLAGS)
+
+
 @cache
 def processor() -> str:
     """What the machine code of `-march=native` depends on: the architecture and the instructions that there are."""
@@ -103,7 +109,8 @@ class Library:
     @cached_property
     def identity(self) -> str:
         """SHA-256 over the source, the compiler, its flags and the processor."""
-        parts = (self.source, compiler() and compiler().version, FLAGS, processor())
+        found = compiler()
+        parts = (self.source, found and found.version, found and flags_of(found), processor())
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     @property
@@ -170,7 +177,7 @@ class Library:
         found = compiler()
         if found is None:
             raise BuildError(f"kernel {self.name}: {MISSING}; install one")
-        command = [found.path, *FLAGS, "-x", "c++", "-", "-o", str(into)]
+        command = [found.path, *flags_of(found), "-x", "c++", "-", "-o", str(into)]
         try:
             done = subprocess.run(
                 command,

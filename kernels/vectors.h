@@ -148,12 +148,17 @@ inline PieceWords words_at(const uint8_t* from) {
 // bfloat16 is the upper half of a float32.
 inline Floats from_bfloat16(Shorts x) { return (Floats)(words_of(x) << 16); }
 
-#ifdef __F16C__
+#if defined(__F16C__) && !defined(__clang__)
 inline Floats from_float16(Shorts x) {
   using Part = int16_t __attribute__((vector_size(16)));
   auto low = __builtin_ia32_vcvtph2ps256((Part)__builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7));
   auto high = __builtin_ia32_vcvtph2ps256((Part)__builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15));
   return __builtin_shufflevector(low, high, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+}
+#elif defined(__F16C__) && defined(__FLT16_MAX__)
+inline Floats from_float16(Shorts x) {
+  using Halves = _Float16 __attribute__((vector_size(2 * LANES)));
+  return __builtin_convertvector((Halves)x, Floats);
 }
 #else
 // The exponent of float16 is 112 less than that of float32, which a product makes up for, subnormals included.

@@ -212,7 +212,7 @@ def test_every_form_of_the_vectors_compiles(processor: str) -> None:
         residual_codes_library(),
         segments_library(),
     ):
-        flags = [flag for flag in cpp.FLAGS if flag not in ("-O3", "-march=native")]
+        flags = [flag for flag in cpp.flags_of(found) if flag not in ("-O3", "-march=native")]
         command = [str(found.path), *flags, f"-march={processor}", "-fsyntax-only", "-x", "c++", "-"]
         done = subprocess.run(command, input=made.source, capture_output=True, text=True, check=False)
         assert done.returncode == 0, f"{made.name}: {done.stderr[:2000]}"
