@@ -94,8 +94,8 @@ def interpreted(script: str, *arguments: str) -> dict:
     [
         ("full", None, {}, "float32", set()),
         ("snapkv", 0.4, {}, "float32", set()),
-        ("sekv", 0.5, {}, "float32", {"gate", "selection"}),
-        ("sekv", 0.5, {"forms": "factored"}, "float16", {"gate", "selection"}),
+        ("sekv", 0.5, {"router": "trained"}, "float32", {"gate", "selection"}),
+        ("sekv", 0.5, {"router": "trained", "forms": "factored"}, "float16", {"gate", "selection"}),
         ("sketch", 0.5, {}, "float32", {"sketch", "selection"}),
         ("mixed", 0.6, {}, "float16", {"sketch", "selection"}),
     ],
