@@ -92,9 +92,9 @@ class MixedRouter(SketchRouter):
             mixed = torch.logaddexp(mixed, theirs + math.log(self.sentence))
         if self.prior:
             ranking = units.tensors["ranking"]
-            skipped = units.tensors["skipped"].view(-1, 1, 1)
-            place = torch.ones_like(own[:, :, 0], dtype=torch.int64).cumsum(-1) - 1 + skipped
-            last = (units.count.view(-1, 1, 1) + skipped - 1).clamp(min=0)
+            before = units.tensors["skipped"].view(-1, 1, 1) - 1
+            place = torch.ones_like(own[:, :, 0], dtype=torch.int64).cumsum(-1) + before
+            last = (units.count.view(-1, 1, 1) + before).clamp(min=0)
             told = ranking.gather(2, torch.minimum(place.clamp(min=0), last)).masked_fill(place < 0, float("-inf"))
             mixed = torch.logaddexp(mixed, told[:, :, None] + math.log(self.prior))
         if shift is not None:  # attention to what stays folded is by the query alone
