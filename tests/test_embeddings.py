@@ -127,6 +127,8 @@ def test_what_does_not_fit_is_refused(llama: LlamaForCausalLM, compiled: Compile
             call(inputs_embeds=embeds[..., :31])
         with pytest.raises(InputError, match=r"are torch.float16, the model computes in torch.float32"):
             call(inputs_embeds=embeds.half())
+        with pytest.raises(InputError, match=r"inputs_embeds have numbers that are infinite or NaN"):
+            call(inputs_embeds=embeds.index_fill(1, torch.tensor([3]), float("nan")))
         with pytest.raises(InputError, match=r"needs input_ids \[B, T\] or inputs_embeds \[B, T, H\]"):
             call()
         with pytest.raises(InputError, match=r"position ids: row 0 has 1 in column 0, where its memory counts 0"):

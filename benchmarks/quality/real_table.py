@@ -150,10 +150,12 @@ class Table:
         self.refused: dict[tuple[str, float, int], str] = {}
         self.cells: dict[tuple[str, str], CellResult] = {}
         """What was measured, by the cell's key and the variant's label, the most contexts of each."""
+        self.notes: Sequence[str] = ()
         if (RESULTS / f"real_{asked.model}.json").is_file() and not asked.afresh:
             published = read_results(f"real_{asked.model}")
             self.take(published.cells)
             self.commits.update(published.commits)
+            self.notes = published.notes
         self._subjects: dict[str, Subject] = {}
         self._identities: dict[str, str] = {}
 
@@ -241,7 +243,9 @@ class Table:
         notes = [
             f"texts: {texts or 'the half of the manual and library of Python that benchmarks/quality/real.py judges on'}"
         ]
-        if self.loaded.profile is not None:
+        if self.asked.profile is None:  # what was published of methods that read one stays
+            notes += [note for note in self.notes if note.startswith("profile: ")]
+        elif self.loaded.profile is not None:
             held = self.loaded.profile.info.model_dump(exclude=BOOKS, exclude_none=True)
             notes.append(f"profile: {', '.join(name.replace('_', ' ') for name, section in held.items() if section)}")
         changes = {"cells": cells, "summaries": [], "commits": sorted(self.commits), "notes": notes}

@@ -193,6 +193,8 @@ class PromptInputs(Following):
                 f"{call}: inputs_embeds are {embeds.dtype}, the model computes in {self.program.dtype}: convert "
                 "them with .to(...)"
             )
+        if not bool(embeds.isfinite().all()):
+            raise InputError(f"{call}: inputs_embeds have numbers that are infinite or NaN; expected finite ones")
 
     def _check_places(self, brought: Mapping[str, Any], ids: Tensor, mask: Tensor | None, first: list[int]) -> None:
         """Raise `InputError` where position ids [B, T] are not the tokens' places."""
