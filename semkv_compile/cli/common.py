@@ -127,7 +127,11 @@ def quiet_libraries() -> None:
     """Keep model libraries from writing progress bars and notices between ours."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    for name in ("transformers", "torchao", "torch.utils._pytree"):  # the last two: of torchao's own parts, where it is installed
+    for name in (
+        "transformers",
+        "torchao",
+        "torch.utils._pytree",
+    ):  # the last two: of torchao's own parts, where it is installed
         logging.getLogger(name).setLevel(logging.ERROR)
     from transformers.utils import logging as transformers_logging
 

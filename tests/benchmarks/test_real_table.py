@@ -142,15 +142,19 @@ def test_without_a_profile_what_was_published_with_one_stays(scripts, monkeypatc
         table = module.Table.__new__(module.Table)
         table.asked = argparse.Namespace(model="gemma3", texts=None, profile=profile)
         table.loaded = argparse.Namespace(profile=None if profile is None else Profile.load(PROFILE))
-        table.cells, table.commits = {}, set()
+        table.cells, table.commits, table.notes = {}, set(), ["texts: others", "profile: sketch"]
         table._identities = dict.fromkeys(module.GROUPS, "now")
         table.report = Report.model_construct(cells=[], summaries=[], commits=[], notes=[])
         table.take([ours, before])
         table.publish()
         report = written.pop()
         assert sorted(c.cell.variant.label for c in report.cells) == kept
-        assert [note for note in report.notes if "sketch" in note] == report.notes[1:], "the profile's sections"
-        assert len(report.notes) == (1 if profile is None else 2)
+        texts, sections = report.notes
+        assert texts != "texts: others"
+        assert sections.startswith("profile: ")
+        assert (sections == "profile: sketch") == (profile is None), (
+            "of what was published, or of the profile's sections"
+        )
 
 
 def test_rows_stay_when_what_their_methods_do_not_read_is_learned_again(scripts):
